@@ -1,0 +1,46 @@
+# Everything happens in .venv, which the first target that needs it builds from nothing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
+
+demo: .venv/demo.stamp  ## make a small checkpoint, load it and generate text
+	$(BIN)/vllm-module demo
+
+# The script and not `python -m pytest`, which would put the root's models/ and kernels/ on sys.path.
+test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
+	$(BIN)/pytest -q -n 2 $(ARGS)
+
+lint: .venv/dev.stamp  ## check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:  ## remove builds and caches; .venv stays
+	rm -rf build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find kernels models tests vllm_module -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/torch.stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("Python >= 3.10 is needed, got " + sys.version.split()[0] + ": name one with make PYTHON=...")'
+	@echo "making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@echo "installing $$(grep '^torch==' constraints.txt)"
+	@$(INSTALL) torch  # first and pinned: a newer one would fetch gigabytes only to be replaced
+	@touch $@
+
+.venv/demo.stamp: .venv/torch.stamp pyproject.toml
+	@echo "installing vllm-module with what the demo needs"
+	@$(INSTALL) -e '.[demo]'
+	@touch $@
+
+.venv/dev.stamp: .venv/torch.stamp pyproject.toml
+	@echo "installing vllm-module with what tests and linters need"
+	@$(INSTALL) -e '.[test,lint]'
+	@touch $@

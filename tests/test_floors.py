@@ -1,0 +1,199 @@
+"""The house's floors: imports run downward only, lazy ones and those for type checkers included."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up. Rooms on one floor do not import each other; the package itself is the roof.
+FLOORS = (
+    {"config", "errors", "kernels"},
+    {"distributed", "report", "weights"},
+    {"parameters"},
+    {"ledger"},
+    {"module"},
+    {"quantization"},
+    {"layers"},
+    {"models"},
+    {"registry"},
+    {"loader"},
+    {"runtime", "testing"},
+    {"cli"},
+    {"vllm_module"},
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+# Below them, and closed to them nevertheless.
+CLOSED = {
+    "layers": {"weights"},
+    "models": {"kernels", "quantization", "weights"},
+}
+
+# Upward, and only for type checkers: an error's report has a type.
+TYPING_ONLY = {("errors", "report")}
+
+FOLDERS = {
+    "vllm_module": "vllm_module",
+    "models": "vllm_module.models",
+    "kernels": "vllm_module.kernels",
+}
+
+
+def module_files(root: Path) -> dict[str, Path]:
+    """Return the file of every module of ours, by the name it is imported under."""
+    files = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            inside = path.relative_to(root / folder).with_suffix("").parts
+            if inside[-1] == "__init__":
+                inside = inside[:-1]
+            files[".".join((package, *inside))] = path
+    return files
+
+
+def room_of(module: str) -> str:
+    package, _, inside = module.partition(".")
+    return inside.partition(".")[0] or package
+
+
+def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, int, bool]]:
+    """Yield each module that is imported, the line, and whether only for type checkers."""
+    typing = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node in typing
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                yield submodule if submodule in known else base, node.lineno, node in typing
+
+
+def complaint(importer: str, imported: str, typing_only: bool) -> str | None:
+    """Say what is wrong with one import; ``None`` if nothing is."""
+    if imported.startswith("."):
+        return "is a relative import: name the module in full"
+    if imported.partition(".")[0] in ("models", "kernels"):
+        return f"is no package of ours at the top level: import vllm_module.{imported}"
+    if imported.partition(".")[0] != "vllm_module":
+        return None
+    room, other = room_of(importer), room_of(imported)
+    if room == other or (typing_only and (room, other) in TYPING_ONLY):
+        return None
+    if other not in FLOOR_OF:
+        return f"is in the room {other!r}, which has no floor"
+    if FLOOR_OF[other] > FLOOR_OF[room]:
+        return f"runs upward: {room!r} is on floor {FLOOR_OF[room]}, {other!r} on {FLOOR_OF[other]}"
+    if FLOOR_OF[other] == FLOOR_OF[room]:
+        return f"runs between rooms of one floor: {room!r} and {other!r}"
+    if other in CLOSED.get(room, ()):
+        return f"is closed to {room!r}"
+    return None
+
+
+def violations(root: Path) -> list[str]:
+    """Return one line for every import that the house forbids, every unknown room and a cycle."""
+    found = []
+    files = module_files(root)
+    known = {name.rsplit(".", up)[0] for name in files for up in range(name.count(".") + 1)}
+    graph: dict[str, set[str]] = {}
+    for importer, path in files.items():
+        if room_of(importer) not in FLOOR_OF:
+            found.append(f"{importer}: its room {room_of(importer)!r} has no floor")
+            continue
+        for imported, line, typing_only in imports(ast.parse(path.read_bytes()), known):
+            if problem := complaint(importer, imported, typing_only):
+                found.append(f"{path.relative_to(root)}:{line}: {imported} {problem}")
+            elif imported in files and not (typing_only and room_of(imported) != room_of(importer)):
+                graph.setdefault(importer, set()).add(imported)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.append(f"a cycle of imports: {' <- '.join(error.args[1])}")
+    return found
+
+
+def test_no_import_runs_upward_or_sideways() -> None:
+    """Every import under vllm_module/, models/ and kernels/ goes down, to a room that is open."""
+    assert violations(ROOT) == []
+
+
+def test_every_folder_of_the_house_is_walked() -> None:
+    """The walk sees the package, the models and the kernels, each under its import name."""
+    names = set(module_files(ROOT))
+    expected = {"vllm_module", "vllm_module.models.qwen3", "vllm_module.kernels.paged_attention"}
+    assert expected <= names
+
+
+CASES = {
+    "upward": ("vllm_module/parameters.py", "from vllm_module.layers.linear import X", "upward"),
+    "lazy": ("vllm_module/module.py", "def f():\n    import vllm_module.layers.linear", "upward"),
+    "typing": (
+        "vllm_module/module.py",
+        "if typing.TYPE_CHECKING:\n    from vllm_module.layers.linear import X",
+        "upward",
+    ),
+    "report at run time": (
+        "vllm_module/errors.py",
+        "from vllm_module.report import LoadReport",
+        "upward",
+    ),
+    "submodule by name": ("vllm_module/module.py", "from vllm_module import layers", "upward"),
+    "roof": ("vllm_module/cli/main.py", "from vllm_module import get_model", "upward"),
+    "sideways": ("vllm_module/runtime/llm.py", "import vllm_module.testing", "one floor"),
+    "kernel": ("kernels/gemm.py", "from vllm_module.config import X", "one floor"),
+    "closed": ("models/new.py", "from vllm_module.kernels.gemm import gemm", "closed to"),
+    "layer and bytes": ("vllm_module/layers/new.py", "import vllm_module.weights", "closed to"),
+    "unknown room": ("vllm_module/attic.py", "", "'attic' has no floor"),
+    "unknown target": ("vllm_module/cli/main.py", "import vllm_module.attic", "has no floor"),
+    "relative": ("models/new.py", "from .llama import X", "relative import"),
+    "shadow": ("models/new.py", "from models.llama import X", "no package of ours"),
+    "cycle": ("vllm_module/layers/linear.py", "import vllm_module.layers.linear", "a cycle"),
+}
+
+
+@pytest.mark.parametrize(("file", "code", "expected"), CASES.values(), ids=CASES)
+def test_a_forbidden_import_is_reported(
+    tmp_path: Path, file: str, code: str, expected: str
+) -> None:
+    """Whatever the form of a forbidden import, exactly one line names it."""
+    sources = {"vllm_module/layers/linear.py": "", "vllm_module/layers/__init__.py": ""}
+    for name, text in (sources | {file: code}).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (line,) = violations(tmp_path)
+    assert expected in line
+
+
+def test_an_allowed_import_is_not_reported(tmp_path: Path) -> None:
+    """Downward imports pass, and so does the one that only type checkers follow."""
+    (tmp_path / "vllm_module").mkdir()
+    (tmp_path / "vllm_module/report.py").write_text("from vllm_module.errors import X")
+    (tmp_path / "vllm_module/errors.py").write_text(
+        "if TYPE_CHECKING:\n    from vllm_module.report import LoadReport"
+    )
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize("folder", ["models", "kernels"])
+def test_models_and_kernels_are_linked_namespace_folders(folder: str) -> None:
+    """A top-level folder without __init__.py, reached from the package by a relative link."""
+    assert not (ROOT / folder / "__init__.py").exists()
+    link = ROOT / "vllm_module" / folder
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{folder}"

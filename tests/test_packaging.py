@@ -1,0 +1,141 @@
+"""What is built from the checkout: a wheel that has every module and takes no name but its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("design", "kernels", "models", "tests", "vllm_module")  # the house's, all of them
+FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt")
+
+# Run beside the unpacked wheel, whose folder is the argument.
+PROBE = """
+import sys
+from importlib.machinery import PathFinder
+
+wheel = sys.argv[1]
+import vllm_module.kernels.paged_attention
+import vllm_module.models.qwen3
+
+for name, module in sorted(sys.modules.items()):
+    if name.split(".")[0] == "vllm_module" and getattr(module, "__file__", None):
+        assert module.__file__.startswith(wheel), f"{name} came from {module.__file__}"
+for name in ("kernels", "models", "tests", "design"):
+    assert PathFinder.find_spec(name, [wheel]) is None, f"the wheel has a top-level {name!r}"
+
+# Asks for Hugging Face's own `kernels` on its way.
+from transformers import Qwen3ForCausalLM
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the checkout without what git ignores, so that nothing stale is built."""
+    copy = tmp_path_factory.mktemp("tree")
+    stale = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=stale)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path) -> Path:
+    """Build the sdist and from it a wheel, and a wheel from the tree itself, fetching nothing."""
+    output = tree.parent / "built"
+    for arguments in (["--outdir", output], ["--outdir", output / "direct", "--wheel"]):
+        command = [sys.executable, "-m", "build", "--no-isolation", *arguments, tree]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return output
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    """Unpack the wheel."""
+    (archive,) = built.glob("*.whl")
+    folder = built / "unpacked"
+    with zipfile.ZipFile(archive) as file:
+        file.extractall(folder)
+    return folder
+
+
+def modules() -> set[str]:
+    """Return every module's path below site-packages."""
+    files = {
+        (Path(package) / path.relative_to(ROOT / folder)).as_posix()
+        for folder, package in (
+            ("vllm_module", "vllm_module"),
+            ("models", "vllm_module/models"),
+            ("kernels", "vllm_module/kernels"),
+        )
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert "vllm_module/models/qwen3.py" in files
+    return files
+
+
+def setuptools_settings() -> dict[str, Any]:
+    settings: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return settings["tool"]["setuptools"]
+
+
+def test_every_package_is_listed() -> None:
+    """pyproject.toml names each folder that holds a module, and no folder that is not there."""
+    folders = {Path(path).parent.as_posix().replace("/", ".") for path in modules()}
+    assert sorted(folders) == setuptools_settings()["packages"]
+
+
+@pytest.mark.parametrize("folder", [".", "direct"])
+def test_wheel_holds_exactly_our_modules(built: Path, folder: str) -> None:
+    """Every module is in the wheel, with py.typed, and nothing else but the metadata."""
+    (archive,) = (built / folder).glob("*.whl")
+    with zipfile.ZipFile(archive) as file:
+        ours = {name for name in file.namelist() if ".dist-info/" not in name}
+    assert ours == modules() | {"vllm_module/py.typed"}
+
+
+def test_sdist_holds_tests_notes_and_instructions(built: Path, tree: Path) -> None:
+    """What a reader or a packager needs travels along; the links do not, nor do caches."""
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    folders = [folder for folder in FOLDERS if folder != "vllm_module"]
+    kept = {
+        path.relative_to(tree).as_posix()
+        for folder in folders
+        for path in (tree / folder).rglob("*")
+        if path.is_file()
+    }
+    assert kept | set(FILES) <= names
+    assert not {"vllm_module/models", "vllm_module/kernels"} & names
+
+
+def test_wheel_imports_beside_transformers(wheel: Path) -> None:
+    """The installed package is found under vllm_module alone and leaves transformers working."""
+    environment = os.environ | {"PYTHONPATH": str(wheel), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(wheel)],
+        cwd=wheel,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,99 @@
+"""The names and signatures users write: a change here breaks theirs and belongs in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import vllm_module
+from vllm_module import layers
+
+PUBLIC = [
+    "BasevLLMParameter",
+    "DeviceConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "WeightLoadError",
+    "get_model",
+    "tensor_parallel",
+    "vLLMModule",
+]
+
+SIGNATURES = """
+get_model(*, model_config, load_config=None, device_config=None)
+tensor_parallel(*, rank, size)
+vLLMModule.load_weights(self, weights)
+vLLMModule.update_weights(self, weights)
+vLLMModule.plan_weights(self, weights)
+"""
+
+LAYERS = """
+Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=None)
+AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc)
+ColumnParallelLinear(input_size, output_size, bias=True, gather_output=False,
+    skip_bias_add=False, params_dtype=None, *, output=None)
+GeluAndMul(approximate='none')
+MergedColumnParallelLinear(input_size, output_sizes, bias=True, gather_output=False,
+    skip_bias_add=False, params_dtype=None, *, shard_names)
+ParallelLMHead(num_embeddings, embedding_dim, bias=False, params_dtype=None, padding_size=64)
+QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True,
+    skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'))
+RMSNorm(hidden_size, eps=1e-06, params_dtype=None)
+ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None)
+RotaryEmbedding(head_size, max_position, base=10000.0, scaling=None, rotary_dim=None,
+    is_neox_style=True)
+RowParallelLinear(input_size, output_size, bias=True, input_is_parallel=True,
+    skip_bias_add=False, params_dtype=None, reduce_results=True)
+SiluAndMul()
+VocabParallelEmbedding(num_embeddings, embedding_dim, params_dtype=None, padding_size=64)
+get_act_and_mul(name)
+layer_sliding_window(config, layer)
+"""
+
+
+def frozen(signatures: str) -> dict[str, str]:
+    """Return the parameters by name; a line that begins with spaces goes on with the last one."""
+    lines = signatures.strip().replace("\n    ", " ").splitlines()
+    return {name: f"({rest}" for name, _, rest in (line.partition("(") for line in lines)}
+
+
+def parameters(function: Callable[..., Any]) -> str:
+    """Return the names and defaults of a signature, without its types."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def test_public_names_are_frozen() -> None:
+    """The package exports these names and no other."""
+    assert vllm_module.__all__ == PUBLIC
+    assert sorted(layers.__all__) == sorted(frozen(LAYERS))
+
+
+@pytest.mark.parametrize("path", frozen(SIGNATURES))
+def test_signatures_are_frozen(path: str) -> None:
+    """Parameter names, their order and defaults stay as users wrote them."""
+    name, _, method = path.partition(".")
+    function = getattr(vllm_module, name)
+    if method:
+        function = getattr(function, method)
+    assert parameters(function) == frozen(SIGNATURES)[path]
+
+
+@pytest.mark.parametrize("name", frozen(LAYERS))
+def test_layers_signatures_are_frozen(name: str) -> None:
+    """A model author's constructor calls go on working."""
+    assert parameters(getattr(layers, name)) == frozen(LAYERS)[name]
+
+
+def test_import_is_light() -> None:
+    """Importing the package loads nothing that only text, downloads or the command line need."""
+    heavy = ("huggingface_hub", "rich", "tokenizers", "transformers", "typer")
+    code = f"import sys, vllm_module; print(*(name for name in {heavy} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

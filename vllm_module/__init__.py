@@ -1,0 +1,19 @@
+"""A PyTorch framework in which the module tree loads itself."""
+
+from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import WeightLoadError
+from vllm_module.loader import get_model
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter
+
+__all__ = [
+    "BasevLLMParameter",
+    "DeviceConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "WeightLoadError",
+    "get_model",
+    "tensor_parallel",
+    "vLLMModule",
+]

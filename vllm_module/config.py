@@ -1,0 +1,96 @@
+"""Configurations: ours, closed and frozen, and Hugging Face's ``config.json``, open and frozen."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(_Closed):
+    """Which model, and how it is built.
+
+    Attributes:
+        model: a local folder in Hugging Face layout, or a hub id.
+        revision: of the hub repository: branch, tag or commit.
+        dtype: of the parameters; ``"auto"`` takes the checkpoint's.
+        max_model_len: most tokens of a sequence; the configuration's own limit unless given.
+        hf_overrides: entries that replace those of ``config.json``.
+
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    max_model_len: PositiveInt | None = None
+    hf_overrides: dict[str, Any] = Field(default_factory=dict)
+
+
+class LoadConfig(_Closed):
+    """How weights are loaded.
+
+    Attributes:
+        show_progress: draw a progress bar with bytes and rate on standard error.
+
+    """
+
+    show_progress: bool = False
+
+
+class DeviceConfig(_Closed):
+    """Where the model lives: a device string of torch, or ``"auto"`` for CUDA if there is one."""
+
+    device: str = "auto"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device itself."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+
+class HFConfig(BaseModel):
+    """A checkpoint's ``config.json``: its entries are attributes, and the usual ones are checked.
+
+    An entry that is not there is an ``AttributeError`` that says so; models read optional ones
+    with ``getattr(config, name, default)``.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    architectures: list[str] = Field(min_length=1)
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    vocab_size: PositiveInt
+    tie_word_embeddings: bool = False
+
+    @property
+    def context_length(self) -> int | None:
+        """The most positions the model was made for, rope scaling included; None if unlimited.
+
+        Scalings that stretch ``max_position_embeddings`` multiply it by their factor; yarn
+        multiplies the original length, and llama3's limit is already the stretched one.
+        """
+        limit = getattr(self, "max_position_embeddings", None)
+        scaling = getattr(self, "rope_parameters", None) or getattr(self, "rope_scaling", None)
+        if not limit or not scaling:
+            return limit
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind == "yarn" and scaling.get("original_max_position_embeddings"):
+            limit = scaling["original_max_position_embeddings"]
+        if kind in ("linear", "dynamic", "yarn"):
+            limit = int(limit * (scaling.get("factor") or 1))
+        return int(limit)
+
+    def __getattr__(self, name: str) -> Any:
+        extra = object.__getattribute__(self, "__pydantic_extra__") or {}
+        if name in extra:
+            return extra[name]
+        raise AttributeError(f"config.json has no {name!r}")

@@ -1,0 +1,32 @@
+"""The layers models are wired from."""
+
+from vllm_module.layers.activation import GeluAndMul, SiluAndMul, get_act_and_mul
+from vllm_module.layers.attention import Attention, AttentionMetadata, layer_sliding_window
+from vllm_module.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm_module.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm_module.layers.norm import RMSNorm
+from vllm_module.layers.rotary import RotaryEmbedding
+
+__all__ = [
+    "Attention",
+    "AttentionMetadata",
+    "ColumnParallelLinear",
+    "GeluAndMul",
+    "MergedColumnParallelLinear",
+    "ParallelLMHead",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "ReplicatedLinear",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "SiluAndMul",
+    "VocabParallelEmbedding",
+    "get_act_and_mul",
+    "layer_sliding_window",
+]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.module import vLLMModule
+
+
+class SiluAndMul(vLLMModule):
+    """SwiGLU's gate (arXiv:2002.05202): gate and up ``[..., 2 d]`` to ``silu(gate) * up``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class GeluAndMul(vLLMModule):
+    """GeGLU's gate (arXiv:2002.05202): gate and up ``[..., 2 d]`` to ``gelu(gate) * up``."""
+
+    def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate=self.approximate) * up
+
+
+def get_act_and_mul(name: str) -> SiluAndMul | GeluAndMul:
+    """Return the gated activation that a configuration's ``hidden_act`` names.
+
+    Raises ``UnsupportedModelError`` for any other.
+    """
+    if name in ("silu", "swish"):
+        return SiluAndMul()
+    if name == "gelu":
+        return GeluAndMul()
+    if name in ("gelu_pytorch_tanh", "gelu_new"):
+        return GeluAndMul(approximate="tanh")
+    raise UnsupportedModelError(
+        f"hidden_act {name!r} has no gated layer here: expected silu, swish, gelu, "
+        "gelu_pytorch_tanh or gelu_new"
+    )

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_module.kernels.paged_attention import causal_attention, paged_attention
+from vllm_module.kernels.reshape_and_cache import reshape_and_cache
+from vllm_module.module import vLLMModule
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where one step's tokens belong: sequences end to end, their pages and lengths.
+
+    Args:
+        slot_mapping: where each token's key and value go, int64 ``[tokens]``; -1 for padding.
+        block_tables: pages of each sequence, int32 ``[sequences, most_pages]``.
+        context_lens: tokens of each sequence, this step's included, int32 ``[sequences]``.
+        query_start_loc: where each sequence's tokens begin and end, int32 ``[sequences + 1]``.
+
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+
+    @property
+    def token_lengths(self) -> torch.Tensor:
+        """The length so far of each token's sequence, ``[tokens]``."""
+        return self.context_lens.repeat_interleave(self.query_start_loc.diff())
+
+
+class Attention(vLLMModule):
+    """Causal attention of this rank's heads over a paged KV cache.
+
+    Args:
+        num_heads, num_kv_heads: this rank's; several query heads share a key-value head.
+        head_size: features of one head.
+        scale: of the scores; ``head_size ** -0.5`` unless given.
+        sliding_window: how many of the last tokens, itself included, a token sees.
+
+    Attributes:
+        kv_cache: keys and values, ``[2, pages, page_size, num_kv_heads, head_size]``; the runtime
+            puts it here.
+
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.sliding_window = sliding_window
+        self.kv_cache: torch.Tensor | None = None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """Attend and return ``[tokens, num_heads * head_size]``.
+
+        ``query [tokens, num_heads, head_size]``; ``key`` and ``value`` likewise with
+        ``num_kv_heads``. Without ``metadata`` the tokens are one whole sequence and nothing is
+        cached.
+        """
+        if metadata is None:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+            output = causal_attention(query, key, value, self.scale, self.sliding_window)
+            return output.transpose(0, 1).flatten(1)
+        if self.kv_cache is None:
+            raise RuntimeError("attention with metadata needs a kv_cache, and none was given")
+        k_cache, v_cache = self.kv_cache
+        reshape_and_cache(key, value, k_cache, v_cache, metadata.slot_mapping)
+        return paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            metadata.block_tables,
+            metadata.context_lens,
+            metadata.query_start_loc,
+            self.scale,
+            self.sliding_window,
+        ).flatten(1)
+
+
+def layer_sliding_window(config: Any, layer: int) -> int | None:
+    """Return the sliding window of decoder layer ``layer`` in a Hugging Face configuration."""
+    window: int | None = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        return None
+    if layer_types := getattr(config, "layer_types", None):
+        return window if layer_types[layer] == "sliding_attention" else None
+    return window if layer >= getattr(config, "max_window_layers", 0) else None

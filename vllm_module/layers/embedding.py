@@ -1,0 +1,93 @@
+"""The vocabulary, cut over the ranks: tokens to features and features to logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import ColumnvLLMParameter, Dim, ModelWeightParameter
+
+DEFAULT_VOCAB_PADDING_SIZE = 64
+
+
+class VocabParallelEmbedding(vLLMModule):
+    """An embedding whose rows are cut over the ranks.
+
+    Args:
+        num_embeddings: rows of the checkpoint's table.
+        embedding_dim: features of a token.
+        padding_size: the rows are padded with zeros to a multiple of this that the size divides.
+
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        params_dtype: torch.dtype | None = None,
+        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
+    ) -> None:
+        super().__init__()
+        self.tp_group = group = tensor_parallel_group()
+        self.num_embeddings = num_embeddings
+        multiple = math.lcm(padding_size, group.size)
+        padded = -(-num_embeddings // multiple) * multiple
+        self._vocab = Dim.cut(num_embeddings, group.size, padded=padded)
+        self.weight: nn.Parameter = ModelWeightParameter(
+            self._vocab,
+            Dim.whole(embedding_dim),
+            tp_rank=group.rank,
+            tp_size=group.size,
+            dtype=params_dtype or torch.get_default_dtype(),
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Map token ids ``[...]`` to ``[..., embedding_dim]``."""
+        if self.tp_group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        (mine,) = self._vocab.shards(self.tp_group.rank, self.tp_group.size)
+        local = input_ids - mine.start
+        elsewhere = (local < 0) | (local >= mine.length)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.tp_group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """The projection to logits, its rows cut like the embedding's."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, params_dtype, padding_size)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = ColumnvLLMParameter(
+                self._vocab,
+                tp_rank=self.tp_group.rank,
+                tp_size=self.tp_group.size,
+                dtype=self.weight.dtype,
+            )
+
+    def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
+        """Use ``embedding``'s weight; a checkpoint may store it under either name, or both."""
+        if embedding.weight.shape != self.weight.shape:
+            raise ValueError(
+                f"a head of {list(self.weight.shape)} cannot be tied to an embedding of "
+                f"{list(embedding.weight.shape)}"
+            )
+        self.weight = embedding.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map ``hidden [..., embedding_dim]`` to logits ``[..., num_embeddings]`` on every rank."""
+        logits = F.linear(hidden, self.weight, self.bias)
+        return self.tp_group.all_gather(logits)[..., : self.num_embeddings]

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm_module.module import vLLMModule
+
+
+class RMSNorm(vLLMModule):
+    """Root mean square normalization (arXiv:1910.07467), with the residual addition fused in.
+
+    Args:
+        hidden_size: features normalized over, the last dimension.
+        eps: added to the mean square.
+
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, params_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        data = torch.empty(hidden_size, dtype=params_dtype, device="meta")
+        self.weight = nn.Parameter(data, requires_grad=False)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Normalize ``x [..., hidden_size]``, in float32 inside.
+
+        With ``residual`` (like ``x``), normalize their sum and return it too, as the new residual.
+        """
+        if residual is not None:
+            x = residual = x + residual
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        y = self.weight * wide.to(x.dtype)
+        return y if residual is None else (y, residual)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -1,0 +1,185 @@
+"""Rotary position embedding (arXiv:2104.09864) with the scalings of Hugging Face's configs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.layers.attention import AttentionMetadata
+from vllm_module.module import vLLMModule
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+class RotaryEmbedding(vLLMModule):
+    """Rotates queries and keys by their positions.
+
+    One instance serves a whole model: :meth:`cos_sin` once a step, then a call a layer.
+
+    Args:
+        head_size: features of one head.
+        max_position: ``max_position_embeddings`` of the configuration.
+        base: ``rope_theta``.
+        scaling: ``rope_type`` (default, linear, dynamic, yarn or llama3) and its settings, by
+            Hugging Face's names.
+        rotary_dim: how many of a head's first features rotate; all of them unless given.
+        is_neox_style: pairs are halves apart (GPT-NeoX, Llama); else neighbours (GPT-J).
+
+    Raises:
+        UnsupportedModelError: an unknown ``rope_type`` or a setting that it lacks.
+
+    """
+
+    skipped_weights = dict.fromkeys(
+        ("inv_freq", "cos_cached", "sin_cached"),
+        "rotary frequencies are computed from the configuration",
+    )
+
+    def __init__(
+        self,
+        head_size: int,
+        max_position: int,
+        base: float = 10000.0,
+        scaling: Mapping[str, Any] | None = None,
+        rotary_dim: int | None = None,
+        is_neox_style: bool = True,
+    ) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.rotary_dim = rotary_dim or head_size
+        self.max_position = max_position
+        self.base = base
+        self.is_neox_style = is_neox_style
+        scaling = dict(scaling or {})
+        # "type" is the older spelling.
+        self.rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        self.attention_scaling = 1.0  # on cos and sin, so squared on the scores
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_size:
+            raise UnsupportedModelError(
+                f"rotary_dim must be even and at most the head size {head_size}, "
+                f"got {self.rotary_dim}"
+            )
+        try:
+            inv_freq = self._frequencies(scaling)
+        except KeyError as missing:
+            raise UnsupportedModelError(
+                f"rope_type {self.rope_type!r} needs {missing} in rope_parameters (rope_scaling), "
+                f"which has {sorted(scaling)}"
+            ) from None
+        self.inv_freq: torch.Tensor
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    @classmethod
+    def from_config(cls, config: Any) -> RotaryEmbedding:
+        """Build from a Hugging Face configuration, as transformers 4 or 5 writes it."""
+        head_size = getattr(config, "head_dim", None)
+        head_size = head_size or config.hidden_size // config.num_attention_heads
+        scaling = getattr(config, "rope_parameters", None)
+        scaling = dict(scaling or getattr(config, "rope_scaling", None) or {})
+        theta = scaling.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+        share = scaling.get("partial_rotary_factor")
+        share = share or getattr(config, "partial_rotary_factor", None) or 1.0
+        max_position = config.max_position_embeddings
+        original = getattr(config, "original_max_position_embeddings", None)
+        scaling.setdefault("original_max_position_embeddings", original or max_position)
+        return cls(head_size, max_position, theta, scaling, rotary_dim=int(head_size * share))
+
+    def _exponents(self) -> torch.Tensor:
+        return torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
+
+    def _frequencies(self, scaling: Mapping[str, Any]) -> torch.Tensor:
+        inv_freq = 1.0 / self.base ** self._exponents()
+        if self.rope_type == "default":
+            return inv_freq
+        if self.rope_type == "linear":
+            return inv_freq / scaling["factor"]
+        if self.rope_type == "dynamic":
+            self.factor = float(scaling["factor"])
+            return inv_freq
+        if self.rope_type == "yarn":
+            return self._yarn(inv_freq, scaling)
+        if self.rope_type == "llama3":
+            return _llama3(inv_freq, scaling)
+        raise UnsupportedModelError(
+            f"rope_type {self.rope_type!r} is not supported: "
+            "expected default, linear, dynamic, yarn or llama3"
+        )
+
+    def _yarn(self, inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+        """Interpolate slow frequencies and keep fast ones (arXiv:2309.00071)."""
+        original = scaling["original_max_position_embeddings"]
+        factor = scaling.get("factor") or self.max_position / original
+
+        def mscale(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        attention_factor = scaling.get("attention_factor")
+        if attention_factor is None:
+            attention_factor = mscale(1.0)
+            over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+            if over and under:
+                attention_factor = mscale(over) / mscale(under)
+        self.attention_scaling = float(attention_factor)
+
+        def pair_that_turns(rotations: float) -> float:
+            turns = math.log(original / (rotations * 2 * math.pi))
+            return self.rotary_dim * turns / (2 * math.log(self.base))
+
+        low = pair_that_turns(scaling.get("beta_fast") or 32)
+        high = pair_that_turns(scaling.get("beta_slow") or 1)
+        if scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.rotary_dim - 1)
+        pairs = torch.arange(self.rotary_dim // 2, dtype=torch.float32)
+        slow = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+        return inv_freq / factor * slow + inv_freq * (1 - slow)
+
+    def cos_sin(self, positions: torch.Tensor, metadata: AttentionMetadata | None = None) -> CosSin:
+        """Return cosines and sines, float32 ``[tokens, 1, rotary_dim / 2]``.
+
+        Args:
+            positions: of the tokens, int64 ``[tokens]``.
+            metadata: has the sequences' lengths, by which dynamic scaling goes; without it the
+                tokens are one whole sequence.
+
+        """
+        inv_freq = self.inv_freq
+        if self.rope_type == "dynamic":
+            lengths = positions.max() + 1 if metadata is None else metadata.token_lengths
+            stretch = lengths.clamp(min=self.max_position) / self.max_position
+            growth = self.factor * stretch - (self.factor - 1)
+            base = self.base * growth ** (self.rotary_dim / (self.rotary_dim - 2))
+            inv_freq = 1.0 / base.unsqueeze(-1) ** self._exponents().to(base.device)
+        angles = positions.unsqueeze(-1).float() * inv_freq.float()
+        angles = angles.unsqueeze(1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def forward(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        """Rotate ``x [tokens, heads, head_size]``."""
+        cos, sin = cos_sin
+        rotating, rest = x[..., : self.rotary_dim].float(), x[..., self.rotary_dim :]
+        if self.is_neox_style:
+            first, second = rotating.chunk(2, dim=-1)
+        else:
+            first, second = rotating[..., ::2], rotating[..., 1::2]
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        if self.is_neox_style:
+            rotated = torch.cat(turned, dim=-1)
+        else:
+            rotated = torch.stack(turned, dim=-1).flatten(-2)
+        return (
+            torch.cat((rotated.to(x.dtype), rest), dim=-1) if rest.numel() else rotated.to(x.dtype)
+        )
+
+
+def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Stretch long wavelengths, keep short ones, blend between (Llama 3.1's reference code)."""
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = original * inv_freq / (2 * math.pi)  # over the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv_freq / factor * (1 - keep) + inv_freq * keep

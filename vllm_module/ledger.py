@@ -1,0 +1,249 @@
+"""The books of one load: which tensor fills which slot, checked before a byte is read.
+
+The module tree routes names to locations; everything after that is entered here: whether the
+tensor fits, whether the slot is free, what is left to read, and where tied tensors live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_module.errors import DuplicateWeightError
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.report import LoadReport, Problem
+from vllm_module.weights import Weight, read_all, read_into
+
+Mode = Literal["load", "update", "plan"]
+
+
+class Location(NamedTuple):
+    """Where a tensor lives: ``holder.attr``, at ``path`` in the tree.
+
+    ``filled`` is the record, kept by the module that answers for it, of what was ever filled;
+    there the tensor is called ``local``.
+    """
+
+    path: str
+    holder: nn.Module
+    attr: str
+    device: torch.device
+    filled: set[tuple[str, str]]
+    local: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The parameter or persistent buffer that is there now."""
+        parameter = self.holder._parameters.get(self.attr)
+        if parameter is not None or self.attr in self.holder._non_persistent_buffers_set:
+            return parameter
+        return self.holder._buffers.get(self.attr)
+
+
+class Filling(NamedTuple):
+    """A checkpoint tensor that found its slot (``None``: every slot, stored fused)."""
+
+    name: str
+    slot: str | None
+    weight: Weight
+    location: Location
+    again: bool  # the tensor is tied and another of its names fills it: values must agree
+
+    def cut(self) -> Iterator[tuple[Weight, torch.Tensor]]:
+        """Yield what is kept of the checkpoint's tensor and the memory it belongs in."""
+        tensor = self.location.tensor
+        assert tensor is not None
+        if isinstance(tensor, BasevLLMParameter):
+            yield from tensor.cut(self.weight, self.slot)
+        elif tensor.numel():
+            yield self.weight, tensor.data
+
+
+@dataclass
+class Ledger:
+    """The books that one outermost call opens and every call below it keeps.
+
+    Args:
+        mode: ``"load"`` and ``"update"`` read; ``"plan"`` only routes.
+        list_locations: lists every tensor of the tree.
+
+    """
+
+    mode: Mode
+    list_locations: Callable[[], Iterable[Location]]
+    report: LoadReport = field(default_factory=LoadReport)
+    paths: list[str] = field(default_factory=list)  # of what is filled, in order
+    pending: list[Filling] = field(default_factory=list)  # entered and not yet read
+    touched: bool = False  # whether anything was written to the model
+    _names: dict[tuple[str, str], str] = field(default_factory=dict)  # (path, slot) -> filled by
+    _complete: set[tuple[str, str]] = field(default_factory=set)  # (key, slot)
+    # A tensor's key is the first path it was seen under; kept alive, so that no id is reused.
+    _keys: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    _locations: list[Location] | None = None
+    _places: dict[int, list[Location]] | None = None
+
+    def enter(self, name: str, location: Location, slot: str | None, weight: Weight) -> None:
+        """Enter that the checkpoint's ``name`` fills ``slot`` at ``location``, or why it cannot."""
+        report, path, tensor = self.report, location.path, location.tensor
+        if tensor is None or (slot is not None and slot not in slots_of(tensor)):
+            what = f"{location.attr!r}" + (f" with a slot {slot!r}" if slot else "")
+            detail = f"{type(location.holder).__name__} was built without {what}"
+            report.unexpected.append(Problem(name, detail))
+            return
+        slots = slots_of(tensor) if slot is None else (slot,)
+        key = self._key(tensor, path)
+        for filled in slots:
+            earlier = self._names.setdefault((path, filled), name)
+            if earlier is not name:
+                detail = f"{path} is already filled by {earlier!r}"
+                report.duplicated.append(Problem(name, detail))
+                return
+        again = any((key, filled) in self._complete for filled in slots)
+        self._complete.update((key, filled) for filled in slots)
+        if problem := _misfit(tensor, slot, weight, self.mode):
+            report.misshapen.append(Problem(name, problem))
+            return
+        report.loaded.setdefault(path, []).append(name)
+        self.paths.append(path)
+        self.pending.append(Filling(name, slot, weight, location, again))
+
+    def demand_completeness(self) -> None:
+        """Report every slot of the tree that nothing fills."""
+        seen = set()
+        for location in self._every_location():
+            tensor = location.tensor
+            assert tensor is not None
+            key = self._key(tensor, location.path)
+            for slot in slots_of(tensor):
+                if (key, slot) not in self._complete and (key, slot) not in seen:
+                    seen.add((key, slot))
+                    self.report.missing.append(_missing(location.path, slot, tensor))
+
+    def fill(self, fillings: list[Filling]) -> None:
+        """Read what was entered into the parameters, making them real as their turn comes."""
+        self.touched |= bool(fillings)
+        with torch.no_grad():
+            read_all(self._jobs(fillings))
+            for filling in fillings:
+                if filling.again:
+                    _check_tied(filling)
+        for _, slot, _, location, _ in fillings:
+            tensor = location.tensor
+            assert tensor is not None
+            slots = slots_of(tensor) if slot is None else (slot,)
+            if any((location.local, slot) not in location.filled for slot in slots):
+                for place in self._places_of(tensor):
+                    place.filled.update((place.local, slot) for slot in slots)
+
+    def _jobs(self, fillings: list[Filling]) -> Iterator[tuple[Weight, torch.Tensor]]:
+        for filling in fillings:
+            self._materialize(filling.location)
+            if not filling.again:
+                yield from filling.cut()
+
+    def _materialize(self, location: Location) -> None:
+        """Make the tensor at ``location`` real if it is meta, in every place it is tied to."""
+        tensor = location.tensor
+        assert tensor is not None
+        if not tensor.is_meta:
+            return
+        real = _materialized(tensor, location.device)
+        places = self._places_of(tensor)
+        for place in places:
+            if isinstance(real, nn.Parameter):
+                place.holder._parameters[place.attr] = real
+            else:
+                place.holder._buffers[place.attr] = real
+        assert self._places is not None
+        self._places[id(real)] = places
+        self._keys[id(real)] = (real, self._key(tensor, location.path))
+
+    def _key(self, tensor: torch.Tensor, path: str) -> str:
+        return self._keys.setdefault(id(tensor), (tensor, path))[1]
+
+    def _every_location(self) -> list[Location]:
+        if self._locations is None:
+            self._locations = list(self.list_locations())
+        return self._locations
+
+    def _places_of(self, tensor: torch.Tensor) -> list[Location]:
+        if self._places is None:
+            self._places = {}
+            for location in self._every_location():
+                self._places.setdefault(id(location.tensor), []).append(location)
+        return self._places[id(tensor)]
+
+
+_ONE_SLOT = ("",)
+
+
+def slots_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the parts of ``tensor`` that must be filled, each exactly once."""
+    return tensor.slots if isinstance(tensor, BasevLLMParameter) else _ONE_SLOT
+
+
+def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, BasevLLMParameter):
+        return tensor.materialize_on(device)
+    real = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(real, requires_grad=tensor.requires_grad)
+    return real
+
+
+def _misfit(tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode) -> str | None:
+    """Say why ``weight`` cannot fill ``slot`` of ``tensor``; ``None`` if it can."""
+    if isinstance(tensor, BasevLLMParameter):
+        fits = tensor.accepts(slot, weight.shape)
+    else:
+        fits = weight.shape == tensor.shape
+    if not fits:
+        return f"expected shape {_expected(tensor, slot)}, got {list(weight.shape)}"
+    if weight.dtype != tensor.dtype and not (_is_wide(weight.dtype) and _is_wide(tensor.dtype)):
+        return f"expected dtype {tensor.dtype} or one that converts to it, got {weight.dtype}"
+    if isinstance(weight, torch.Tensor) and weight.is_meta and mode != "plan":
+        return "expected a tensor with data, got one on the meta device"
+    return None
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Whether values convert on loading: floating point of 16 bits and more, never quantized."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _expected(tensor: torch.Tensor, slot: str | None) -> list[int]:
+    typed = isinstance(tensor, BasevLLMParameter)
+    return list(tensor.checkpoint_shape(slot) if typed else tensor.shape)
+
+
+def _missing(path: str, slot: str, tensor: torch.Tensor) -> Problem:
+    """Name a missing slot as a checkpoint would, and say what it is a part of."""
+    expected = f"expected shape {_expected(tensor, slot)}"
+    if not slot:
+        return Problem(path, expected)
+    above, _, attr = path.rpartition(".")
+    above, _, layer = above.rpartition(".")
+    name = f"{above}.{slot}.{attr}" if above else f"{slot}.{attr}"
+    return Problem(name, f"{expected}, slot {slot!r} of {layer or 'this layer'}.{attr}")
+
+
+def _check_tied(filling: Filling) -> None:
+    """Refuse a tied tensor that is stored again with other bits."""
+    for source, target in filling.cut():
+        stored = torch.empty_like(target)
+        read_into(source, stored)
+        if not torch.equal(_bits(stored), _bits(target)):
+            raise DuplicateWeightError(
+                f"{filling.name}: the configuration ties it to another tensor of this checkpoint, "
+                f"but its values differ from what {filling.location.path} holds. "
+                "Set tie_word_embeddings to false in config.json if they are meant to differ, "
+                f"else drop {filling.name} from the checkpoint"
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,142 @@
+"""From configurations to a loaded model: resolve, read config.json, build, load."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from vllm_module.config import DeviceConfig, HFConfig, LoadConfig, ModelConfig
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.module import vLLMModule
+from vllm_module.registry import model_class
+from vllm_module.weights import Checkpoint, open_checkpoint, resolve
+
+
+def get_model(
+    *,
+    model_config: ModelConfig,
+    load_config: LoadConfig | None = None,
+    device_config: DeviceConfig | None = None,
+) -> vLLMModule:
+    """Build the model a checkpoint describes, load it, and return it in evaluation mode.
+
+    The rank and size are those of the surrounding :func:`tensor_parallel` or process group.
+
+    Raises:
+        WeightLoadError: the checkpoint, its configuration or its architecture is refused.
+
+    """
+    folder = resolve(model_config.model, model_config.revision)
+    config = read_config(folder, model_config)
+    with open_checkpoint(folder) as checkpoint:
+        dtype = parameter_dtype(model_config, config, checkpoint)
+        model = build_model(config, dtype, (device_config or DeviceConfig()).torch_device)
+        shown = load_config is not None and load_config.show_progress
+        with _progress(model, checkpoint, shown):
+            model.load_weights(checkpoint)
+    return model.eval()
+
+
+def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
+    """Read and check ``config.json`` in ``folder``, with the overrides of ``model_config``."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointFormatError(
+            f"{folder} has no config.json: expected a folder in Hugging Face layout with "
+            "config.json beside the .safetensors files"
+        )
+    try:
+        entries = json.loads(path.read_bytes())
+        if not isinstance(entries, dict):
+            raise ValueError("expected an object at the top level")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointFormatError(f"{path} is not valid JSON: {error}") from None
+    entries |= model_config.hf_overrides
+    try:
+        config = HFConfig(**entries)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
+            if e["type"] != "missing"
+            else f"{'.'.join(map(str, e['loc']))} is missing"
+            for e in error.errors()
+        )
+        raise CheckpointFormatError(f"{path} does not describe a model: {problems}") from None
+    limit = config.context_length
+    if limit and model_config.max_model_len and model_config.max_model_len > limit:
+        raise UnsupportedModelError(
+            f"max_model_len {model_config.max_model_len} exceeds the {limit} positions of {path}: "
+            "lower it, or set rope scaling in hf_overrides"
+        )
+    return config
+
+
+def parameter_dtype(
+    model_config: ModelConfig, config: HFConfig, checkpoint: Checkpoint
+) -> torch.dtype:
+    """Return the dtype to build with: the one asked for, config.json's, or the first tensor's."""
+    name: str | None = model_config.dtype
+    if name == "auto":
+        name = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        name = name or str(next(iter(checkpoint.values())).dtype)
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedModelError(
+            f"{name} is not a dtype a model runs in: choose float32, float16 or bfloat16"
+        )
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def build_model(config: HFConfig, dtype: torch.dtype, device: torch.device) -> vLLMModule:
+    """Build the architecture of ``config``: parameters on meta, to be loaded onto ``device``."""
+    build = model_class(config.architectures)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return build(config)  # type: ignore[call-arg]  # every registered class takes it
+    except AttributeError as error:
+        if "config.json" not in str(error):
+            raise
+        raise CheckpointFormatError(f"{config.architectures[0]} cannot be built: {error}") from None
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _progress(model: vLLMModule, checkpoint: Checkpoint, shown: bool) -> Iterator[None]:
+    """Draw bytes and rate on standard error while the block reads from ``checkpoint``."""
+    if not shown:
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    total = sum(
+        read.source.shape.numel() * read.source.dtype.itemsize
+        for read in model.plan_weights(checkpoint).reads()
+    )
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    done = threading.Event()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("loading", total=total)
+
+        def follow() -> None:
+            while not done.wait(0.1):
+                progress.update(task, completed=checkpoint.bytes_read)
+
+        follower = threading.Thread(target=follow, name="progress", daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            done.set()
+            follower.join()
+            progress.update(task, completed=checkpoint.bytes_read)

@@ -1,0 +1,138 @@
+"""What a load did with every name, and the one message that says so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from vllm_module.errors import (
+    DuplicateWeightError,
+    MisshapenWeightError,
+    MissingWeightError,
+    UnexpectedWeightError,
+    WeightLoadError,
+)
+
+
+class Problem(NamedTuple):
+    """One tensor's refusal: the full name and, in words, what was expected and what came."""
+
+    name: str
+    detail: str
+
+
+@dataclass
+class LoadReport:
+    """What one load did with every name, on either side.
+
+    Attributes:
+        loaded: for each parameter or buffer filled, the checkpoint names that filled it.
+        skipped: for each checkpoint name left out, the rule of its owner that says so.
+        missing, unexpected, duplicated, misshapen: what a strict load refuses.
+
+    """
+
+    loaded: dict[str, list[str]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    missing: list[Problem] = field(default_factory=list)
+    unexpected: list[Problem] = field(default_factory=list)
+    duplicated: list[Problem] = field(default_factory=list)
+    misshapen: list[Problem] = field(default_factory=list)
+
+    _KINDS = (
+        ("missing", MissingWeightError, "the checkpoint lacks them"),
+        ("unexpected", UnexpectedWeightError, "the model has no place for them"),
+        ("duplicated", DuplicateWeightError, "the model would be filled twice"),
+        ("misshapen", MisshapenWeightError, "shape or dtype differs from what the model expects"),
+    )
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is missing, unexpected, duplicated or misshapen."""
+        return not any(getattr(self, kind) for kind, _, _ in self._KINDS)
+
+    def raise_if_refused(self, model: str, *, touched: bool) -> None:
+        """Raise one error that names every problem: ``WeightLoadError`` or its one subclass."""
+        found = [error for kind, error, _ in self._KINDS if getattr(self, kind)]
+        if found:
+            error = found[0] if len(found) == 1 else WeightLoadError
+            state = _TOUCHED if touched else _UNTOUCHED
+            raise error(f"{model} refuses this checkpoint.\n{self}\n{state}{_ADVICE}", report=self)
+
+    def __str__(self) -> str:
+        names = [name for sources in self.loaded.values() for name in sources]
+        verb = "loaded" if self.ok else "matched"
+        lines = [f"{verb} {len(names)} tensors to {len(self.loaded)} parameters"]
+        by_rule = defaultdict(list)
+        for name, rule in self.skipped.items():
+            by_rule[rule].append(name)
+        for rule, skipped in by_rule.items():
+            lines += [f"skipped {len(skipped)}: {rule}", *(f"  {n}" for n in fold(skipped))]
+        for kind, _, meaning in self._KINDS:
+            problems: list[Problem] = getattr(self, kind)
+            if problems:
+                lines.append(f"{kind} {len(problems)}: {meaning}")
+                lines += _folded_lines(problems)
+        return "\n".join(lines)
+
+
+_UNTOUCHED = "Nothing was written to the model. "
+_TOUCHED = "Part of a stream was written: the model refuses to run until a load succeeds. "
+_ADVICE = (
+    "Check that config.json and the weights belong together and that every file arrived whole."
+)
+_MOST_LINES = 40  # a message is for reading; the report object has every name
+
+
+def _folded_lines(problems: list[Problem]) -> list[str]:
+    by_detail = defaultdict(list)
+    for name, detail in problems:
+        by_detail[detail].append(name)
+    lines = [
+        f"  {folded}{': ' if detail else ''}{detail}"
+        for detail, names in by_detail.items()
+        for folded in fold(names)
+    ]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  … and {len(lines) - _MOST_LINES} more lines"]
+    return lines
+
+
+def fold(names: Iterable[str]) -> list[str]:
+    """Fold numbers: ``layers.0.w``, ``layers.1.w`` and ``layers.3.w`` to ``layers.{0..1,3}.w``."""
+    by_shape: dict[tuple[str, ...], list[tuple[str | frozenset[int], ...]]] = defaultdict(list)
+    for name in dict.fromkeys(names):
+        parts = name.split(".")
+        shape = tuple("#" if part.isdecimal() else part for part in parts)
+        numbers = tuple(frozenset((int(part),)) for part in parts if part.isdecimal())
+        by_shape[shape].append(numbers)
+    folded = []
+    for shape, rows in by_shape.items():
+        for position in range(shape.count("#")):
+            merged: dict[tuple[object, ...], frozenset[int]] = defaultdict(frozenset)
+            for row in rows:
+                rest = row[:position] + row[position + 1 :]
+                merged[rest] |= row[position]  # type: ignore[operator]  # rows hold only sets here
+            rows = [
+                (*rest[:position], numbers, *rest[position:])  # type: ignore[misc]
+                for rest, numbers in merged.items()
+            ]
+        for row in rows:
+            numbers_left = iter(row)
+            folded.append(
+                ".".join(_span(next(numbers_left)) if p == "#" else p for p in shape)  # type: ignore[arg-type]
+            )
+    return folded
+
+
+def _span(numbers: frozenset[int]) -> str:
+    if len(numbers) == 1:
+        return str(min(numbers))
+    runs = []
+    for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        values = [value for _, value in run]
+        runs.append(f"{values[0]}..{values[-1]}" if len(values) > 1 else str(values[0]))
+    return "{" + ",".join(runs) + "}"

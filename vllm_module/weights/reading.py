@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from queue import Empty, Full, Queue
+from threading import Thread
+
+import torch
+
+from vllm_module.weights.handle import Handle, Weight, read_into
+
+# Handing a piece to another thread costs tens of µs: smaller ones are read where they come up.
+_SMALL = 256 << 10
+_PIECE = 16 << 20
+_MAX_THREADS = 4
+
+
+def read_all(jobs: Iterable[tuple[Weight, torch.Tensor]]) -> None:
+    """Read each weight into its destination, large ones by several threads at once.
+
+    The calling thread reads too, and takes the next job only when it or a thread is free for
+    it, so ``jobs`` may make the destinations as it goes. Tensors in memory are copied. When it
+    returns, everything is read. The first exception ends it, is raised as it is, and leaves
+    destinations half filled; no thread outlives the call. Raises as ``read_into`` does.
+    """
+    readers = _Readers()
+    try:
+        for weight, destination in jobs:
+            if isinstance(weight, torch.Tensor) or _nbytes(weight) <= _SMALL:
+                read_into(weight, destination)
+            else:
+                for piece, part in _pieces(weight, destination):
+                    readers.read(piece, part)
+        readers.finish()
+    except BaseException as error:
+        readers.error = error
+        raise
+    finally:
+        readers.join()
+    if readers.error is not None:
+        raise readers.error
+
+
+def _nbytes(weight: Handle) -> int:
+    return weight.shape.numel() * weight.dtype.itemsize
+
+
+def _pieces(weight: Handle, destination: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+    nbytes = _nbytes(weight)
+    if nbytes <= _PIECE or weight.shape != destination.shape:  # the latter is refused when read
+        yield weight, destination
+        return
+    dim = next(dim for dim, size in enumerate(weight.shape) if size > 1)
+    size = weight.shape[dim]
+    step = max(1, size * _PIECE // nbytes)
+    for start in range(0, size, step):
+        length = min(step, size - start)
+        yield from _pieces(
+            weight.narrow(dim, start, length), destination.narrow(dim, start, length)
+        )
+
+
+class _Readers:
+    """Threads that read beside the calling one; they start with the first piece for them."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None  # once set, what is still queued is dropped
+        self._helpers = min(_MAX_THREADS, os.cpu_count() or 1) - 1
+        self._queue: Queue[tuple[Handle, torch.Tensor] | None] = Queue(2 * self._helpers + 1)
+        self._threads: list[Thread] = []
+        self._inference = torch.is_inference_mode_enabled()  # threads do not inherit it
+
+    def read(self, weight: Handle, destination: torch.Tensor) -> None:
+        """Hand a piece to a thread or, when all are busy, read it here."""
+        if self.error is not None:
+            raise self.error
+        while len(self._threads) < self._helpers:
+            self._threads.append(Thread(target=self._work, name="weight-reader", daemon=True))
+            self._threads[-1].start()
+        try:
+            self._queue.put_nowait((weight, destination))
+        except Full:
+            weight.read_into(destination)
+
+    def finish(self) -> None:
+        """Help with what is still queued."""
+        while self.error is None:
+            try:
+                job = self._queue.get_nowait()
+            except Empty:
+                return
+            if job is not None:
+                job[0].read_into(job[1])
+
+    def join(self) -> None:
+        """End the threads after the pieces they have in hand."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        with torch.inference_mode(self._inference):
+            while (job := self._queue.get()) is not None:
+                if self.error is not None:
+                    continue
+                try:
+                    job[0].read_into(job[1])
+                except BaseException as error:
+                    self.error = self.error or error

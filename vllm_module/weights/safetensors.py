@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from vllm_module.weights.casting import check_destination, copy_checked
+from vllm_module.weights.file_bytes import FileBytes, Run
+from vllm_module.weights.header import read_header
+
+
+class SafetensorsHandle:
+    """A tensor of a safetensors file, or a region of one, that is read when it is asked for.
+
+    ``shape`` and ``dtype`` are those of the region; ``name`` is the whole tensor's.
+    """
+
+    __slots__ = ("_bytes", "_offset", "_strides", "dtype", "name", "shape")
+
+    def __init__(
+        self,
+        file_bytes: FileBytes,
+        name: str,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        offset: int,
+    ) -> None:
+        self._bytes = file_bytes
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self._strides = strides  # in bytes
+        self._offset = offset  # of the region's first element in the file
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the tensor."""
+        return self._bytes.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region, which are the bytes that reading it keeps."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """First byte of the file that the region touches, and the one after the last."""
+        if self.nbytes == 0:
+            return self._offset, self._offset
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self._strides, strict=True))
+        return self._offset, self._offset + last + self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the region is one run of bytes on disk."""
+        first, last = self.byte_range
+        return last - first == self.nbytes
+
+    def runs(self) -> Iterator[Run]:
+        """Yield the region as runs of bytes, in the order of its elements; a matrix needs one."""
+        if self.nbytes == 0:
+            return
+        levels = [
+            (size, stride)
+            for size, stride in zip(self.shape, self._strides, strict=True)
+            if size > 1
+        ]
+        length = self.dtype.itemsize
+        while levels and levels[-1][1] == length:
+            length *= levels.pop()[0]
+        count, stride = levels.pop() if levels else (1, length)
+        while levels and levels[-1][1] == stride * count:
+            count *= levels.pop()[0]
+        for index in product(*(range(size) for size, _ in levels)):
+            start = sum(i * outer for i, (_, outer) in zip(index, levels, strict=True))
+            yield Run(self._offset + start, length, stride, count)
+
+    def narrow(self, dim: int, start: int, length: int) -> SafetensorsHandle:
+        """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does.
+
+        A dimension that is not there is an IndexError, a range that leaves it a ValueError.
+        """
+        if not -len(self.shape) <= dim < len(self.shape):
+            raise IndexError(f"{self}: dim {dim} is not one of its {len(self.shape)} dimensions")
+        dim %= len(self.shape)
+        size = self.shape[dim]
+        if start < 0:
+            start += size
+        if start < 0 or length < 0 or start + length > size:
+            raise ValueError(
+                f"{self}: [{start}, {start + length}) is not inside dim {dim} of size {size}"
+            )
+        shape = torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :]))
+        offset = self._offset + start * self._strides[dim]
+        return SafetensorsHandle(self._bytes, self.name, self.dtype, shape, self._strides, offset)
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        """Read into ``destination``: the same shape; any strides, dtype and device.
+
+        Memory of the same dtype without gaps is filled from the file directly; anything else
+        goes through one host copy of the region. Raises as ``read_into`` of this package does.
+        """
+        check_destination(self.shape, destination, self)
+        if destination.dtype == self.dtype and destination.is_cpu and destination.is_contiguous():
+            self._bytes.read_runs(self.runs(), destination.data_ptr())
+            return
+        staged = torch.empty(self.shape, dtype=self.dtype, pin_memory=destination.is_cuda)
+        self._bytes.read_runs(self.runs(), staged.data_ptr())
+        copy_checked(staged, destination, self)
+
+    def read(self) -> torch.Tensor:
+        """Read into a new tensor in host memory."""
+        destination = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(destination)
+        return destination
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.dtype}, shape {list(self.shape)}, in {self.file})"
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        advice = "; call .read() first" if hasattr(torch.Tensor, attribute) else ""
+        raise AttributeError(
+            f"a weight that is not read yet has no attribute {attribute!r}{advice}"
+        )
+
+
+class SafetensorsFile(Mapping[str, SafetensorsHandle]):
+    """The tensors of one safetensors file by name; its whole header is checked when it is opened.
+
+    A header that is not as the format says is a CheckpointFormatError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bytes = FileBytes(path)
+        try:
+            self._entries, self.metadata = read_header(
+                path, self._bytes.size, self._bytes.read_bytes
+            )
+        except BaseException:
+            self._bytes.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.end - entry.begin for entry in self._entries.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read from the file so far."""
+        return self._bytes.bytes_read
+
+    def close(self) -> None:
+        """Close the file; handles of it can no longer be read."""
+        self._bytes.close()
+
+    def __getitem__(self, name: str) -> SafetensorsHandle:
+        entry = self._entries[name]
+        strides = []
+        stride = entry.dtype.itemsize
+        for size in reversed(entry.shape):
+            strides.append(stride)
+            stride *= size
+        return SafetensorsHandle(
+            self._bytes, name, entry.dtype, entry.shape, tuple(reversed(strides)), entry.begin
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
