@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 .PHONY: help demo test lint clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 8
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s%s\n", $$1, $$2}' Makefile
 
 demo: .venv/demo.stamp  ## make a small checkpoint, load it and generate text
 	$(BIN)/vllm-module demo
@@ -32,7 +32,7 @@ clean:  ## remove builds and caches; .venv stays
 	@echo "making .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 	@echo "installing $$(grep '^torch==' constraints.txt)"
-	@$(INSTALL) torch  # first and pinned: a newer one would fetch gigabytes only to be replaced
+	@$(INSTALL) torch  # before anything that depends on it could choose another, gigabytes large
 	@touch $@
 
 .venv/demo.stamp: .venv/torch.stamp pyproject.toml

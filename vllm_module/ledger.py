@@ -197,6 +197,8 @@ def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _misfit(tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode) -> str | None:
     """Say why ``weight`` cannot fill ``slot`` of ``tensor``; ``None`` if it can."""
+    if not isinstance(weight, torch.Tensor) and not hasattr(weight, "read_into"):
+        return f"expected a tensor or a handle, got {type(weight).__name__}"
     if isinstance(tensor, BasevLLMParameter):
         fits = tensor.accepts(slot, weight.shape)
     else:
@@ -216,8 +218,9 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 
 def _expected(tensor: torch.Tensor, slot: str | None) -> list[int]:
-    typed = isinstance(tensor, BasevLLMParameter)
-    return list(tensor.checkpoint_shape(slot) if typed else tensor.shape)
+    if isinstance(tensor, BasevLLMParameter):
+        return list(tensor.checkpoint_shape(slot))
+    return list(tensor.shape)
 
 
 def _missing(path: str, slot: str, tensor: torch.Tensor) -> Problem:

@@ -39,7 +39,7 @@ def get_model(
         model = build_model(config, dtype, (device_config or DeviceConfig()).torch_device)
         shown = load_config is not None and load_config.show_progress
         with _progress(model, checkpoint, shown):
-            model.load_weights(checkpoint)
+            model.load_weights(checkpoint.items())  # pairs, as an override expects them
     return model.eval()
 
 

@@ -186,12 +186,12 @@ class vLLMModule(nn.Module):
         """Route ``weights``, named relative to this module; return the names they fill."""
         ledger, path = loading.ledger, loading.at.path
         first = len(ledger.paths)
-        if type(weights) is not list and isinstance(weights, Mapping):
-            self._distribute(self, "", weights.items(), loading)
-        elif isinstance(weights, Collection):
-            self._distribute(self, "", weights, loading)
+        pairs: Iterable[tuple[str, Weight]]
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        if isinstance(pairs, Collection):
+            self._distribute(self, "", pairs, loading)
         else:
-            for pair in weights:
+            for pair in pairs:
                 waiting = len(ledger.pending)
                 self._distribute(self, "", (pair,), loading)
                 # A handle can wait until everything is checked; a tensor holds memory.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from torch import nn
 from vllm_module.errors import ShardingError
 from vllm_module.weights import Weight
 
-Self = TypeVar("Self", bound="BasevLLMParameter")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,7 @@ class BasevLLMParameter(nn.Parameter):
     slot_dim: int
     slots: tuple[str, ...]
 
-    def __new__(
-        cls: type[Self], *dims: Dim, tp_rank: int, tp_size: int, dtype: torch.dtype
-    ) -> Self:
+    def __new__(cls, *dims: Dim, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
         if not 0 <= tp_rank < tp_size:
             raise ValueError(f"tensor-parallel rank {tp_rank} is outside of range({tp_size})")
         if sum(len(dim.slots) > 1 for dim in dims) > 1:
@@ -175,17 +174,17 @@ class BasevLLMParameter(nn.Parameter):
         self.slots = tuple(slot.name for slot in dims[self.slot_dim].slots)
         return self
 
-    def _like(self: Self, data: torch.Tensor) -> Self:
+    def _like(self, data: torch.Tensor) -> Self:
         new: Self = nn.Parameter.__new__(type(self), data, self.requires_grad)
         new.__dict__.update(self.__dict__)
         return new
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
             memo[id(self)] = self._like(self.data.clone(memory_format=torch.preserve_format))
-        return memo[id(self)]  # type: ignore[no-any-return]  # memo holds what was put in above
+        return memo[id(self)]
 
-    def materialize_on(self: Self, device: torch.device | str) -> Self:
+    def materialize_on(self, device: torch.device | str) -> Self:
         """Return this parameter with uninitialized memory on ``device``; padding is zero."""
         data = torch.empty(self.shape, dtype=self.dtype, device=device)
         for dim, shards in enumerate(self.shards):
@@ -236,7 +235,7 @@ class ModelWeightParameter(BasevLLMParameter):
     """A weight ``[output, input]``: column-parallel cuts ``output``, row-parallel ``input``."""
 
     def __new__(
-        cls: type[Self], output: Dim, input: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype
+        cls, output: Dim, input: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype
     ) -> Self:
         return super().__new__(cls, output, input, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
 
@@ -244,18 +243,14 @@ class ModelWeightParameter(BasevLLMParameter):
 class ColumnvLLMParameter(BasevLLMParameter):
     """A vector ``[output]`` along the output features, such as a bias."""
 
-    def __new__(
-        cls: type[Self], output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype
-    ) -> Self:
+    def __new__(cls, output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
         return super().__new__(cls, output, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
 
 
 class RowvLLMParameter(BasevLLMParameter):
     """A vector ``[input]`` along the input features, such as an activation order."""
 
-    def __new__(
-        cls: type[Self], input: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype
-    ) -> Self:
+    def __new__(cls, input: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
         return super().__new__(cls, input, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
 
 
@@ -266,7 +261,7 @@ class PackedvLLMParameter(BasevLLMParameter):
     """
 
     def __new__(
-        cls: type[Self],
+        cls,
         output: Dim,
         input: Dim,
         *,
@@ -290,7 +285,7 @@ class PackedColumnParameter(BasevLLMParameter):
     """A vector ``[output]`` with ``packed_factor`` values an element, such as zero points."""
 
     def __new__(
-        cls: type[Self],
+        cls,
         output: Dim,
         *,
         packed_factor: int,
@@ -313,9 +308,7 @@ class PerTensorScaleParameter(BasevLLMParameter):
     tensor serves all of its slots.
     """
 
-    def __new__(
-        cls: type[Self], output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype
-    ) -> Self:
+    def __new__(cls, output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
         scales = Dim(tuple(Slot(slot.name, 1) for slot in output.slots))
         return super().__new__(cls, scales, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
 
@@ -334,9 +327,7 @@ class PerTensorScaleParameter(BasevLLMParameter):
 class ChannelQuantScaleParameter(BasevLLMParameter):
     """One scale for each output feature, ``[output, 1]``."""
 
-    def __new__(
-        cls: type[Self], output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype
-    ) -> Self:
+    def __new__(cls, output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
         one = Dim.whole(1)
         return super().__new__(cls, output, one, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
 
@@ -348,7 +339,7 @@ class GroupQuantScaleParameter(BasevLLMParameter):
     """
 
     def __new__(
-        cls: type[Self],
+        cls,
         output: Dim,
         input: Dim,
         *,
@@ -369,7 +360,7 @@ class BlockQuantScaleParameter(BasevLLMParameter):
     """
 
     def __new__(
-        cls: type[Self],
+        cls,
         output: Dim,
         input: Dim,
         *,

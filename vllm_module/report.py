@@ -103,36 +103,25 @@ def _folded_lines(problems: list[Problem]) -> list[str]:
 
 def fold(names: Iterable[str]) -> list[str]:
     """Fold numbers: ``layers.0.w``, ``layers.1.w`` and ``layers.3.w`` to ``layers.{0..1,3}.w``."""
-    by_shape: dict[tuple[str, ...], list[tuple[str | frozenset[int], ...]]] = defaultdict(list)
-    for name in dict.fromkeys(names):
-        parts = name.split(".")
-        shape = tuple("#" if part.isdecimal() else part for part in parts)
-        numbers = tuple(frozenset((int(part),)) for part in parts if part.isdecimal())
-        by_shape[shape].append(numbers)
-    folded = []
-    for shape, rows in by_shape.items():
-        for position in range(shape.count("#")):
-            merged: dict[tuple[object, ...], frozenset[int]] = defaultdict(frozenset)
-            for row in rows:
-                rest = row[:position] + row[position + 1 :]
-                merged[rest] |= row[position]  # type: ignore[operator]  # rows hold only sets here
-            rows = [
-                (*rest[:position], numbers, *rest[position:])  # type: ignore[misc]
-                for rest, numbers in merged.items()
-            ]
+    rows = [tuple(name.split(".")) for name in dict.fromkeys(names)]
+    for position in range(max(map(len, rows), default=0)):
+        alike: dict[tuple[str, ...], list[int]] = {}
         for row in rows:
-            numbers_left = iter(row)
-            folded.append(
-                ".".join(_span(next(numbers_left)) if p == "#" else p for p in shape)  # type: ignore[arg-type]
-            )
-    return folded
+            if position < len(row) and row[position].isdecimal():
+                others = (*row[:position], "#", *row[position + 1 :])
+                alike.setdefault(others, []).append(int(row[position]))
+            else:
+                alike[row] = []
+        rows = [
+            (*row[:position], _span(numbers), *row[position + 1 :]) if numbers else row
+            for row, numbers in alike.items()
+        ]
+    return [".".join(row) for row in rows]
 
 
-def _span(numbers: frozenset[int]) -> str:
-    if len(numbers) == 1:
-        return str(min(numbers))
+def _span(numbers: list[int]) -> str:
     runs = []
     for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
         values = [value for _, value in run]
         runs.append(f"{values[0]}..{values[-1]}" if len(values) > 1 else str(values[0]))
-    return "{" + ",".join(runs) + "}"
+    return runs[0] if len(numbers) == 1 else "{" + ",".join(runs) + "}"

@@ -172,7 +172,7 @@ def save(folder: Path, model: PreTrainedModel) -> Path:
 
 
 @torch.no_grad()
-def refer(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+def _refer(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
     """Have transformers load ``folder`` and compute."""
     # Eager attention: the softmax written out, not the fused function that is under test.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -204,7 +204,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> Checkpoint:
     """Draw weights until what transformers generates with them is robust."""
     for seed in count():
         assert seed < 10, "no weights found that generate robustly"
-        reference = refer(save(folder, randomized(config, seed)))
+        reference = _refer(save(folder, randomized(config, seed)))
         if reference.is_robust:
             return Checkpoint(folder, reference)
     raise AssertionError
@@ -240,3 +240,9 @@ def checkpoint(request: pytest.FixtureRequest, tiny: Callable[[str], Checkpoint]
 def compute() -> Callable[..., dict[str, Any]]:
     """Give ``compute`` of one_rank.py."""
     return _compute  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def refer() -> Callable[..., Reference]:
+    """Give the function that has transformers load a folder and compute."""
+    return _refer

@@ -1,0 +1,233 @@
+"""The forms in which one checkpoint may come: they all load as the same model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_module import ModelConfig, get_model, vLLMModule
+from vllm_module.distributed import run_ranks
+from vllm_module.errors import DuplicateWeightError, MissingWeightError
+
+Tensors = dict[str, torch.Tensor]
+Copy = Callable[..., Path]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Copy:
+    """Copy a checkpoint into one file, its tensors and configuration edited."""
+
+    def copy(
+        folder: Path,
+        tensors: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+        config: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config,
+    ) -> Path:
+        stored: Tensors = {}
+        for file in folder.glob("*.safetensors"):
+            stored |= load_file(file)
+        save_file(tensors(stored), tmp_path / "model.safetensors")
+        entries = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config(entries)))
+        return tmp_path
+
+    return copy
+
+
+def load(folder: Path, **entries: Any) -> vLLMModule:
+    return get_model(model_config=ModelConfig(model=str(folder), **entries))
+
+
+def state(model: vLLMModule) -> Tensors:
+    return {name: tensor.data for name, tensor in model.state_dict().items()}
+
+
+def assert_same_models(folder: Path, other: Path, size: int) -> None:
+    """Load both on every rank and compare all bits."""
+    first = run_ranks(size, lambda rank: state(load(folder)))
+    second = run_ranks(size, lambda rank: state(load(other)))
+    for expected, got in zip(first, second, strict=True):
+        assert expected.keys() == got.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, got[name]), name
+
+
+def as_transformers_4_wrote_it(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    spelling = "rope_type" if kind == "llama3" else "type"
+    config["rope_scaling"] = None if kind == "default" else {spelling: kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    config.pop("layer_types", None)
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = 6  # the older Qwen2's files have one and do not use it
+    if config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
+        del config["head_dim"]
+    return config
+
+
+def fuse(tensors: Tensors) -> Tensors:
+    """Store q, k and v, and gate and up, as one tensor each."""
+    fused: Tensors = {}
+    for parts, whole in (
+        (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+        (("gate_proj", "up_proj"), "gate_up_proj"),
+    ):
+        for name in [name for name in tensors if parts[0] in name]:
+            together = [tensors.pop(name.replace(parts[0], part)) for part in parts]
+            fused[name.replace(parts[0], whole)] = torch.cat(together)
+    return tensors | fused
+
+
+def test_configurations_of_transformers_4(checkpoint: Any, compute: Any, copied: Copy) -> None:
+    """A configuration in transformers 4's keys computes what transformers does with its own."""
+    old = copied(checkpoint.folder, config=as_transformers_4_wrote_it)
+    checkpoint.reference.check(compute(old, *checkpoint.reference.job))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_one_file_is_as_good_as_several(tiny: Any, copied: Copy, size: int) -> None:
+    """A checkpoint in one file loads the same bits as in several with an index."""
+    folder = tiny("llama-tied-biases").folder
+    assert_same_models(folder, copied(folder), size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["llama-yarn-tied-biases-one-kv-head", "qwen2", "qwen3"])
+def test_layers_stored_fused(tiny: Any, copied: Copy, name: str, size: int) -> None:
+    """A checkpoint that stores qkv_proj and gate_up_proj loads the same bits on every rank."""
+    folder = tiny(name).folder
+    fused = copied(folder, tensors=fuse)
+    stored = load_file(fused / "model.safetensors")
+    assert not any("k_proj" in name or "up_proj" in name for name in stored.keys() - fused_names(stored))
+    assert_same_models(folder, fused, size)
+
+
+def fused_names(tensors: Tensors) -> set[str]:
+    return {name for name in tensors if "qkv_proj" in name or "gate_up_proj" in name}
+
+
+def test_stored_rotary_frequencies_are_skipped(tiny: Any, compute: Any, copied: Copy) -> None:
+    """Frequencies that old files store are skipped by the rotary module's rule, whatever they hold."""
+    checkpoint = tiny("llama-llama3")
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
+    folder = copied(checkpoint.folder, lambda t: t | {name: torch.randn(8) for name in names})
+    checkpoint.reference.check(compute(folder, *checkpoint.reference.job))
+    report = load(folder).load_report
+    assert report is not None
+    assert set(report.skipped) == set(names)
+    assert set(report.skipped.values()) == {"rotary frequencies are computed from the configuration"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("names", [("lm_head",), ("model.embed_tokens", "lm_head")])
+def test_a_tied_table_by_either_name(
+    tiny: Any, compute: Any, copied: Copy, names: tuple[str, ...], size: int
+) -> None:
+    """A tied table may be stored under the head's name, alone or beside the embedding's."""
+    checkpoint = tiny("qwen2")
+
+    def store(tensors: Tensors) -> Tensors:
+        table = tensors.pop("model.embed_tokens.weight")
+        return tensors | {f"{name}.weight": table.clone() for name in names}
+
+    folder = copied(checkpoint.folder, store)
+    for computed in run_ranks(size, lambda rank: compute(folder, *checkpoint.reference.job)):
+        checkpoint.reference.check(computed)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_tied_table_with_two_values_is_refused(
+    tiny: Any, copied: Copy, row: int, size: int
+) -> None:
+    """A tied head whose stored values differ from the embedding's is refused by its name."""
+
+    def store(tensors: Tensors) -> Tensors:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[row, 0] += 1
+        return tensors | {"lm_head.weight": head}
+
+    folder = copied(tiny("qwen2").folder, store)
+    with pytest.raises(DuplicateWeightError, match=r"lm_head\.weight.*values differ"):
+        run_ranks(size, lambda rank: load(folder))
+
+
+def test_an_untied_head_must_be_there(tiny: Any, copied: Copy) -> None:
+    """A head that the configuration does not tie is missed by its name."""
+
+    def without_head(tensors: Tensors) -> Tensors:
+        del tensors["lm_head.weight"]
+        return tensors
+
+    folder = copied(tiny("qwen3").folder, without_head)
+    with pytest.raises(MissingWeightError, match=r"missing 1\b.*\n  lm_head\.weight"):
+        load(folder)
+
+
+@pytest.fixture(params=["bfloat16", "float16"])
+def narrow(request: pytest.FixtureRequest, tiny: Any, copied: Copy) -> tuple[Path, torch.dtype]:
+    """A checkpoint stored in 16 bits, and its dtype."""
+    dtype = getattr(torch, request.param)
+    folder = copied(
+        tiny("llama-yarn-tied-biases-one-kv-head").folder,
+        lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()},
+        lambda config: config | {"dtype": request.param},
+    )
+    return folder, dtype
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sixteen_bits_on_disk_and_float32_in_memory(
+    narrow: tuple[Path, torch.dtype], refer: Any, compute: Any, size: int
+) -> None:
+    """A 16-bit checkpoint loaded as float32 computes what transformers computes in float32."""
+    folder, _ = narrow
+    reference = refer(folder)
+    assert reference.is_robust
+    for computed in run_ranks(size, lambda rank: compute(folder, *reference.job, "float32")):
+        reference.check(computed)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sixteen_bits_in_memory(
+    narrow: tuple[Path, torch.dtype], refer: Any, compute: Any, size: int
+) -> None:
+    """A 16-bit checkpoint keeps its dtype and bits, and is as near to float32 as transformers is."""
+    folder, dtype = narrow
+    exact, theirs = refer(folder), refer(folder, dtype)
+
+    def error(prompt_logits: list[torch.Tensor]) -> torch.Tensor:
+        difference = torch.cat(prompt_logits).float() - torch.cat(exact.prompt_logits)
+        return difference.square().mean().sqrt()
+
+    for computed in run_ranks(size, lambda rank: compute(folder, exact.prompts, 1)):
+        assert computed["prompt_logits"][0].dtype == dtype
+        assert error(computed["prompt_logits"]) < 1.25 * error(theirs.prompt_logits)
+    stored = load_file(folder / "model.safetensors")
+    model = load(folder)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert torch.equal(model.model.norm.weight, stored["model.norm.weight"])
+    assert torch.equal(model.model.embed_tokens.weight[:130], stored["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_ranks_that_build_at_once_agree_on_the_dtype(tiny: Any, dtype: str) -> None:
+    """Ranks building in one process all get the dtype asked for, and the process keeps its own."""
+    folder = tiny("llama-tied-biases").folder
+    before = torch.get_default_dtype()
+    try:
+        for _ in range(20):
+            models = run_ranks(4, lambda rank: load(folder, dtype=dtype))
+            for model in models:
+                assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+            assert torch.get_default_dtype() == before
+    finally:
+        torch.set_default_dtype(before)  # else a failure here would fail every other test

@@ -1,0 +1,78 @@
+"""A model is a folder or an id of the hub, and what is neither is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights import resolve
+
+
+def test_what_exists_is_returned_without_the_hub(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    assert resolve(str(tmp_path), None) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert resolve("owner/name", "main") == Path("owner/name")
+
+
+@pytest.mark.parametrize("model", ["/no/such", "./absent", "../absent", "~/absent", "a/b/c"])
+def test_a_path_that_does_not_exist_is_called_one(model: str, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(CheckpointFormatError, match=r"the folder .* does not exist"):
+        resolve(model, None)
+
+
+def test_weights_configuration_and_tokenizer_are_downloaded(tmp_path: Path, monkeypatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("owner/name", "v1") == tmp_path
+    assert (asked["repo_id"], asked["revision"]) == ("owner/name", "v1")
+    names = ["config.json", "m.safetensors", "tokenizer.json", "tokenizer.model", "merges.txt"]
+    unwanted = ["m.bin", "consolidated.safetensors", "original/m.safetensors", "m.gguf"]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects(names + unwanted, **patterns)) == names
+
+
+def hub_error(kind: type[Exception]) -> Exception:
+    if issubclass(kind, errors.HfHubHTTPError):
+        return kind("hub", response=SimpleNamespace(headers={}, request=None))
+    return kind("hub")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (errors.HFValidationError, "nor an id of the hub"),
+        (errors.GatedRepoError, "accept the terms"),
+        (errors.RevisionNotFoundError, "'owner/name' at revision 'v1': .* not this revision"),
+        (errors.RepositoryNotFoundError, "no such model on the hub; check the spelling"),
+        (errors.LocalEntryNotFoundError, "the hub cannot be reached"),
+        (errors.OfflineModeIsEnabled, "the hub cannot be reached"),
+        (errors.HfHubHTTPError, r"the download failed \(hub\); try again"),
+        (ConnectionError, "the download failed"),
+    ],
+)
+def test_an_error_of_the_hub_says_what_to_do(kind, message: str, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise hub_error(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointFormatError, match=message):
+        resolve("owner/name", "v1")
+
+
+def test_an_invalid_id_is_refused_by_the_real_hub_client() -> None:
+    with pytest.raises(CheckpointFormatError, match="nor an id of the hub"):
+        resolve("no spaces allowed", None)

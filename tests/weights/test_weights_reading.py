@@ -1,0 +1,128 @@
+"""read_all fills every destination, in bounded memory, and ends with its threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_module.errors import MisshapenWeightError, WeightReadError
+from vllm_module.weights import Checkpoint, open_checkpoint, read_all, reading
+from vllm_module.weights.safetensors import SafetensorsHandle
+
+
+@pytest.fixture(params=[1, 2, 8], ids="cpus={}".format, autouse=True)
+def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small tensors go the way of large ones, on machines of any size; threads end."""
+    monkeypatch.setattr("os.cpu_count", lambda: request.param)
+    monkeypatch.setattr(reading, "_SMALL", 256)
+    monkeypatch.setattr(reading, "_PIECE", 1024)
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    shapes = [(), (0, 3), (5,), (3000,), (40, 50), (1, 1, 900), (1, 3, 1000), (4, 20, 30)]
+    return {f"w{index}": torch.randn(shape) for index, shape in enumerate(shapes)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    save_file(tensors, tmp_path / "model.safetensors")
+    return open_checkpoint(tmp_path)
+
+
+def test_every_destination_is_filled_and_every_byte_read_once(checkpoint, tensors) -> None:
+    destinations = {name: torch.full_like(t, torch.nan) for name, t in tensors.items()}
+    read_all((checkpoint[name], destinations[name]) for name in checkpoint)
+    for name, tensor in tensors.items():
+        assert torch.equal(destinations[name], tensor)
+    assert checkpoint.bytes_read == checkpoint.nbytes
+
+
+def test_shards_casts_and_tensors_in_memory_mix(checkpoint, tensors) -> None:
+    parts = torch.zeros(40, 64), torch.zeros(4, 10, 30, dtype=torch.float64), torch.zeros(3000)
+    read_all(
+        [
+            (checkpoint["w4"].narrow(1, 10, 30), parts[0][:, 20:50]),
+            (checkpoint["w7"].narrow(1, 5, 10), parts[1]),
+            (tensors["w3"], parts[2]),
+        ]
+    )
+    assert torch.equal(parts[0][:, 20:50], tensors["w4"][:, 10:40])
+    assert torch.equal(parts[1], tensors["w7"][:, 5:15].double())
+    assert torch.equal(parts[2], tensors["w3"])
+    assert checkpoint.bytes_read == 4 * (40 * 30 + 4 * 10 * 30)
+
+
+def test_jobs_are_taken_only_as_they_can_be_read(tensors, checkpoint, monkeypatch) -> None:
+    """A generator that allocates destinations runs at most a queue ahead of the reading."""
+    done = []
+    read_into = SafetensorsHandle.read_into
+
+    def counted(self: SafetensorsHandle, destination: torch.Tensor) -> None:
+        read_into(self, destination)
+        done.append(None)
+
+    ahead = []
+
+    def jobs() -> Iterator[tuple[SafetensorsHandle, torch.Tensor]]:
+        for made in range(200):
+            ahead.append(made - len(done))
+            yield checkpoint["w5"], torch.zeros(1, 1, 900)
+
+    monkeypatch.setattr(reading, "_PIECE", 1 << 20)
+    monkeypatch.setattr(SafetensorsHandle, "read_into", counted)
+    read_all(jobs())
+    assert len(done) == 200
+    assert max(ahead) <= 12
+
+
+def test_the_first_error_is_raised_as_it_is(checkpoint, monkeypatch) -> None:
+    error = WeightReadError("broken")
+    calls = []
+
+    def fail(self: SafetensorsHandle, destination: torch.Tensor) -> None:
+        calls.append(None)
+        raise error
+
+    monkeypatch.setattr(SafetensorsHandle, "read_into", fail)
+    with pytest.raises(WeightReadError) as raised:
+        read_all((checkpoint["w3"], torch.zeros(3000)) for _ in range(100))
+    assert raised.value is error
+    assert len(calls) <= 8
+
+
+def test_an_error_of_the_jobs_themselves_ends_the_reading(checkpoint) -> None:
+    def jobs() -> Iterator[tuple[SafetensorsHandle, torch.Tensor]]:
+        yield checkpoint["w3"], torch.zeros(3000)
+        raise KeyError("routing")
+
+    with pytest.raises(KeyError, match="routing"):
+        read_all(jobs())
+
+
+def test_a_destination_of_another_shape_is_refused(checkpoint) -> None:
+    with pytest.raises(MisshapenWeightError, match=r"\[40, 50\], its destination \[50, 40\]"):
+        read_all([(checkpoint["w4"], torch.zeros(50, 40))])
+
+
+def test_small_jobs_start_no_thread(checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(reading, "Thread", None)
+    destination = torch.zeros(5)
+    read_all([(checkpoint["w2"], destination), (torch.ones(9999), torch.zeros(9999))])
+    assert torch.equal(destination, checkpoint["w2"].read())
+
+
+def test_destinations_made_in_inference_mode_are_filled(checkpoint, tensors) -> None:
+    """Inference mode belongs to a thread, and its tensors refuse writes from outside of it."""
+    with torch.inference_mode():
+        destination = torch.zeros(40, 50, dtype=torch.float64)
+        read_all([(checkpoint["w4"], destination)])
+    assert torch.equal(destination, tensors["w4"].double())
