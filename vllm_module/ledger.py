@@ -189,7 +189,8 @@ def slots_of(tensor: torch.Tensor) -> tuple[str, ...]:
 def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, BasevLLMParameter):
         return tensor.materialize_on(device)
-    real = torch.empty_like(tensor, device=device)
+    # Not empty_like: of a meta tensor it runs in Python and imports half a second of sympy.
+    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(real, requires_grad=tensor.requires_grad)
     return real

@@ -9,6 +9,7 @@ from vllm_module.module import vLLMModule
 
 # Names, not classes: a model's file is imported when it is asked for.
 _MODELS = {
+    "GraniteForCausalLM": "granite:GraniteForCausalLM",
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
     "MistralForCausalLM": "llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",

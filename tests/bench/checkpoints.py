@@ -1,0 +1,78 @@
+"""Checkpoints for benchmarks: real shapes and layout, random values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+
+
+def write_qwen3(folder: Path, *, files: int = 2, **changes: Any) -> Path:
+    """Write a Qwen3-shaped bf16 checkpoint of 2.1 GB (47 layers of 0.6B's shape, untied)."""
+    config = QWEN3 | changes
+    hidden, inner, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
+    q, kv = (config[k] * head for k in ("num_attention_heads", "num_key_value_heads"))
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    names = list(shapes)
+    generator = torch.Generator().manual_seed(0)
+    weight_map = {}
+    total = 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in range(files):
+        part = names[file * len(names) // files : (file + 1) * len(names) // files]
+        tensors = {
+            # Random bits of half the exponent's range: finite, distinct and quick to make.
+            name: torch.randint(0, 0x4000, shapes[name], dtype=torch.int16, generator=generator)
+            .view(torch.bfloat16)
+            for name in part
+        }
+        path = f"model-{file + 1:05}-of-{files:05}.safetensors"
+        save_file(tensors, folder / path, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, path)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
