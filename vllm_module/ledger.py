@@ -80,9 +80,8 @@ class Ledger:
     pending: list[Filling] = field(default_factory=list)  # entered and not yet read
     touched: bool = False  # whether anything was written to the model
     _names: dict[tuple[str, str], str] = field(default_factory=dict)  # (path, slot) -> filled by
-    _complete: set[tuple[str, str]] = field(default_factory=set)  # (key, slot)
-    # A tensor's key is the first path it was seen under; kept alive, so that no id is reused.
-    _keys: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    _complete: set[tuple[int, str]] = field(default_factory=set)  # (key of a tensor, slot)
+    _replaced: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
     _locations: list[Location] | None = None
     _places: dict[int, list[Location]] | None = None
 
@@ -95,15 +94,16 @@ class Ledger:
             report.unexpected.append(Problem(name, detail))
             return
         slots = slots_of(tensor) if slot is None else (slot,)
-        key = self._key(tensor, path)
+        key = self._key(tensor)
+        again = False
         for filled in slots:
             earlier = self._names.setdefault((path, filled), name)
             if earlier is not name:
                 detail = f"{path} is already filled by {earlier!r}"
                 report.duplicated.append(Problem(name, detail))
                 return
-        again = any((key, filled) in self._complete for filled in slots)
-        self._complete.update((key, filled) for filled in slots)
+            again |= (key, filled) in self._complete
+            self._complete.add((key, filled))
         if problem := _misfit(tensor, slot, weight, self.mode):
             report.misshapen.append(Problem(name, problem))
             return
@@ -117,7 +117,7 @@ class Ledger:
         for location in self._every_location():
             tensor = location.tensor
             assert tensor is not None
-            key = self._key(tensor, location.path)
+            key = self._key(tensor)
             for slot in slots_of(tensor):
                 if (key, slot) not in self._complete and (key, slot) not in seen:
                     seen.add((key, slot))
@@ -160,10 +160,12 @@ class Ledger:
                 place.holder._buffers[place.attr] = real
         assert self._places is not None
         self._places[id(real)] = places
-        self._keys[id(real)] = (real, self._key(tensor, location.path))
+        # The meta tensor is kept, so that no other tensor gets its id while this load lasts.
+        self._replaced[id(real)] = (self._key(tensor), tensor)
 
-    def _key(self, tensor: torch.Tensor, path: str) -> str:
-        return self._keys.setdefault(id(tensor), (tensor, path))[1]
+    def _key(self, tensor: torch.Tensor) -> int:
+        """Return the identity of ``tensor``: its own, or that of the meta tensor it was."""
+        return self._replaced[id(tensor)][0] if id(tensor) in self._replaced else id(tensor)
 
     def _every_location(self) -> list[Location]:
         if self._locations is None:

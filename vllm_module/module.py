@@ -31,7 +31,7 @@ Weights = Mapping[str, Weight] | Iterable[tuple[str, Weight]]
 
 
 class Route(NamedTuple):
-    """Where a component leads: to ``child``, to a ``slot``, to the tensor ``attr``, or nowhere."""
+    """Where a component leads: to the child or tensor ``attr``, to a slot, or to a skip rule."""
 
     attr: str = ""
     child: nn.Module | None = None
@@ -186,9 +186,10 @@ class vLLMModule(nn.Module):
         """Route ``weights``, named relative to this module; return the names they fill."""
         ledger, path = loading.ledger, loading.at.path
         first = len(ledger.paths)
-        pairs: Iterable[tuple[str, Weight]]
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
-        if isinstance(pairs, Collection):
+        pairs: Iterable[tuple[str, Weight]] = weights
+        if type(weights) is not list and isinstance(weights, Mapping):
+            pairs = weights.items()
+        if type(pairs) is list or isinstance(pairs, Collection):  # a group from above is a list
             self._distribute(self, "", pairs, loading)
         else:
             for pair in pairs:
@@ -218,24 +219,22 @@ class vLLMModule(nn.Module):
         groups: dict[str, tuple[Route, list[tuple[str, Weight]]]] = {}
         for name, weight in weights:
             component, _, rest = name.partition(".")
-            route = routes.get(component, _NOWHERE)
-            attr, child, slot, skip = route
-            if child is not None and rest:
+            route = routes.get(component)
+            attr, child, slot, skip = route or (component, None, None, None)
+            if route is not None and child is not None and rest:
                 if slot is not None:  # a fused child takes all of its slots in one call
                     component, rest = attr, f"{slot}.{rest}"
                 if component not in groups:
                     groups[component] = (route, [])
                 groups[component][1].append((rest, weight))
-            elif slot is not None and rest:
-                ledger.enter(
-                    at.above + name, self._location(module, inside, rest, at.path), slot, weight
-                )
-            elif attr and child is None and not rest:
-                ledger.enter(
-                    prefix + name, self._location(module, inside, attr, at.path), None, weight
-                )
+            elif slot is not None and child is None and rest:
+                location = self._location(module, inside, rest, at.path)
+                ledger.enter(at.above + name, location, slot, weight)
             elif skip is not None:
                 ledger.report.skipped[prefix + name] = skip
+            elif not rest and (attr in module._parameters or attr in module._buffers):
+                location = self._location(module, inside, attr, at.path)
+                ledger.enter(prefix + name, location, None, weight)
             else:
                 detail = _no_route(module, component, routes)
                 ledger.report.unexpected.append(Problem(prefix + name, detail))
@@ -357,19 +356,12 @@ def _paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-_NOWHERE = Route()
-
-
 def _routes(module: nn.Module) -> dict[str, Route]:
     """Build the table from component to route out of what the module's children declare.
 
-    Raises ``ValueError`` where two of them claim one component.
+    Its own tensors need no entry. Raises ``ValueError`` where two claim one component.
     """
-    claims: list[tuple[str, Route]] = [
-        (attr, Route(attr))
-        for attr in (*module._parameters, *module._buffers)
-        if attr not in module._non_persistent_buffers_set
-    ]
+    claims: list[tuple[str, Route]] = []
     for attr, child in module._modules.items():
         if child is not None:
             claims.append((attr, Route(attr, child)))
@@ -379,12 +371,12 @@ def _routes(module: nn.Module) -> dict[str, Route]:
         claims += [(slot, Route(slot=slot)) for slot in module.shard_names]
         claims += [(name, Route(skip=rule)) for name, rule in module.skipped_weights.items()]
         if module.weight_aliases:
-            known = dict(claims)
+            known = {attr: Route(attr) for attr in _tensor_names(module)} | dict(claims)
             aliases = module.weight_aliases.items()
             claims += [(alias, known[name]) for alias, name in aliases if name in known]
     routes = dict(claims)
-    if len(routes) < len(claims):
-        components = [component for component, _ in claims]
+    if len(routes) < len(claims) or not routes.keys().isdisjoint(_tensor_names(module)):
+        components = [*(component for component, _ in claims), *_tensor_names(module)]
         twice = sorted({name for name in components if components.count(name) > 1})
         raise ValueError(
             f"{type(module).__name__}: two children, slots, tensors or rules claim the checkpoint "
@@ -393,8 +385,15 @@ def _routes(module: nn.Module) -> dict[str, Route]:
     return routes
 
 
+def _tensor_names(module: nn.Module) -> list[str]:
+    """Return the names of the tensors that a checkpoint can store for ``module`` itself."""
+    computed = module._non_persistent_buffers_set
+    return [*module._parameters, *(name for name in module._buffers if name not in computed)]
+
+
 def _no_route(module: nn.Module, component: str, routes: Mapping[str, Route]) -> str:
-    if component in routes:
+    known = [*routes, *_tensor_names(module)]
+    if component in known:
         return f"{type(module).__name__}.{component} is known, but not with a name like this"
-    known = ", ".join(routes) if len(routes) <= 16 else f"{len(routes)} other components"
-    return f"{type(module).__name__} has no {component!r}; it has {known or 'no weights'}"
+    listed = ", ".join(known) if len(known) <= 16 else f"{len(known)} other components"
+    return f"{type(module).__name__} has no {component!r}; it has {listed or 'no weights'}"

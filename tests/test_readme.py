@@ -1,0 +1,48 @@
+"""What the README shows is run, and what it claims of transformers is checked."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_model_of_the_readme_loads_at_every_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's code runs as printed and prints what the README says it prints."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shown = re.search(r"```text\n(.*?)```", README, re.DOTALL)
+    assert shown is not None
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for block in blocks[:2]:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert capsys.readouterr().out == shown.group(1)
+    assert len(blocks[0].splitlines()) < 35
+
+
+def test_transformers_warns_of_a_missing_weight_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table's claim: a missing weight is random, and the model runs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        one, two = (LlamaForCausalLM.from_pretrained(tmp_path) for _ in range(2))
+    queries = [model.model.layers[0].self_attn.q_proj.weight for model in (one, two)]
+    assert not torch.equal(*queries)
+    assert torch.isfinite(one(torch.tensor([[1, 2, 3]])).logits).all()
