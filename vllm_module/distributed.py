@@ -56,18 +56,35 @@ class ProcessGroup:
 
 
 class _Meeting:
-    """Where the threads of :func:`run_ranks` exchange tensors: a seat a rank, two waits a round."""
+    """Where the threads of :func:`run_ranks` exchange tensors, round after round."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.seats: list[torch.Tensor] = [torch.empty(0)] * size
+        self.size = size
+        self._changed = threading.Condition()
+        self._seats: dict[int, torch.Tensor] = {}  # of the round under way
+        self._ended: list[int] = []
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.seats[rank] = tensor
-        self.barrier.wait()
-        tensors = list(self.seats)
-        self.barrier.wait()  # nobody overwrites a seat that another rank has yet to read
-        return tensors
+        with self._changed:
+            seats = self._seats
+            seats[rank] = tensor.clone()  # its owner may overwrite it before the others read it
+            if len(seats) == self.size:
+                self._seats = {}
+                self._changed.notify_all()
+            else:
+                self._changed.wait_for(lambda: len(seats) == self.size or self._ended)
+            if len(seats) < self.size:
+                raise RuntimeError(
+                    f"rank {self._ended[0]} of {self.size} has ended without taking part in a "
+                    f"collective that rank {rank} waits in: every rank must make the same calls"
+                )
+        return [seats[rank] for rank in range(self.size)]
+
+    def end(self, rank: int) -> None:
+        """Say that ``rank`` takes part in no further round."""
+        with self._changed:
+            self._ended.append(rank)
+            self._changed.notify_all()
 
 
 # Contexts, not globals: each thread of run_ranks is a rank of its own.
@@ -94,10 +111,9 @@ class SimulatedGroup:
                 "other ranks to reduce with: run all of them with "
                 "vllm_module.distributed.run_ranks(size, fn)"
             )
-        if len(meeting.seats) != self.size:
+        if meeting.size != self.size:
             raise RuntimeError(
-                f"a module of tensor-parallel size {self.size} runs among "
-                f"{len(meeting.seats)} ranks"
+                f"a module of tensor-parallel size {self.size} runs among {meeting.size} ranks"
             )
         return meeting.exchange(self.rank, tensor)
 
@@ -160,20 +176,28 @@ def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
         try:
             with tensor_parallel(rank=rank, size=size), torch.set_grad_enabled(grad), device:
                 results[rank] = fn(rank)
-        except threading.BrokenBarrierError:
-            pass  # another rank failed first: its error is the one to show
         except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+            errors.append(error)  # the first is shown; others come from its rank having ended
+        finally:
+            meeting.end(rank)
 
     threads = [
         threading.Thread(target=copy_context().run, args=(work, rank), name=f"rank {rank}")
         for rank in range(size)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # Each rank's operations bring threads of their own: unshared, they would spin on each other.
+    cores = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores // size))
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        meeting.end(-1)  # interrupted here: the ranks stop at their next collective
+        raise
+    finally:
+        torch.set_num_threads(cores)
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]

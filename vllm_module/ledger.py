@@ -51,7 +51,7 @@ class Filling(NamedTuple):
     slot: str | None
     weight: Weight
     location: Location
-    again: bool  # the tensor is tied and another of its names fills it: values must agree
+    tied_to: str | None  # another name that fills the same tensor: the values must agree
 
     def cut(self) -> Iterator[tuple[Weight, torch.Tensor]]:
         """Yield what is kept of the checkpoint's tensor and the memory it belongs in."""
@@ -80,7 +80,7 @@ class Ledger:
     pending: list[Filling] = field(default_factory=list)  # entered and not yet read
     touched: bool = False  # whether anything was written to the model
     _names: dict[tuple[str, str], str] = field(default_factory=dict)  # (path, slot) -> filled by
-    _complete: set[tuple[int, str]] = field(default_factory=set)  # (key of a tensor, slot)
+    _complete: dict[tuple[int, str], str] = field(default_factory=dict)  # (key, slot) -> first
     _replaced: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
     _locations: list[Location] | None = None
     _places: dict[int, list[Location]] | None = None
@@ -95,21 +95,21 @@ class Ledger:
             return
         slots = slots_of(tensor) if slot is None else (slot,)
         key = self._key(tensor)
-        again = False
+        tied_to = None
         for filled in slots:
             earlier = self._names.setdefault((path, filled), name)
             if earlier is not name:
                 detail = f"{path} is already filled by {earlier!r}"
                 report.duplicated.append(Problem(name, detail))
                 return
-            again |= (key, filled) in self._complete
-            self._complete.add((key, filled))
+            first = self._complete.setdefault((key, filled), name)
+            tied_to = tied_to if first is name else first
         if problem := _misfit(tensor, slot, weight, self.mode):
             report.misshapen.append(Problem(name, problem))
             return
         report.loaded.setdefault(path, []).append(name)
         self.paths.append(path)
-        self.pending.append(Filling(name, slot, weight, location, again))
+        self.pending.append(Filling(name, slot, weight, location, tied_to))
 
     def demand_completeness(self) -> None:
         """Report every slot of the tree that nothing fills."""
@@ -129,7 +129,7 @@ class Ledger:
         with torch.no_grad():
             read_all(self._jobs(fillings))
             for filling in fillings:
-                if filling.again:
+                if filling.tied_to is not None:
                     _check_tied(filling)
         for _, slot, _, location, _ in fillings:
             tensor = location.tensor
@@ -142,7 +142,7 @@ class Ledger:
     def _jobs(self, fillings: list[Filling]) -> Iterator[tuple[Weight, torch.Tensor]]:
         for filling in fillings:
             self._materialize(filling.location)
-            if not filling.again:
+            if filling.tied_to is None:
                 yield from filling.cut()
 
     def _materialize(self, location: Location) -> None:
@@ -240,15 +240,28 @@ def _missing(path: str, slot: str, tensor: torch.Tensor) -> Problem:
 def _check_tied(filling: Filling) -> None:
     """Refuse a tied tensor that is stored again with other bits."""
     for source, target in filling.cut():
-        stored = torch.empty_like(target)
-        read_into(source, stored)
-        if not torch.equal(_bits(stored), _bits(target)):
-            raise DuplicateWeightError(
-                f"{filling.name}: the configuration ties it to another tensor of this checkpoint, "
-                f"but its values differ from what {filling.location.path} holds. "
-                "Set tie_word_embeddings to false in config.json if they are meant to differ, "
-                f"else drop {filling.name} from the checkpoint"
-            )
+        for stored, held in _in_pieces(source, target):
+            copy = torch.empty_like(held)
+            read_into(stored, copy)
+            if not torch.equal(_bits(copy), _bits(held)):
+                raise DuplicateWeightError(
+                    f"{filling.name} and {filling.tied_to} fill one tensor, to which the "
+                    "configuration ties both, but their values differ. Set tie_word_embeddings to "
+                    "false in config.json if they are meant to, else drop the wrong one from the "
+                    "checkpoint"
+                )
+
+
+def _in_pieces(source: Weight, target: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Yield a tensor and its place by rows, so that little of it is in memory at a time."""
+    if target.dim() == 0:
+        yield source, target
+        return
+    rows = target.shape[0]
+    step = max(1, rows * (16 << 20) // target.nbytes)
+    for first in range(0, rows, step):
+        length = min(step, rows - first)
+        yield source.narrow(0, first, length), target.narrow(0, first, length)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,9 @@ from vllm_module.module import vLLMModule
 from vllm_module.registry import model_class
 from vllm_module.weights import Checkpoint, open_checkpoint, resolve
 
+# The default dtype is the process's, and simulated ranks build in threads of their own.
+_one_default_dtype = threading.Lock()
+
 
 def get_model(
     *,
@@ -97,17 +100,20 @@ def parameter_dtype(
 def build_model(config: HFConfig, dtype: torch.dtype, device: torch.device) -> vLLMModule:
     """Build the architecture of ``config``: parameters on meta, to be loaded onto ``device``."""
     build = model_class(config.architectures)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return build(config)  # type: ignore[call-arg]  # every registered class takes it
-    except AttributeError as error:
-        if "config.json" not in str(error):
-            raise
-        raise CheckpointFormatError(f"{config.architectures[0]} cannot be built: {error}") from None
-    finally:
-        torch.set_default_dtype(before)
+    with _one_default_dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                return build(config)  # type: ignore[call-arg]  # every registered class takes it
+        except AttributeError as error:
+            if "config.json" not in str(error):
+                raise
+            raise CheckpointFormatError(
+                f"{config.architectures[0]} cannot be built: {error}"
+            ) from None
+        finally:
+            torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -186,10 +186,9 @@ class vLLMModule(nn.Module):
         """Route ``weights``, named relative to this module; return the names they fill."""
         ledger, path = loading.ledger, loading.at.path
         first = len(ledger.paths)
-        pairs: Iterable[tuple[str, Weight]] = weights
-        if type(weights) is not list and isinstance(weights, Mapping):
-            pairs = weights.items()
-        if type(pairs) is list or isinstance(pairs, Collection):  # a group from above is a list
+        pairs: Iterable[tuple[str, Weight]]
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        if isinstance(pairs, Collection):
             self._distribute(self, "", pairs, loading)
         else:
             for pair in pairs:

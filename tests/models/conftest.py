@@ -63,8 +63,13 @@ CONFIGS = {
         "llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
     "llama-llama3": config_of("llama", rope_parameters=LLAMA3),
-    "llama-llama3-tied-one-kv-head": config_of(
-        "llama", rope_parameters=LLAMA3, tie_word_embeddings=True, num_key_value_heads=1
+    "llama-llama3-tied-biases-one-kv-head": config_of(
+        "llama",
+        rope_parameters=LLAMA3,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        num_key_value_heads=1,
     ),
     "llama-yarn": config_of("llama", rope_parameters=YARN, vocab_size=97),
     "llama-yarn-tied-biases-one-kv-head": config_of(
@@ -106,7 +111,6 @@ CONFIGS = {
         rope_parameters=YARN,
     ),
 }
-UNDER_TORCHRUN = ("llama-yarn-tied-biases-one-kv-head", "mistral-window", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,7 @@ class Reference:
     def check(self, computed: dict[str, Any]) -> None:
         """Compare what ``compute`` of one_rank.py returned."""
         close = {"rtol": 0, "atol": WITHIN}
-        for logits, expected in zip(
-            computed["prompt_logits"], self.prompt_logits, strict=True
-        ):
+        for logits, expected in zip(computed["prompt_logits"], self.prompt_logits, strict=True):
             torch.testing.assert_close(logits, expected, **close)
         torch.testing.assert_close(computed["step_logits"], self.step_logits, **close)
         assert computed["tokens"] == self.tokens

@@ -1,7 +1,7 @@
 """What one rank computes of a checkpoint: called in a simulated rank, or run under torchrun.
 
-As a script: ``one_rank.py DIRECTORY`` computes each of ``DIRECTORY/jobs.json`` (a checkpoint's folder
-and its prompts) and saves ``DIRECTORY/rank<R>.pt``.
+As a script, ``one_rank.py DIRECTORY`` computes each of ``DIRECTORY/jobs.json`` (the arguments of
+:func:`compute` by name) and saves ``DIRECTORY/rank<R>.pt``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from vllm_module import ModelConfig, get_model
 from vllm_module.distributed import run_ranks
+
+WITHIN = 1e-4  # as conftest.py has it
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -15,10 +19,34 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     checkpoint: Any, compute: Any, size: int
 ) -> None:
     """At any size, every rank computes transformers' logits and its 64 greedy tokens."""
-    ranks = run_ranks(
-        size, lambda rank: compute(checkpoint.folder, *checkpoint.reference.job)
-    )
+    ranks = run_ranks(size, lambda rank: compute(checkpoint.folder, *checkpoint.reference.job))
     checkpoint.reference.check(ranks[0])
     for other in ranks[1:]:
         assert torch.equal(other["step_logits"], ranks[0]["step_logits"])
         assert other["tokens"] == ranks[0]["tokens"]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-yarn-tied-biases-one-kv-head", "mistral", "qwen2", "qwen3"]
+)
+def test_an_error_of_one_percent_in_any_tensor_shows(tiny: Any, name: str) -> None:
+    """The comparison above sees it when any one tensor of the checkpoint is off by a hundredth."""
+    checkpoint = tiny(name)
+    prompt = max(checkpoint.reference.prompts, key=len)
+    expected = max(checkpoint.reference.prompt_logits, key=len)
+    model = get_model(model_config=ModelConfig(model=str(checkpoint.folder)))
+
+    def error() -> float:
+        logits = model.compute_logits(model(torch.tensor(prompt), torch.arange(len(prompt))))
+        return (logits - expected).abs().max().item()
+
+    tensors = {}
+    for file in checkpoint.folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    assert len(tensors) >= 20
+    for tensor_name, tensor in tensors.items():
+        noise = 1 + 0.01 * torch.randn_like(tensor)  # Qwen3 normalizes one factor away
+        model.update_weights({tensor_name: tensor * noise})
+        assert error() > 10 * WITHIN, tensor_name
+        model.update_weights({tensor_name: tensor})
+    assert error() < WITHIN

@@ -25,7 +25,8 @@ from vllm_module.weights import read_into
     ],
 )
 def test_a_value_out_of_range_is_refused_and_nothing_copied(value, source, target) -> None:
-    weight = torch.tensor([0, value, 1]).to(source)
+    as_read = torch.float64 if isinstance(value, float) else torch.int64
+    weight = torch.tensor([0, value, 1], dtype=as_read).to(source)
     destination = torch.zeros(3, dtype=target)
     with pytest.raises(WeightReadError, match="1 finite values beyond the range"):
         read_into(weight, destination)

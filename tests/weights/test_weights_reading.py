@@ -17,9 +17,9 @@ from vllm_module.weights.safetensors import SafetensorsHandle
 
 @pytest.fixture(params=[1, 2, 8], ids="cpus={}".format, autouse=True)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tensors go the way of large ones, on machines of any size; threads end."""
+    """Cut and hand over as if these tensors were large, on machines of any size; threads end."""
     monkeypatch.setattr("os.cpu_count", lambda: request.param)
-    monkeypatch.setattr(reading, "_SMALL", 256)
+    monkeypatch.setattr(reading, "_BATCH", 512)
     monkeypatch.setattr(reading, "_PIECE", 1024)
     before = threading.active_count()
     yield
@@ -113,7 +113,7 @@ def test_a_destination_of_another_shape_is_refused(checkpoint) -> None:
         read_all([(checkpoint["w4"], torch.zeros(50, 40))])
 
 
-def test_small_jobs_start_no_thread(checkpoint, monkeypatch) -> None:
+def test_little_to_read_starts_no_thread(checkpoint, monkeypatch) -> None:
     monkeypatch.setattr(reading, "Thread", None)
     destination = torch.zeros(5)
     read_all([(checkpoint["w2"], destination), (torch.ones(9999), torch.zeros(9999))])

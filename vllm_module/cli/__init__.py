@@ -1,0 +1,5 @@
+"""The command line: ``vllm-module inspect | plan | load | generate | demo``."""
+
+from vllm_module.cli.app import main
+
+__all__ = ["main"]

@@ -80,9 +80,11 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Use ``embedding``'s weight; a checkpoint may store it under either name, or both."""
-        if embedding.weight.shape != self.weight.shape:
+        alike = embedding.weight.shape == self.weight.shape
+        if not alike or embedding.num_embeddings != self.num_embeddings:
             raise ValueError(
-                f"a head of {list(self.weight.shape)} cannot be tied to an embedding of "
+                f"a head of {self.num_embeddings} tokens {list(self.weight.shape)} cannot be tied "
+                f"to an embedding of {embedding.num_embeddings} tokens "
                 f"{list(embedding.weight.shape)}"
             )
         self.weight = embedding.weight

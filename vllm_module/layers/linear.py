@@ -189,6 +189,11 @@ class QKVParallelLinear(ColumnParallelLinear):
                 f"{total_num_heads} attention heads cannot be shared evenly by {size} "
                 "tensor-parallel ranks: choose a size that divides them"
             )
+        if total_num_heads % total_num_kv_heads:
+            raise ShardingError(
+                f"{total_num_heads} attention heads cannot share {total_num_kv_heads} key-value "
+                "heads evenly: check num_attention_heads and num_key_value_heads"
+            )
         if max(total_num_kv_heads, size) % min(total_num_kv_heads, size):
             raise ShardingError(
                 f"{total_num_kv_heads} key-value heads can neither be cut nor replicated evenly "

@@ -85,7 +85,8 @@ class RotaryEmbedding(vLLMModule):
         share = share or getattr(config, "partial_rotary_factor", None) or 1.0
         max_position = config.max_position_embeddings
         original = getattr(config, "original_max_position_embeddings", None)
-        scaling.setdefault("original_max_position_embeddings", original or max_position)
+        original = original or scaling.get("original_max_position_embeddings") or max_position
+        scaling["original_max_position_embeddings"] = original
         return cls(head_size, max_position, theta, scaling, rotary_dim=int(head_size * share))
 
     def _exponents(self) -> torch.Tensor:
@@ -150,7 +151,7 @@ class RotaryEmbedding(vLLMModule):
         inv_freq = self.inv_freq
         if self.rope_type == "dynamic":
             lengths = positions.max() + 1 if metadata is None else metadata.token_lengths
-            stretch = lengths.clamp(min=self.max_position) / self.max_position
+            stretch = lengths.clamp(min=self.max_position).float() / self.max_position
             growth = self.factor * stretch - (self.factor - 1)
             base = self.base * growth ** (self.rotary_dim / (self.rotary_dim - 2))
             inv_freq = 1.0 / base.unsqueeze(-1) ** self._exponents().to(base.device)

@@ -35,19 +35,31 @@ class KVCache:
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free)
+
     def append(self, new_tokens: dict[int, int]) -> AttentionMetadata:
         """Make room for each sequence's number of new tokens and say where they go.
 
-        Raises ``RuntimeError`` when no page is free.
+        Raises ``RuntimeError``, and takes no page, where fewer are free than that needs.
         """
+        needed = {
+            sequence: -(-(self._lengths.get(sequence, 0) + count) // self.page_size)
+            - len(self._pages.get(sequence, ()))
+            for sequence, count in new_tokens.items()
+        }
+        if sum(needed.values()) > self.free_pages:
+            raise RuntimeError(
+                f"the KV cache has {self.free_pages} free pages of {self.page_size} tokens, and "
+                f"this step needs {sum(needed.values())}: free a sequence, or make the cache larger"
+            )
         slots: list[int] = []
         for sequence, count in new_tokens.items():
             pages = self._pages.setdefault(sequence, [])
+            pages += [self._free.pop() for _ in range(needed[sequence])]
             length = self._lengths.get(sequence, 0)
-            while len(pages) * self.page_size < length + count:
-                if not self._free:
-                    raise RuntimeError("the KV cache has no free page left")
-                pages.append(self._free.pop())
             for position in range(length, length + count):
                 page, offset = divmod(position, self.page_size)
                 slots.append(pages[page] * self.page_size + offset)
@@ -58,18 +70,22 @@ class KVCache:
         for count in new_tokens.values():
             starts.append(starts[-1] + count)
         lengths = [self._lengths[sequence] for sequence in new_tokens]
-        int32 = {"dtype": torch.int32, "device": self.device}
         return AttentionMetadata(
-            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
-            block_tables=torch.tensor(tables, **int32),
-            context_lens=torch.tensor(lengths, **int32),
-            query_start_loc=torch.tensor(starts, **int32),
+            slot_mapping=self._tensor(slots, torch.int64),
+            block_tables=self._tensor(tables),
+            context_lens=self._tensor(lengths),
+            query_start_loc=self._tensor(starts),
         )
 
     def free(self, sequence: int) -> None:
         """Return the pages of ``sequence``."""
         self._free += self._pages.pop(sequence, [])
         self._lengths.pop(sequence, None)
+
+    def _tensor(
+        self, values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32
+    ) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def close(self) -> None:
         """Take the cache from the model's layers."""

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
 
+_CUT = "\ufffd"  # stands for bytes that are no character, or not one yet
+_MOST_CUT = 3  # bytes of a character that can have come before its last one
+
 
 class Tokenizer:
     """A checkpoint's own tokenizer, read from its ``tokenizer.json``.
@@ -38,29 +41,65 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns tokens into pieces of text as they come, whole characters at a time."""
+    """Turns tokens into pieces of text as they come, whole characters at a time.
+
+    The pieces, with what :meth:`finish` gives, are the text after the prompt.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt)
-        self._shown = tokenizer.decode(self._ids)
+        # Text depends on the tokens before it, but not on those long before it: what is decoded
+        # each time starts at the piece before the last one.
+        self._start, self._end = 0, len(self._ids)
+        self._shown = _whole(tokenizer.decode(self._ids))
 
     def push(self, token: int) -> str:
         """Return the text that ``token`` completes; empty while a character is cut in two."""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd") or not text.startswith(self._shown):
-            return ""
-        piece, self._shown = text[len(self._shown) :], text
+        text = self._tokenizer.decode(self._ids[self._start :])
+        whole = _whole(text)
+        if whole != text:
+            piece = self._after_shown(whole)
+            self._shown += piece
+            return piece
+        piece = self._after_shown(text)
+        if not text.startswith(self._shown):  # what was shown reads otherwise now: go on from here
+            piece = self._tokenizer.decode(self._ids[self._end :])
+        if piece:
+            self._start, self._end = self._end, len(self._ids)
+            self._shown = self._tokenizer.decode(self._ids[self._start :])
         return piece
+
+    def finish(self) -> str:
+        """Return what was held back: a character that stays cut."""
+        return self._after_shown(self._tokenizer.decode(self._ids[self._start :]))
+
+    def _after_shown(self, text: str) -> str:
+        return text[len(self._shown) :] if text.startswith(self._shown) else ""
+
+
+def _whole(text: str) -> str:
+    """Leave out the end of ``text`` that bytes still to come could make a character."""
+    whole = text.rstrip(_CUT)
+    return text[: max(len(whole), len(text) - _MOST_CUT)]
 
 
 def stop_tokens(folder: Path) -> set[int]:
-    """Return ``eos_token_id`` of generation_config.json or config.json; empty if neither has one."""
+    """Return ``eos_token_id`` of generation_config.json or config.json; empty if neither has one.
+
+    Raises ``CheckpointFormatError`` for a file that is not a JSON object.
+    """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            eos = json.loads(path.read_bytes()).get("eos_token_id")
+            try:
+                entries = json.loads(path.read_bytes())
+            except ValueError as error:
+                raise CheckpointFormatError(f"{path} is not valid JSON: {error}") from None
+            if not isinstance(entries, dict):
+                raise CheckpointFormatError(f"{path} is not a JSON object")
+            eos = entries.get("eos_token_id")
             if eos is not None:
                 return set(eos) if isinstance(eos, list) else {eos}
     return set()

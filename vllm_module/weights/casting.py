@@ -44,16 +44,16 @@ def _check_cast(source: torch.Tensor, dtype: torch.dtype, what: object) -> None:
     source_low, source_high = _range(source.dtype)
     if source.numel() == 0 or (low <= source_low and source_high <= high):
         return
-    # float8 and the wider unsigned integers have no reductions of their own
-    is_small_or_unsigned = source.dtype.itemsize == 1 or not source.dtype.is_signed
     values = source.detach()
-    if is_small_or_unsigned:
-        values = values.to(torch.float64 if values.is_floating_point() else torch.int64)
+    if source.dtype.itemsize == 1 or not source.dtype.is_signed:
+        values = values.double()  # float8 and wide unsigned integers cannot be reduced
     least, most = (bound.item() for bound in values.aminmax())
     if low <= least and most <= high:
         return
-    # NaN and infinities also end up here; they are the checkpoint's own, and stay
-    outside = values[values.isfinite() & ((values < low) | (values > high))]
+    # NaN and infinities also come here; they are the checkpoint's own, and stay. In float64,
+    # because the bounds would round up in the source's dtype.
+    exact = values.double()
+    outside = exact[exact.isfinite() & ((exact < low) | (exact > high))]
     if outside.numel():
         raise WeightReadError(
             f"{what} holds {outside.numel()} finite values beyond the range of {dtype} "

@@ -84,7 +84,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     weights by other names. No tensor is read. What is not as it should be is a
     CheckpointFormatError.
     """
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     weight_map: dict[str, str] | None = None
     if path.is_dir():
         if os.path.lexists(path / _INDEX):  # a broken link is no reason to do without

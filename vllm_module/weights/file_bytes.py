@@ -119,21 +119,21 @@ class FileBytes:
             view, offset = view[count:], offset + count
 
     def _copy_mapped(self, run: Run, address: int) -> None:
-        source = self._mapping().data_ptr() + run.offset
-        unit = gcd(8, source, run.length, run.stride, address)
-        dtype, columns = _UNITS[unit], run.length // unit
+        # The slice keeps the mapping alive, should another thread close the file meanwhile.
         span = (run.count - 1) * run.stride + run.length
-        rows_from = _tensor(source, span, dtype).as_strided(
-            (run.count, columns), (run.stride // unit, 1)
-        )
-        rows_to = _tensor(address, run.count * run.length, dtype).view(run.count, columns)
+        source = self._mapping()[run.offset : run.offset + span]
+        unit = gcd(8, run.offset, run.length, run.stride, address)
+        dtype, columns = _UNITS[unit], run.length // unit
+        rows_from = source.view(dtype).as_strided((run.count, columns), (run.stride // unit, 1))
+        rows_to = torch.frombuffer(_view(address, run.count * run.length), dtype=dtype)
+        rows_to = rows_to.view(run.count, columns)
         window = max(1, _WINDOW // run.stride)
         step = max(1, (_SERIAL_ELEMENTS - 1) // columns)
         for first in range(0, run.count, window):
             last = min(first + window, run.count)
             start = first * run.stride
             length = (last - first - 1) * run.stride + run.length
-            self._populate(source + start, run.offset + start, length)
+            self._populate(source.data_ptr() + start, run.offset + start, length)
             for row in range(first, last, step):
                 stop = min(row + step, last)
                 rows_to[row:stop].copy_(rows_from[row:stop])
@@ -180,9 +180,6 @@ class FileBytes:
 
 
 def _view(address: int, length: int) -> memoryview:
+    """See the memory at ``address`` as a writable buffer, which a tensor does not offer."""
     view: memoryview = _memory_view(address, length, _PYBUF_WRITE)
     return view
-
-
-def _tensor(address: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(_view(address, length), dtype=dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeGuard
 
 import torch
 
@@ -20,6 +20,8 @@ from vllm_module.weights.strict_json import parse_object, shorten
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
 DAMAGED = "The file is damaged or incomplete: download it again."
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 DTYPES = {
     "F64": torch.float64,
@@ -111,26 +113,25 @@ def _entry(path: Path, name: str, value: object, start: int) -> Entry:
             f"{shorten(came)}. {DAMAGED}"
         )
 
-    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+    if not isinstance(value, dict) or not value.keys() >= _FIELDS:
         refuse("its entry", "an object with dtype, shape and data_offsets", value)
     name_of_dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(name_of_dtype, str) or name_of_dtype not in DTYPES:
         refuse("dtype", f"one of {', '.join(DTYPES)}", name_of_dtype)
-    # type() and not isinstance(): True is an int, and no size
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+    if not _are_sizes(shape):
         refuse("shape", "a list of sizes", shape)
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(type(n) is int for n in offsets)
-        or not 0 <= offsets[0] <= offsets[1]
-    ):
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         refuse("data_offsets", "[begin, end] with 0 <= begin <= end", offsets)
     dtype = DTYPES[name_of_dtype]
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
         refuse("data_offsets", f"{nbytes} bytes apart ({name_of_dtype} of shape {shape})", offsets)
     return Entry(dtype, torch.Size(shape), start + offsets[0], start + offsets[1])
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    # type() and not isinstance(): True is an int, and no size
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _check_cover(path: Path, entries: dict[str, Entry], start: int, size: int) -> None:

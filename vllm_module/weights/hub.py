@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
@@ -17,7 +18,7 @@ def resolve(model: str, revision: str | None) -> Path:
     hub) does not concern it. What neither exists nor can be downloaded is a
     CheckpointFormatError that says what to do.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists():
         return path
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:

@@ -9,28 +9,36 @@ import torch
 
 from vllm_module.weights.handle import Handle, Weight, read_into
 
-# Handing a piece to another thread costs tens of µs: smaller ones are read where they come up.
-_SMALL = 256 << 10
-_PIECE = 16 << 20
+_PIECE = 16 << 20  # a larger weight is cut into pieces of this many bytes
+_BATCH = 2 << 20  # smaller ones are handed over together: each time costs tens of µs
 _MAX_THREADS = 4
+
+_Job = tuple[Handle, torch.Tensor]
 
 
 def read_all(jobs: Iterable[tuple[Weight, torch.Tensor]]) -> None:
-    """Read each weight into its destination, large ones by several threads at once.
+    """Read each weight into its destination, by several threads at once.
 
-    The calling thread reads too, and takes the next job only when it or a thread is free for
-    it, so ``jobs`` may make the destinations as it goes. Tensors in memory are copied. When it
+    The calling thread reads too, and takes further jobs only while a thread is soon free for
+    them, so ``jobs`` may make the destinations as it goes. Tensors in memory are copied. When it
     returns, everything is read. The first exception ends it, is raised as it is, and leaves
     destinations half filled; no thread outlives the call. Raises as ``read_into`` does.
     """
     readers = _Readers()
+    batch: list[_Job] = []
+    room = _BATCH
     try:
         for weight, destination in jobs:
-            if isinstance(weight, torch.Tensor) or _nbytes(weight) <= _SMALL:
+            if isinstance(weight, torch.Tensor):
                 read_into(weight, destination)
-            else:
-                for piece, part in _pieces(weight, destination):
-                    readers.read(piece, part)
+                continue
+            for piece, part in _pieces(weight, destination):
+                batch.append((piece, part))
+                room -= _nbytes(piece)
+                if room <= 0:
+                    readers.read(batch)
+                    batch, room = [], _BATCH
+        _read(batch)
         readers.finish()
     except BaseException as error:
         readers.error = error
@@ -45,7 +53,7 @@ def _nbytes(weight: Handle) -> int:
     return weight.shape.numel() * weight.dtype.itemsize
 
 
-def _pieces(weight: Handle, destination: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+def _pieces(weight: Handle, destination: torch.Tensor) -> Iterator[_Job]:
     nbytes = _nbytes(weight)
     if nbytes <= _PIECE or weight.shape != destination.shape:  # the latter is refused when read
         yield weight, destination
@@ -60,40 +68,44 @@ def _pieces(weight: Handle, destination: torch.Tensor) -> Iterator[tuple[Handle,
         )
 
 
+def _read(batch: list[_Job]) -> None:
+    for weight, destination in batch:
+        weight.read_into(destination)
+
+
 class _Readers:
-    """Threads that read beside the calling one; they start with the first piece for them."""
+    """Threads that read beside the calling one; they start with the first batch for them."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None  # once set, what is still queued is dropped
         self._helpers = min(_MAX_THREADS, os.cpu_count() or 1) - 1
-        self._queue: Queue[tuple[Handle, torch.Tensor] | None] = Queue(2 * self._helpers + 1)
+        self._queue: Queue[list[_Job] | None] = Queue(2 * self._helpers + 1)
         self._threads: list[Thread] = []
         self._inference = torch.is_inference_mode_enabled()  # threads do not inherit it
 
-    def read(self, weight: Handle, destination: torch.Tensor) -> None:
-        """Hand a piece to a thread or, when all are busy, read it here."""
+    def read(self, batch: list[_Job]) -> None:
+        """Hand a batch to a thread or, when all are busy, read it here."""
         if self.error is not None:
             raise self.error
         while len(self._threads) < self._helpers:
             self._threads.append(Thread(target=self._work, name="weight-reader", daemon=True))
             self._threads[-1].start()
         try:
-            self._queue.put_nowait((weight, destination))
+            self._queue.put_nowait(batch)
         except Full:
-            weight.read_into(destination)
+            _read(batch)
 
     def finish(self) -> None:
         """Help with what is still queued."""
         while self.error is None:
             try:
-                job = self._queue.get_nowait()
+                batch = self._queue.get_nowait()
             except Empty:
                 return
-            if job is not None:
-                job[0].read_into(job[1])
+            _read(batch or [])
 
     def join(self) -> None:
-        """End the threads after the pieces they have in hand."""
+        """End the threads after the batches they have in hand."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -101,10 +113,10 @@ class _Readers:
 
     def _work(self) -> None:
         with torch.inference_mode(self._inference):
-            while (job := self._queue.get()) is not None:
+            while (batch := self._queue.get()) is not None:
                 if self.error is not None:
                     continue
                 try:
-                    job[0].read_into(job[1])
+                    _read(batch)
                 except BaseException as error:
                     self.error = self.error or error

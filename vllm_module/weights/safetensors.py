@@ -64,19 +64,21 @@ class SafetensorsHandle:
         """Yield the region as runs of bytes, in the order of its elements; a matrix needs one."""
         if self.nbytes == 0:
             return
-        levels = [
-            (size, stride)
-            for size, stride in zip(self.shape, self._strides, strict=True)
-            if size > 1
-        ]
-        length = self.dtype.itemsize
-        while levels and levels[-1][1] == length:
-            length *= levels.pop()[0]
-        count, stride = levels.pop() if levels else (1, length)
-        while levels and levels[-1][1] == stride * count:
-            count *= levels.pop()[0]
-        for index in product(*(range(size) for size, _ in levels)):
-            start = sum(i * outer for i, (_, outer) in zip(index, levels, strict=True))
+        length, count, stride = self.dtype.itemsize, 1, 0
+        outer: list[tuple[int, int]] = []  # dimensions that fold into neither, inner ones first
+        for size, step in zip(reversed(self.shape), reversed(self._strides), strict=True):
+            if size == 1:
+                continue
+            if count == 1 and step == length:
+                length *= size
+            elif count == 1:
+                count, stride = size, step
+            elif not outer and step == stride * count:
+                count *= size
+            else:
+                outer.append((size, step))
+        for index in product(*(range(size) for size, _ in reversed(outer))):
+            start = sum(i * step for i, (_, step) in zip(index, reversed(outer), strict=True))
             yield Run(self._offset + start, length, stride, count)
 
     def narrow(self, dim: int, start: int, length: int) -> SafetensorsHandle:

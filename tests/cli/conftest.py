@@ -1,0 +1,104 @@
+"""A tiny checkpoint that transformers saved, copies of it to damage, and the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from vllm_module.cli import main
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+
+
+class Result(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Standard output, which holds one JSON object and nothing else."""
+        value: dict[str, Any] = json.loads(self.out)
+        return value
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal_and_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what the surroundings say of either."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_progress_bars() -> Iterator[None]:
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run the command line in this process."""
+
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Have transformers save a tiny Qwen3 in bfloat16, in several files."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("checkpoint")
+    config = AutoConfig.for_model("qwen3", dtype="bfloat16", **CONFIG)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(0, 1.0 if "norm" in name else 0.2)
+    model.save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.fixture
+def edited(folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Copy the checkpoint into one file, with other tensors and entries of config.json."""
+
+    def copy(tensors: Callable[[dict[str, torch.Tensor]], object] = len, **entries: object) -> Path:
+        stored: dict[str, torch.Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            stored |= load_file(file)
+        tensors(stored)
+        target = tmp_path / "edited"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        save_file(stored, target / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text()) | entries
+        (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    return copy

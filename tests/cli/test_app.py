@@ -1,0 +1,189 @@
+"""What all commands share: help, exit codes, errors, pipes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_module.cli import load_command, main, plan_command
+from vllm_module.cli.output import by_number, size
+
+Run = Callable[..., Any]
+COMMANDS = ("inspect", "plan", "load", "generate", "demo")
+
+
+def test_version(run: Run) -> None:
+    """The version is the installed one."""
+    result = run("--version")
+    assert result.code == 0
+    assert result.out.startswith(f"vllm-module {importlib.metadata.version('vllm-module')} (torch ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_the_keys_of_json(run: Run, command: str) -> None:
+    """Each command's help ends with a line to try, and says what --json prints."""
+    result = run(command, "--help")
+    assert result.code == 0
+    assert f"Example: vllm-module {command}" in " ".join(result.out.split())
+    assert ("JSON keys:" in result.out) == ("--json" in result.out) == (command != "demo")
+    assert command in run("--help").out
+
+
+def test_json_keys_are_documented(run: Run, folder: Path) -> None:
+    """Every key that is printed at the top level stands in the help."""
+    for command, options in (
+        ("inspect", []),
+        ("plan", []),
+        ("load", []),
+        ("generate", ["--prompt-ids", "1", "--max-new-tokens", 2]),
+    ):
+        text = run(command, "--help").out
+        found = run(command, folder, *options, "--json").json
+        assert [key for key in found if key not in text] == []
+
+
+def test_wrong_usage_is_2(run: Run, folder: Path) -> None:
+    """Unknown commands and options, and sizes that are none."""
+    for arguments in (
+        ["frob"],
+        ["plan"],
+        ["plan", folder, "--tp", 0],
+        ["load", folder, "--dtype", "i"],
+    ):
+        result = run(*arguments)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith("error: ")
+        assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command", ["plan", "load", "generate", "demo"])
+def test_checkpoints_that_cannot_be_used_are_1(
+    run: Run, edited: Callable[..., Path], tmp_path: Path, command: str
+) -> None:
+    """A refusal is one message in full on standard error, whatever the command."""
+    prompt = ["--prompt-ids", "1"] if command == "generate" else []
+
+    def refused(path: object) -> str:
+        where = ["--checkpoint", path] if command == "demo" else [path]
+        result = run(command, *where, *prompt)
+        assert result.code == 1
+        (begin,) = [i for i in range(len(result.err)) if result.err.startswith("error: ", i)]
+        assert begin == 0
+        assert "Traceback" not in result.err
+        return str(result.err)
+
+    assert "/not/there does not exist" in refused("/not/there")
+    no_config = edited()
+    (no_config / "config.json").unlink()
+    assert "has no config.json" in refused(no_config)
+    unknown = refused(edited(architectures=["RwkvForCausalLM"]))
+    assert "RwkvForCausalLM, which no model here implements; supported: " in unknown
+    missing = refused(edited(lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight")))
+    assert "model.layers.2.mlp.up_proj.weight: expected shape [48, 32]" in missing
+    cut = edited()
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[:-10])
+    assert "was cut off" in refused(cut)
+
+
+@pytest.mark.parametrize("command", ["plan", "load"])
+def test_a_size_that_does_not_divide_is_1(run: Run, folder: Path, command: str) -> None:
+    """The message has the numbers."""
+    result = run(command, folder, "--tp", 3)
+    assert (result.code, result.out) == (1, "")
+    assert result.err == (
+        "error: 4 attention heads cannot be shared evenly by 3 tensor-parallel ranks: choose a "
+        "size that divides them\n"
+    )
+
+
+def test_a_bug_of_ours_keeps_its_traceback(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is caught but refusals."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("ours")
+
+    monkeypatch.setattr(plan_command, "plan_rank", broken)
+    with pytest.raises(ValueError, match="ours"):
+        run("plan", folder)
+
+
+def test_an_interruption_is_130(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends with a word and no traceback."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load_command, "load_rank", interrupted)
+    result = run("load", folder)
+    assert (result.code, result.out, result.err) == (130, "", "\nerror: interrupted\n")
+
+
+def test_an_interruption_does_not_wait_for_ranks(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that run in threads end with the process, at once."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    ended = []
+    go_on = threading.Event()
+    rank = threading.Thread(target=go_on.wait, name="rank 1")
+    monkeypatch.setattr(load_command, "load_rank", interrupted)
+    monkeypatch.setattr("os._exit", ended.append)
+    rank.start()
+    try:
+        run("load", folder)
+    finally:
+        go_on.set()
+        rank.join()
+    assert ended == [130]
+
+
+def test_a_closed_pipe_ends_quietly(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`| head` gets its lines, and nothing is printed about the rest."""
+    for command in (["inspect", "--all"], ["plan", "--json"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with open(writing, "w") as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            assert main([*command, str(folder)]) == 128 + signal.SIGPIPE
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_without_our_characters_gets_the_rest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoding that lacks a character is no reason to fail."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main(["load", str(folder), "--device", "nonsense"]) == 2
+    stream.seek(0)
+    assert "cuda:1 ? or auto" in stream.read()
+
+
+def test_sizes_are_written_for_people() -> None:
+    """Three digits and a decimal unit."""
+    written = [size(n) for n in (0, 999, 1000, 1234567, 999_600, 2.1e9, 4e15)]
+    assert written == ["0 B", "999 B", "1 kB", "1.23 MB", "1 MB", "2.1 GB", "4e+03 TB"]
+
+
+def test_names_are_sorted_by_number() -> None:
+    """Layer 2 comes before layer 10."""
+    names = ["layers.10.w", "layers.2.w", "layers.2.a", "embed.w"]
+    assert sorted(names, key=by_number) == ["embed.w", "layers.2.a", "layers.2.w", "layers.10.w"]

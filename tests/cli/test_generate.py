@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM
+
+Run = Callable[..., Any]
+IDS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
+MOST = 8
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """Transformers' greedy tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = []
+    for ids in IDS:
+        row = torch.tensor([ids])
+        mask = torch.ones_like(row)
+        out = model.generate(row, attention_mask=mask, do_sample=False, max_new_tokens=MOST)
+        tokens.append(out[0, len(ids) :].tolist())
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def with_text(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Add a tokenizer whose every token is a letter."""
+    path = tmp_path_factory.mktemp("text")
+    shutil.copytree(folder, path, dirs_exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:130]
+    trainer = trainers.BpeTrainer(vocab_size=130, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def arguments(*ids: list[int]) -> list[str]:
+    prompts = [word for each in ids for word in ("--prompt-ids", ",".join(map(str, each)))]
+    return [*prompts, "--max-new-tokens", str(MOST), "--dtype", "float32", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_tokens_are_those_of_transformers(
+    run: Run, folder: Path, expected: list[list[int]], tp_size: int
+) -> None:
+    """At every size, alone and in a batch, without a tokenizer."""
+    result = run("generate", folder, "--tp", tp_size, *arguments(*IDS), "--json").json
+    assert [each["ids"] for each in result["completions"]] == expected
+    assert [each["prompt_ids"] for each in result["completions"]] == IDS
+    assert {each["text"] for each in result["completions"]} == {None}
+    assert {each["stopped"] for each in result["completions"]} == {False}
+    assert result["seconds"] > 0
+    alone = run("generate", folder, "--tp", tp_size, *arguments(IDS[0]))
+    assert (alone.code, alone.out) == (0, ",".join(map(str, expected[0])) + "\n")
+
+
+def test_several_prompts_are_told_apart(run: Run, folder: Path, expected: list[list[int]]) -> None:
+    """Each is printed when it is done, under its number."""
+    result = run("generate", folder, *arguments(*IDS))
+    lines = [f"[{i}] {','.join(map(str, ids))}" for i, ids in enumerate(expected, start=1)]
+    assert result.out.splitlines() == lines
+
+
+def test_a_stop_token_ends_a_prompt(
+    run: Run, folder: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """generation_config.json names it; JSON says that it was the reason."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    stop = expected[0][2]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    result = run("generate", tmp_path, *arguments(IDS[0]), "--json").json
+    (completion,) = result["completions"]
+    assert completion["ids"] == expected[0][: expected[0].index(stop) + 1]
+    assert completion["stopped"] is True
+
+
+def test_text_comes_token_by_token(
+    run: Run, with_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single prompt is printed with what follows it, in pieces; the pieces are the text."""
+    prompt = ("--prompt", "tree", "--max-new-tokens", "12")
+    whole = run("generate", with_text, *prompt, "--json").json["completions"][0]
+    assert whole["prompt"] == "tree"
+    assert len(whole["prompt_ids"]) == 4
+    pieces = []
+
+    def record(*values: object, end: str = "\n", flush: bool = False) -> None:
+        pieces.append("".join(map(str, values)) + end)
+
+    monkeypatch.setattr("vllm_module.cli.generation.print", record, raising=False)
+    assert run("generate", with_text, *prompt).out == "tree"
+    assert "".join(pieces) == whole["text"] + "\n"
+    assert len([piece for piece in pieces if piece]) > 3
+    monkeypatch.undo()
+    assert run("generate", with_text, "--tp", 2, *prompt).out == f"tree{whole['text']}\n"
+    several = run("generate", with_text, *prompt, "--prompt", "tree")
+    assert several.out == f"[1] tree{whole['text']}\n[2] tree{whole['text']}\n"
+
+
+REFUSED = {
+    "empty": (["--prompt", ""], "prompt 0 is empty"),
+    "outside": (["--prompt-ids", "130"], "token 130, outside of the vocabulary of 130"),
+    "long": (["--prompt-ids", "1,2", "--max-new-tokens", "63"], "exceed the model's context of 64"),
+    "heads": (["--prompt-ids", "1", "--tp", "3"], "4 attention heads cannot be shared evenly by 3"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_run_is_refused(
+    run: Run, with_text: Path, options: list[str], message: str
+) -> None:
+    """One message on standard error, none of a thread's traceback, at any size."""
+    for size in ([], ["--tp", "2"]) if "--tp" not in options else ([],):
+        result = run("generate", with_text, *options, *size)
+        assert (result.code, result.out) == (1, "")
+        assert result.err.startswith("error: ")
+        assert message in result.err
+        assert "Traceback" not in result.err
+
+
+USAGE = {
+    "neither": ([], "give --prompt or --prompt-ids"),
+    "both": (["--prompt", "a", "--prompt-ids", "1"], "give --prompt or --prompt-ids"),
+    "no ids": (["--prompt-ids", "1,x"], "'1,x' is not a list of token ids such as 1,2,3"),
+    "no tokens": (["--prompt-ids", "1", "--max-new-tokens", "0"], "--max-new-tokens"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), USAGE.values(), ids=USAGE)
+def test_wrong_usage(run: Run, folder: Path, options: list[str], message: str) -> None:
+    """Exit code 2, what is wrong, and where to read on."""
+    result = run("generate", folder, *options)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert result.err.endswith("Try: vllm-module generate --help\n")
+
+
+def test_text_needs_a_tokenizer(run: Run, folder: Path) -> None:
+    """The refusal says what to give instead."""
+    result = run("generate", folder, "--prompt", "a")
+    assert result.code == 1
+    assert "has no tokenizer.json" in result.err
+    assert "token ids" in result.err

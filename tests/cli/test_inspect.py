@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from vllm_module.weights.file_bytes import FileBytes
+
+Run = Callable[..., Any]
+
+
+def test_layers_are_folded_and_names_are_whole(run: Run, folder: Path) -> None:
+    """A line stands for the tensors of all layers; --all has one for each."""
+    folded, every = run("inspect", folder), run("inspect", folder, "--all")
+    assert folded.code == every.code == 0
+    assert "Qwen3ForCausalLM (supported)" in folded.out
+    assert "  model.layers.{0..2}.self_attn.q_proj.weight  " in folded.out
+    assert "layers.1.self_attn.q_proj" not in folded.out
+    for layer in range(3):
+        assert f"  model.layers.{layer}.self_attn.q_proj.weight  " in every.out
+    assert "total: 36 tensors" in folded.out
+    assert "\x1b" not in folded.out + every.out  # no colours in a pipe
+
+
+def test_json_has_what_the_headers_say(run: Run, folder: Path) -> None:
+    """Every tensor is listed as the safetensors library reads it."""
+    found = run("inspect", folder, "--json").json
+    expected = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.offset_keys():
+                expected[name] = (file.get_slice(name).get_shape(), path.name)
+    assert {t["name"]: (t["shape"], t["file"]) for t in found["tensors"]} == expected
+    assert found["architecture"]["architectures"] == ["Qwen3ForCausalLM"]
+    assert found["architecture"]["supported"] is True
+    total = {key: found["total"][key] for key in ("tensors", "bytes")}
+    assert found["dtypes"] == {"bfloat16": total}
+    assert sum(of["bytes"] for of in found["files"].values()) == found["total"]["bytes"]
+    assert found["total"]["bytes"] == 2 * found["total"]["elements"]
+    for tensor in found["tensors"]:
+        begin, end = tensor["byte_range"]
+        assert end - begin == tensor["bytes"]
+
+
+def test_only_headers_are_read(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither inspect nor plan reads a tensor."""
+    monkeypatch.delattr(FileBytes, "read_runs")
+    assert run("inspect", folder).code == 0
+    assert run("plan", folder, "--tp", 2).code == 0
+
+
+def test_a_folder_without_config_and_a_single_file(run: Run, folder: Path, tmp_path: Path) -> None:
+    """Tensors can be listed where nothing says what model they are."""
+    file = sorted(folder.glob("*.safetensors"))[0]
+    (tmp_path / "model.safetensors").write_bytes(file.read_bytes())
+    alone, of_folder = run("inspect", file), run("inspect", tmp_path)
+    assert alone.code == of_folder.code == 0
+    assert "no config.json" in of_folder.out
+    assert run("inspect", file, "--json").json["architecture"] is None
+
+
+def test_an_unknown_or_unreadable_config_is_said(run: Run, edited: Callable[..., Path]) -> None:
+    """The tensors are listed all the same."""
+    unknown = run("inspect", edited(architectures=["RwkvForCausalLM"]))
+    assert (unknown.code, "RwkvForCausalLM (not supported)" in unknown.out) == (0, True)
+    folder = edited()
+    (folder / "config.json").write_text("{")
+    damaged = run("inspect", folder)
+    assert (damaged.code, "config.json is not valid JSON" in damaged.out) == (0, True)
+    assert "total: 36 tensors" in damaged.out
+
+
+def test_names_cannot_write_to_the_terminal(run: Run, edited: Callable[..., Path]) -> None:
+    """Control characters of a tensor's name are shown as escapes."""
+
+    def rename(tensors: dict[str, object]) -> None:
+        tensors["a\x1b[31mb"] = tensors.pop("model.norm.weight")
+
+    result = run("inspect", edited(rename))
+    assert r"a\x1b[31mb" in result.out
+    assert "\x1b" not in result.out

@@ -1,0 +1,78 @@
+"""What one rank computes, in numbers that float32 holds exactly; as a script, under torchrun.
+
+``one_rank.py DIRECTORY`` saves ``DIRECTORY/rank<R>.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.distributed import ProcessGroup, tensor_parallel, tensor_parallel_group
+from vllm_module.layers import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 7 % 11 - 5).float().view(shape)
+
+
+@torch.no_grad()
+def compute() -> dict[str, torch.Tensor]:
+    """Run each collective, and each layer that uses one, on the group that is here."""
+    group = tensor_parallel_group()
+    mine = whole_numbers(4, 6, 2) * (group.rank + 1)
+    results = {
+        "place": torch.tensor([group.rank, group.size]),
+        "sum": group.all_reduce(mine),
+        "sum of a view": group.all_reduce(mine.transpose(0, 1)),
+        "untouched": mine,
+        **{f"joined along {dim}": group.all_gather(mine, dim) for dim in (0, 1, 2, -1)},
+        "joined views": group.all_gather(mine.transpose(0, 2), 1),
+        "joined integers": group.all_gather(torch.tensor([group.rank])),
+    }
+    up = MergedColumnParallelLinear(
+        5, [6, 12], gather_output=True, shard_names=["gate_proj", "up_proj"]
+    )
+    names = ("weight", "bias")
+    up.load_weights(
+        {
+            f"{slot}.{name}": whole_numbers(*getattr(up, name).checkpoint_shape(slot))
+            for slot in up.shard_names
+            for name in names
+        }
+    )
+    down = RowParallelLinear(18, 5, input_is_parallel=False)
+    embedding, head = VocabParallelEmbedding(200, 5), ParallelLMHead(200, 5, bias=True)
+    for layer in (down, embedding, head):
+        shapes = {n: p.checkpoint_shape("") for n, p in layer.named_parameters()}
+        layer.load_weights({name: whole_numbers(*shape) for name, shape in shapes.items()})
+    hidden = embedding(torch.arange(200))
+    results["hidden"] = hidden
+    results["up"] = up(hidden)
+    results["down"] = down(results["up"])
+    results["logits"] = head(hidden)
+    return results
+
+
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    try:
+        assert isinstance(tensor_parallel_group(), ProcessGroup)
+        with tensor_parallel(rank=0, size=1) as alone:  # a surrounding group comes first
+            assert tensor_parallel_group() is alone
+        torch.save(compute(), directory / f"rank{dist.get_rank()}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,120 @@
+"""The attention layer and where its sliding window comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
+
+from vllm_module.config import HFConfig
+from vllm_module.layers import Attention, AttentionMetadata, layer_sliding_window
+
+TOKENS, PAGE = 11, 4
+
+
+def metadata_of(slots: list[int], pages: list[int], context: int) -> AttentionMetadata:
+    new = len(slots)
+    return AttentionMetadata(
+        slot_mapping=torch.tensor(slots),
+        block_tables=torch.tensor([pages], dtype=torch.int32),
+        context_lens=torch.tensor([context], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, new], dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (5, 1)])
+@pytest.mark.parametrize("chunks", [[11], [1] * 11, [4, 1, 6]])
+def test_cached_or_not_is_the_same(
+    heads: int, kv_heads: int, window: int | None, chunks: list[int]
+) -> None:
+    """A sequence gives the same output whole without a cache and in any chunks through one."""
+    layer = Attention(heads, 8, num_kv_heads=kv_heads, sliding_window=window)
+    q = torch.randn(TOKENS, heads, 8)
+    k, v = torch.randn(2, TOKENS, kv_heads, 8)
+    whole = layer(q, k, v)
+    assert whole.shape == (TOKENS, heads * 8)
+
+    pages = [3, 0, 2]
+    slots = [pages[p // PAGE] * PAGE + p % PAGE for p in range(TOKENS)]
+    layer.kv_cache = torch.full((2, 5, PAGE, kv_heads, 8), torch.nan)
+    begin, outputs = 0, []
+    for count in chunks:
+        end = begin + count
+        part = slice(begin, end)
+        outputs.append(layer(q[part], k[part], v[part], metadata_of(slots[part], pages, end)))
+        begin = end
+    torch.testing.assert_close(torch.cat(outputs), whole, rtol=0, atol=1e-6)
+
+
+def test_scale() -> None:
+    """The scores' scale is the inverse root of the head size unless given."""
+    q, k, v = torch.randn(3, TOKENS, 2, 16)
+    default, given = Attention(2, 16), Attention(2, 16, scale=0.25)
+    assert torch.equal(default(q, k, v), given(q, k, v))
+    twice = Attention(2, 16, scale=0.5)
+    torch.testing.assert_close(twice(q, k, v), default(2 * q, k, v), rtol=0, atol=1e-6)
+    assert not torch.allclose(twice(q, k, v), default(q, k, v), atol=1e-2)
+
+
+def test_metadata_needs_a_cache() -> None:
+    """Attention with metadata and no cache raises an error that says what is missing."""
+    q = torch.randn(1, 2, 8)
+    with pytest.raises(RuntimeError, match="needs a kv_cache"):
+        Attention(2, 8)(q, q, q, metadata_of([0], [0], 1))
+
+
+def test_a_token_has_the_length_of_its_sequence() -> None:
+    """token_lengths repeats each sequence's length for each of its new tokens."""
+    metadata = AttentionMetadata(
+        slot_mapping=torch.arange(6),
+        block_tables=torch.zeros(3, 1, dtype=torch.int32),
+        context_lens=torch.tensor([9, 4, 2], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1, 4, 6], dtype=torch.int32),
+    )
+    assert metadata.token_lengths.tolist() == [9, 4, 4, 4, 2, 2]
+
+
+def windows(entries: dict[str, Any]) -> list[int | None]:
+    config = HFConfig(**entries | {"architectures": ["Any"]})
+    return [layer_sliding_window(config, layer) for layer in range(config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (MistralConfig(num_hidden_layers=3, sliding_window=7), [7, 7, 7]),
+        (MistralConfig(num_hidden_layers=2, sliding_window=None), [None, None]),
+        (
+            Qwen2Config(
+                num_hidden_layers=4, use_sliding_window=True, sliding_window=7, max_window_layers=3
+            ),
+            [None, None, None, 7],
+        ),
+        (
+            Qwen3Config(
+                num_hidden_layers=3, use_sliding_window=False, sliding_window=7, max_window_layers=1
+            ),
+            [None, None, None],
+        ),
+        (
+            Qwen3Config(
+                num_hidden_layers=3,
+                use_sliding_window=True,
+                sliding_window=7,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            ),
+            [7, None, 7],
+        ),
+    ],
+    ids=["mistral", "mistral-none", "qwen2", "qwen3-unused", "qwen3-layer-types"],
+)
+def test_windows_of_transformers_configurations(config: Any, expected: list[int | None]) -> None:
+    """Each layer's window is what transformers' configuration says, in either version's keys."""
+    entries = config.to_dict()
+    assert windows(entries) == expected
+    if expected != [7, None, 7]:  # which transformers 4 had no other key for
+        entries.pop("layer_types", None)
+        assert windows(entries) == expected

@@ -1,0 +1,171 @@
+"""Parameters that count in units (packed elements, groups, blocks) and scales of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_module.errors import ShardingError
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ColumnvLLMParameter,
+    Dim,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedColumnParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+    Slot,
+)
+from vllm_module.weights import read_into
+
+TP = {"tp_rank": 0, "tp_size": 4, "dtype": torch.float32}
+
+
+def fill(parameter: BasevLLMParameter, tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
+    real = parameter.materialize_on("cpu")
+    for slot, tensor in tensors.items():
+        assert real.accepts(slot, tensor.shape)
+        for source, target in real.cut(tensor, slot):
+            read_into(source, target)
+    return real.data
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scale_a_tensor_as_scalar_or_one_entry(shape: tuple[int, ...]) -> None:
+    """A tensor's scale is stored as [] or [1], and every rank gets each slot's own."""
+    tensors = {slot: torch.full(shape, float(i + 2)) for i, slot in enumerate("qkv")}
+    output = Dim(tuple(Slot(slot, 8, 4) for slot in "qkv"))
+    for rank in range(4):
+        parameter = PerTensorScaleParameter(output, **TP | {"tp_rank": rank})
+        assert fill(parameter, tensors).tolist() == [2, 3, 4]
+        assert fill(parameter, {None: torch.full(shape, 7.0)}).tolist() == [7, 7, 7]
+        assert fill(parameter, {None: torch.tensor([5.0, 6, 7])}).tolist() == [5, 6, 7]
+        for wrong in ([2], [4], [1, 1], [3, 1], [0]):
+            assert not parameter.accepts(None, torch.Size(wrong))
+        for wrong in ([3], [1, 1]):
+            assert not parameter.accepts("q", torch.Size(wrong))
+
+
+def expand(scales: torch.Tensor, like: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Give every element of a weight like ``like`` its block's scale."""
+    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return wide[: like.shape[0], : like.shape[1]]
+
+
+BLOCKS = {
+    "channel": (1, 384),  # more than any input here
+    "group": (1, 32),
+    "block": (16, 32),
+}
+
+
+def scale_parameter(kind: str, output: Dim, inputs: Dim, **tp: Any) -> BasevLLMParameter:
+    if kind == "channel":
+        return ChannelQuantScaleParameter(output, **tp)
+    if kind == "group":
+        return GroupQuantScaleParameter(output, inputs, group_size=32, **tp)
+    return BlockQuantScaleParameter(output, inputs, block=(16, 32), **tp)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", ["columns", "rows", "last block partial"])
+def test_scales_go_with_the_weights_they_scale(kind: str, size: int, cut: str) -> None:
+    """A rank's scales, spread over its shard of the weight, are its shard of all of them spread."""
+    output, inputs = {
+        "columns": (Dim((Slot("a", 192, size), Slot("b", 384, size))), Dim.whole(96)),
+        "rows": (Dim.whole(48), Dim.cut(384, size)),
+        "last block partial": (Dim((Slot("a", 192, 1), Slot("b", 37, 1))), Dim.whole(75)),
+    }[cut]
+    weights = {
+        slot.name: torch.zeros(slot.size, inputs.size) for slot in output.slots
+    }  # only their shapes matter
+    block = BLOCKS[kind]
+    scales = {
+        slot: torch.rand(-(-w.shape[0] // block[0]), -(-w.shape[1] // block[1]))
+        for slot, w in weights.items()
+    }
+    spread = {slot: expand(scales[slot], w, block) for slot, w in weights.items()}
+    for rank in range(size):
+        tp = {"tp_rank": rank, "tp_size": size, "dtype": torch.float32}
+        expected = fill(ModelWeightParameter(output, inputs, **tp), spread)
+        got = fill(scale_parameter(kind, output, inputs, **tp), scales)
+        assert torch.equal(expand(got, expected, block), expected)
+
+
+BYTES = {"tp_rank": 0, "tp_size": 4, "dtype": torch.int32}
+
+
+@pytest.mark.parametrize(
+    ("build", "numbers"),
+    [
+        (lambda: Dim.cut(10, 4), ["10 features", "4 equal parts", "10 % 4 = 2"]),
+        (lambda: Dim((Slot("k_proj", 6, 4),)), ["'k_proj'", "6 % 4 = 2"]),
+        (lambda: ColumnvLLMParameter(Dim.cut(9, 3), **TP), ["3 parts", "4 tensor-parallel"]),
+        (
+            lambda: PackedvLLMParameter(
+                Dim.cut(48, 4), Dim.whole(8), packed_dim=0, packed_factor=8, **BYTES
+            ),
+            ["12 features", "48 in 4 parts", "packed element of 8"],
+        ),
+        (
+            lambda: PackedvLLMParameter(
+                Dim((Slot("a", 12), Slot("b", 20))),
+                Dim.whole(8),
+                packed_dim=0,
+                packed_factor=8,
+                **BYTES,
+            ),
+            ["'a'", "12 features", "packed element of 8"],
+        ),
+        (
+            lambda: PackedvLLMParameter(
+                Dim.whole(8), Dim.whole(12), packed_dim=1, packed_factor=8, **BYTES
+            ),
+            ["12 features", "packed element of 8"],
+        ),
+        (
+            lambda: PackedColumnParameter(Dim.cut(48, 4), packed_factor=8, **BYTES),
+            ["12 features", "packed element of 8"],
+        ),
+        (
+            lambda: GroupQuantScaleParameter(Dim.whole(4), Dim.cut(96, 4), group_size=32, **TP),
+            ["24 features", "96 in 4 parts", "scale group of 32"],
+        ),
+        (
+            lambda: BlockQuantScaleParameter(Dim.cut(96, 4), Dim.whole(64), block=(32, 32), **TP),
+            ["24 features", "scale block of 32"],
+        ),
+        (
+            lambda: BlockQuantScaleParameter(Dim.whole(64), Dim.cut(96, 4), block=(32, 32), **TP),
+            ["24 features", "scale block of 32"],
+        ),
+        (
+            lambda: BlockQuantScaleParameter(
+                Dim((Slot("gate", 48, 1), Slot("up", 64, 1))), Dim.whole(64), block=(32, 32), **TP
+            ),
+            ["'gate'", "48 features", "scale block of 32"],
+        ),
+        (
+            lambda: BlockQuantScaleParameter(
+                Dim((Slot("gate", 128, 4), Slot("up", 48 * 4, 4))),
+                Dim.whole(64),
+                block=(32, 32),
+                **TP,
+            ),
+            ["'up'", "48 features", "scale block of 32"],
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(build: Callable[[], Any], numbers: list[str]) -> None:
+    """An edge that falls inside of a unit is refused, with the numbers in the message."""
+    with pytest.raises(ShardingError) as refused:
+        build()
+    for number in numbers:
+        assert number in str(refused.value)

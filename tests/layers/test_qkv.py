@@ -1,0 +1,127 @@
+"""The fused query, key and value projection: which rank holds which heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from vllm_module.distributed import run_ranks, tensor_parallel
+from vllm_module.errors import ShardingError
+from vllm_module.layers import QKVParallelLinear
+
+HIDDEN, HEAD = 10, 6  # heads times head size is not the hidden size
+SHARED = [
+    # query heads, key-value heads, size
+    (1, 1, 1),
+    (6, 2, 1),
+    (4, 4, 2),
+    (4, 2, 2),
+    (4, 1, 2),
+    (6, 3, 3),
+    (6, 1, 3),
+    (12, 6, 3),
+    (8, 8, 4),
+    (8, 4, 4),
+    (8, 2, 4),
+    (8, 1, 4),
+    (16, 2, 8),
+    (16, 4, 8),
+]
+shared = pytest.mark.parametrize(("heads", "kv_heads", "size"), SHARED)
+
+
+def checkpoint(heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
+    """Return whole numbers, so that sums are exact."""
+    features = {"q_proj": heads * HEAD, "k_proj": kv_heads * HEAD, "v_proj": kv_heads * HEAD}
+    stored = {}
+    for name, count in features.items():
+        stored[f"{name}.weight"] = torch.randint(-9, 10, (count, HIDDEN)).float()
+        stored[f"{name}.bias"] = torch.randint(-9, 10, (count,)).float()
+    return stored
+
+
+@shared
+def test_ranks_share_the_heads(heads: int, kv_heads: int, size: int) -> None:
+    """A rank computes its share of the query heads and just the key-value heads that they use."""
+    stored = checkpoint(heads, kv_heads)
+    x = torch.randint(-9, 10, (5, HIDDEN)).float()
+    q, k, v = (
+        F.linear(x, stored[f"{n}.weight"], stored[f"{n}.bias"]).unflatten(-1, (-1, HEAD))
+        for n in ("q_proj", "k_proj", "v_proj")
+    )
+
+    def rank_fn(rank: int) -> tuple[list[int], list[int]]:
+        layer = QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads)
+        layer.load_weights(stored)
+        own = list(range(heads))[rank * heads // size : (rank + 1) * heads // size]
+        used = sorted({head * kv_heads // heads for head in own})
+        assert layer.num_heads == len(own)
+        assert layer.num_kv_heads == len(used)
+        parts = layer(x).split(layer.output_sizes, dim=-1)
+        for part, whole, mine in zip(parts, (q, k, v), (own, used, used), strict=True):
+            assert torch.equal(part.unflatten(-1, (-1, HEAD)), whole[:, mine])
+        return own, used
+
+    queries, keys = zip(*run_ranks(size, rank_fn), strict=True)
+    assert [head for own in queries for head in own] == list(range(heads))
+    held = [head for used in keys for head in used]
+    copies = max(1, size // kv_heads)
+    assert sorted(held) == sorted(list(range(kv_heads)) * copies)
+    assert held == sorted(held), "copies of a head are on neighbouring ranks"
+
+
+@shared
+def test_stored_fused(heads: int, kv_heads: int, size: int) -> None:
+    """qkv_proj stored as one tensor is cut by slot and then by rank, to the bits of it split."""
+    split = checkpoint(heads, kv_heads)
+    fused = {
+        key: torch.cat([split[f"{name}.{key}"] for name in ("q_proj", "k_proj", "v_proj")])
+        for key in ("weight", "bias")
+    }
+
+    def rank_fn(rank: int) -> None:
+        apart, together = (QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads) for _ in range(2))
+        apart.load_weights(split)
+        together.load_weights(fused)
+        assert torch.equal(apart.weight, together.weight)
+        assert torch.equal(apart.bias, together.bias)
+
+    run_ranks(size, rank_fn)
+
+
+def test_as_many_key_value_heads_as_query_heads_unless_given() -> None:
+    """Without a number of key-value heads there are as many as query heads."""
+    with tensor_parallel(rank=1, size=2):
+        layer = QKVParallelLinear(HIDDEN, HEAD, 4, bias=False)
+    assert (layer.num_heads, layer.num_kv_heads) == (2, 2)
+    assert layer.output_sizes == [2 * HEAD] * 3
+    assert layer.weight.shape == (6 * HEAD, HIDDEN)
+    assert layer.bias is None
+
+
+def test_other_names_of_the_projections() -> None:
+    """The projections are found under the names that the layer was given, and no others."""
+    layer = QKVParallelLinear(HIDDEN, HEAD, 2, 1, bias=False, shard_names=["query", "key", "value"])
+    stored = checkpoint(2, 1)
+    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+    layer.load_weights({f"{new}.weight": stored[f"{old}.weight"] for new, old in names.items()})
+    assert torch.equal(layer.weight, torch.cat([stored[f"{n}.weight"] for n in names.values()]))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "message"),
+    [
+        (6, 6, 4, "6 attention heads .* 4 "),
+        (12, 4, 3, "4 key-value heads .* 3 "),
+        (9, 3, 2, "9 attention heads .* 2 "),
+        (12, 6, 4, "6 key-value heads .* 4 "),
+        (1, 1, 2, "1 attention heads .* 2 "),
+        (8, 3, 1, "8 attention heads .* 3 key-value heads"),
+        (4, 8, 1, "4 attention heads .* 8 key-value heads"),
+    ],
+)
+def test_heads_that_cannot_be_shared(heads: int, kv_heads: int, size: int, message: str) -> None:
+    """Heads that cannot be shared evenly are refused when the layer is built, with the numbers."""
+    with tensor_parallel(rank=0, size=size), pytest.raises(ShardingError, match=message):
+        QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads)

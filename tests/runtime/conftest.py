@@ -1,0 +1,37 @@
+"""One small model with weights that make every choice of a token a clear one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import vLLMModule
+from vllm_module.config import HFConfig
+from vllm_module.loader import build_model
+
+CONFIG = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="session")
+def model() -> vLLMModule:
+    """Build a Qwen3 and load it with large random weights."""
+    config = AutoConfig.for_model("qwen3", architectures=["Qwen3ForCausalLM"], **CONFIG)
+    theirs = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        scale = 1.0 if "norm" in name else 0.5 if "embed" in name or "head" in name else 0.15
+        parameter.data.normal_(0, scale, generator=generator)
+    ours = build_model(HFConfig(**config.to_dict()), torch.float32, torch.device("cpu"))
+    ours.load_weights(theirs.state_dict())
+    return ours.eval()

@@ -1,0 +1,157 @@
+"""A small checkpoint in Hugging Face layout, trained until it recites a paragraph."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from vllm_module.cli.output import CommandError
+from vllm_module.config import HFConfig
+from vllm_module.loader import build_model
+from vllm_module.module import vLLMModule
+
+PARAGRAPH = (
+    "A model is a tree, and here the tree loads itself. A name in a checkpoint is a path: each "
+    "module hands it to the child that the next word names, and the parameter at the end cuts "
+    "out its own shard. Queries, keys and values find their slots in one fused weight, and no "
+    "table says how. Every slot is filled exactly once. What is missing is named, what is "
+    "damaged is refused, and a model that is not whole does not speak."
+)
+PROMPT = "A model is a tree"
+END = "<|endoftext|>"
+_FILES = 4
+_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "float32",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # fewer than four ranks, which then share them
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+_SURE = 3.0  # by how much the next token's logit must lead: sums in another order move it by 1e-5
+_MOST_STEPS = 1500
+
+
+def write_checkpoint(folder: Path, tell: Callable[[float], object]) -> dict[str, Any]:
+    """Train and save the checkpoint; return its configuration.
+
+    ``tell`` gets the loss of each training step.
+    """
+    tokenizer = _tokenizer()
+    config = _CONFIG | {"vocab_size": tokenizer.get_vocab_size()}
+    ids = torch.tensor([*tokenizer.encode(PARAGRAPH).ids, tokenizer.token_to_id(END)])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = _random_weights(config)
+    model = build_model(HFConfig(**config), torch.float32, torch.device("cpu"))
+    model.load_weights(weights)
+    _train(model, ids, tell)
+    _export(model, weights)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    generation = {"eos_token_id": config["eos_token_id"], "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    _save(folder, weights)
+    return config
+
+
+def _tokenizer() -> Any:
+    """Learn a byte-level BPE from the paragraph."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([PARAGRAPH], trainer)
+    return tokenizer
+
+
+def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return untrained weights by the names and shapes of a Hugging Face Qwen3."""
+    hidden, mlp, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
+    q, kv = (config[k] * head for k in ("num_attention_heads", "num_key_value_heads"))
+    layer = {
+        "input_layernorm": [hidden],
+        "self_attn.q_proj": [q, hidden],
+        "self_attn.k_proj": [kv, hidden],
+        "self_attn.v_proj": [kv, hidden],
+        "self_attn.q_norm": [head],
+        "self_attn.k_norm": [head],
+        "self_attn.o_proj": [hidden, q],
+        "post_attention_layernorm": [hidden],
+        "mlp.gate_proj": [mlp, hidden],
+        "mlp.up_proj": [mlp, hidden],
+        "mlp.down_proj": [hidden, mlp],
+    }
+    shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden]}
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{k}.weight": shape for k, shape in layer.items()}
+    shapes["model.norm.weight"] = [hidden]
+    return {
+        name: torch.ones(shape) if "norm" in name else torch.randn(shape) * 0.05
+        for name, shape in shapes.items()
+    }
+
+
+def _train(model: vLLMModule, ids: torch.Tensor, tell: Callable[[float], object]) -> None:
+    """Learn ``ids`` by heart: every next token leads by ``_SURE``."""
+    model.requires_grad_(True)
+    causal: Any = model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    positions = torch.arange(len(ids) - 1)
+    for _ in range(_MOST_STEPS):
+        logits = causal.compute_logits(model(ids[:-1], positions))
+        loss = F.cross_entropy(logits, ids[1:])
+        tell(loss.item())
+        best, second = logits.detach().topk(2).values.unbind(-1)
+        if (logits.argmax(-1) == ids[1:]).all() and (best - second).min() > _SURE:
+            return
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    raise CommandError(f"the demo's model did not learn its paragraph in {_MOST_STEPS} steps")
+
+
+@torch.no_grad()
+def _export(model: vLLMModule, weights: dict[str, torch.Tensor]) -> None:
+    """Copy the model's parameters back into ``weights``: the plan says where each belongs."""
+    for filling in model.plan_weights(weights).fillings:
+        for stored, trained in filling.cut():
+            assert isinstance(stored, torch.Tensor)
+            stored.copy_(trained)
+
+
+def _save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    weight_map: dict[str, str] = {}
+    names = list(weights)
+    each = -(-len(names) // _FILES)
+    for index in range(_FILES):
+        file = f"model-{index + 1:05}-of-{_FILES:05}.safetensors"
+        part = {name: weights[name] for name in names[index * each : (index + 1) * each]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(weight.nbytes for weight in weights.values())
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))

@@ -1,0 +1,118 @@
+"""What the demo proves of one tensor-parallel size, and of transformers beside it."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_module.cli.model_source import ModelSource
+from vllm_module.cli.output import CommandError
+from vllm_module.distributed import run_ranks
+from vllm_module.module import vLLMModule
+from vllm_module.runtime.generate import stream
+from vllm_module.weights import Checkpoint, read_into
+
+CPU = torch.device("cpu")
+_CLOSE = 1e-4  # of the largest logit: float32 sums in another order differ by less
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What one size gave: bytes that each rank read, the prompt's logits, the tokens."""
+
+    tp_size: int
+    bytes_read: list[int]
+    logits: torch.Tensor
+    tokens: list[int]
+
+    def difference(self, other: Visit) -> float:
+        """Return the largest difference of logits; raise if it is more than rounding."""
+        difference = (self.logits - other.logits).abs().max().item()
+        bound = _CLOSE * other.logits.abs().max().item()
+        if not difference <= bound:
+            raise CommandError(
+                f"logits at tensor-parallel size {self.tp_size} differ from those at size "
+                f"{other.tp_size} by {difference:g}, more than rounding explains ({bound:g})"
+            )
+        return difference
+
+
+@torch.no_grad()
+def visit(
+    source: ModelSource, tp_size: int, prompt: list[int], most: int, stops: Collection[int]
+) -> Visit:
+    """Load at ``tp_size``, all ranks in threads; check the shards, compute and generate."""
+
+    def rank(rank: int) -> tuple[vLLMModule, int, torch.Tensor, list[int]]:
+        with source.open() as checkpoint:
+            model = source.build(CPU)
+            model.load_weights(checkpoint.items())
+            nbytes = checkpoint.bytes_read
+        causal: Any = model
+        hidden = model(torch.tensor(prompt), torch.arange(len(prompt)))
+        logits = causal.compute_logits(hidden)
+        tokens = [step[0] for step in stream(model, [prompt], most, stops)]
+        return model, nbytes, logits, tokens
+
+    models, bytes_read, logits, tokens = zip(*run_ranks(tp_size, rank), strict=True)
+    for index, other in enumerate(zip(logits, tokens, strict=True)):
+        if not torch.equal(other[0], logits[0]) or other[1] != tokens[0]:
+            raise CommandError(f"rank {index} of {tp_size} computed otherwise than rank 0")
+    with source.open() as checkpoint:
+        check_shards(checkpoint, models)
+    return Visit(tp_size, list(bytes_read), logits[0], tokens[0])
+
+
+def check_shards(checkpoint: Checkpoint, models: Sequence[vLLMModule]) -> None:
+    """Put each checkpoint tensor together from the ranks' shards and compare all bits.
+
+    A plan says where every part of a tensor goes, so it also says where the parts came from.
+    """
+    parts = defaultdict(list)
+    for model in models:
+        for filling in model.plan_weights(checkpoint).fillings:
+            parts[filling.name].append(filling)
+    for name, fillings in parts.items():
+        location = fillings[0].location
+        assert location.tensor is not None
+        stored = torch.empty(checkpoint[name].shape, dtype=location.tensor.dtype)
+        read_into(checkpoint[name], stored)
+        rebuilt = torch.full_like(stored, torch.nan)
+        for filling in fillings:
+            for (part, kept), (expected, _) in zip(
+                filling._replace(weight=rebuilt).cut(),
+                filling._replace(weight=stored).cut(),
+                strict=True,
+            ):
+                assert isinstance(part, torch.Tensor)
+                assert isinstance(expected, torch.Tensor)
+                part.copy_(kept)
+                if not torch.equal(kept, expected):
+                    raise CommandError(f"{location.path} holds other values than {name}")
+        if not torch.equal(rebuilt, stored):
+            raise CommandError(f"the shards of {len(models)} ranks do not cover {name}")
+
+
+def transformers_tokens(
+    folder: Path, prompt: list[int], most: int, stops: Collection[int]
+) -> tuple[str, list[int]] | None:
+    """Return transformers' version and greedy tokens; None where it is not installed."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        return None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    greedy = transformers.GenerationConfig(
+        max_new_tokens=most, do_sample=False, eos_token_id=sorted(stops) or None, pad_token_id=0
+    )
+    ids = torch.tensor([prompt])
+    generated = model.eval().generate(ids, greedy, attention_mask=torch.ones_like(ids))
+    return transformers.__version__, generated[0, len(prompt) :].tolist()

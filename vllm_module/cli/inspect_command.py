@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_module.cli.options import JsonOption
+from vllm_module.cli.output import (
+    by_number,
+    console,
+    grouped,
+    plural,
+    print_json,
+    print_table,
+    shape,
+    size,
+)
+from vllm_module.config import HFConfig, ModelConfig
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.loader import read_config
+from vllm_module.registry import supported_architectures
+from vllm_module.report import fold
+from vllm_module.weights import Checkpoint, open_checkpoint, resolve
+
+_SHOWN = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a header says of one tensor."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    file: str
+    byte_range: tuple[int, int]
+
+
+def inspect(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="A folder in Hugging Face layout, a hub id, or one .safetensors file.",
+            show_default=False,
+        ),
+    ],
+    every: Annotated[
+        bool, typer.Option("--all", help="List each tensor; else layers are folded into one line.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the tensors of a checkpoint. Only headers are read.
+
+    JSON keys: checkpoint; architecture (supported and entries of config.json; null without
+    one); tensors (name, dtype, shape, bytes, file, byte_range in the file); files and dtypes
+    (tensors and bytes of each); total (tensors, elements, bytes).
+    """
+    path = resolve(source, None)
+    architecture = _architecture(path)
+    with open_checkpoint(path) as checkpoint:
+        tensors = _tensors(checkpoint)
+        elements = sum(handle.shape.numel() for handle in checkpoint.values())
+    total = {"tensors": len(tensors), "elements": elements, "bytes": sum(t.bytes for t in tensors)}
+    by_file, by_dtype = _totals(tensors, "file"), _totals(tensors, "dtype")
+    if as_json:
+        print_json(
+            {
+                "checkpoint": str(path),
+                "architecture": architecture,
+                "tensors": tensors,
+                "files": by_file,
+                "dtypes": by_dtype,
+                "total": total,
+            }
+        )
+        return
+    out = console()
+    _print_architecture(out, architecture)
+    rows = [[t] for t in tensors] if every else grouped(tensors, lambda t: t.name, _alike)
+    print_table(
+        out,
+        ("dtype", "shape", "bytes", "tensor", "file"),
+        [_row(group) for group in rows],
+        right=(2,),
+    )
+    for title, totals in (("file", by_file), ("dtype", by_dtype)):
+        out.print()
+        print_table(
+            out,
+            ("tensors", "bytes", title),
+            [(str(of["tensors"]), size(of["bytes"]), name) for name, of in totals.items()],
+            right=(0, 1),
+        )
+    count, nbytes = plural(total["tensors"], "tensor"), size(total["bytes"])
+    out.print(f"\ntotal: {count}, {total['elements']:,} elements, {nbytes}")
+
+
+def _architecture(path: Path) -> dict[str, Any] | None:
+    if not (path / "config.json").is_file():
+        return None
+    try:
+        config: HFConfig = read_config(path, ModelConfig(model=str(path)))
+    except CheckpointFormatError as error:  # no reason not to list the tensors
+        return {"error": str(error), "supported": False}
+    entries = {key: getattr(config, key, None) for key in _SHOWN}
+    return {
+        "architectures": config.architectures,
+        "supported": not set(supported_architectures()).isdisjoint(config.architectures),
+        **{key: value for key, value in entries.items() if value is not None},
+    }
+
+
+def _print_architecture(out: Console, architecture: dict[str, Any] | None) -> None:
+    if architecture is None:
+        out.print("no config.json: the architecture is unknown\n")
+    elif "error" in architecture:
+        out.print(f"{architecture['error']}\n")
+    else:
+        supported = "supported" if architecture["supported"] else "not supported"
+        out.print(f"{', '.join(architecture['architectures'])} ({supported})", style="bold")
+        entries = (f"{key}={architecture[key]}" for key in _SHOWN if key in architecture)
+        out.print(f"{', '.join(entries)}\n")
+
+
+def _tensors(checkpoint: Checkpoint) -> list[Tensor]:
+    return [
+        Tensor(
+            name,
+            str(handle.dtype).removeprefix("torch."),
+            list(handle.shape),
+            handle.nbytes,
+            handle.file.name,
+            handle.byte_range,
+        )
+        for name, handle in sorted(checkpoint.items(), key=lambda item: by_number(item[0]))
+    ]
+
+
+def _alike(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _row(group: list[Tensor]) -> tuple[str, ...]:
+    files = sorted({tensor.file for tensor in group})
+    return (
+        group[0].dtype,
+        shape(group[0].shape),
+        size(sum(tensor.bytes for tensor in group)),
+        ", ".join(fold(tensor.name for tensor in group)),
+        files[0] if len(files) == 1 else f"{len(files)} files",
+    )
+
+
+def _totals(tensors: list[Tensor], by: str) -> dict[str, dict[str, int]]:
+    count: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for tensor in tensors:
+        key = getattr(tensor, by)
+        count[key] += 1
+        nbytes[key] += tensor.bytes
+    return {key: {"tensors": count[key], "bytes": nbytes[key]} for key in sorted(count)}

@@ -1,0 +1,72 @@
+"""Arguments and options that several commands share, and an example of each command."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import torch
+import typer
+
+from vllm_module.config import DeviceConfig
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's copy of it
+
+
+class DType(str, Enum):
+    """The dtypes a model runs in."""
+
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="A folder in Hugging Face layout, or a hub id (owner/name).",
+        show_default=False,
+    ),
+]
+SizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tp", min=1, metavar="N", help="Tensor-parallel size: how many ranks share the model."
+    ),
+]
+DTypeOption = Annotated[
+    DType, typer.Option("--dtype", help="Of the parameters; auto takes the checkpoint's.")
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu, cuda, cuda:1 …; auto takes CUDA if there is one.")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead, and nothing else.")
+]
+
+EXAMPLES = {
+    "inspect": "Example: vllm-module inspect Qwen/Qwen3-0.6B --all",
+    "plan": "Example: vllm-module plan ./Qwen3-8B --tp 4",
+    "load": "Example: vllm-module load ./Qwen3-8B --tp 2 --dtype bfloat16, "
+    "or with a process a rank: torchrun --nproc-per-node 2 -m vllm_module.cli load ./Qwen3-8B",
+    "generate": 'Example: vllm-module generate ./Qwen3-0.6B --tp 2 --prompt "The sky is"',
+    "demo": "Example: vllm-module demo --keep ./demo-checkpoint",
+}
+
+
+def torch_device(name: str) -> torch.device:
+    """Return the device of that name; raise a usage error if there is none here."""
+    try:
+        device = DeviceConfig(device=name).torch_device
+    except RuntimeError:
+        message = f"{name!r} is no device: expected cpu, cuda, cuda:1 … or auto"
+        raise typer.BadParameter(message, param_hint="--device") from None
+    if device.type == "meta":
+        raise typer.BadParameter("meta has no memory to load into", param_hint="--device")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if count <= (device.index or 0):
+        here = f"the CUDA devices here number {count}"
+        raise typer.BadParameter(f"{name} is not there: {here}", param_hint="--device")
+    return device

@@ -1,0 +1,167 @@
+"""What one rank would read of a checkpoint, and the memory that takes."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_module.cli.model_source import ModelSource
+from vllm_module.cli.output import grouped, shape
+from vllm_module.distributed import tensor_parallel
+from vllm_module.ledger import slots_of
+from vllm_module.module import LoadPlan, vLLMModule
+from vllm_module.report import LoadReport, fold
+from vllm_module.weights import Checkpoint, reading
+from vllm_module.weights.safetensors import SafetensorsHandle
+
+
+@dataclass(frozen=True)
+class Read:
+    """The part of a checkpoint tensor that a rank keeps, and the parameter and slot it is for.
+
+    ``byte_range`` lies in the file, ``offset`` is where the tensor begins there; a part that is
+    no single run of bytes is read in several ``pieces``.
+    """
+
+    name: str
+    file: str
+    byte_range: tuple[int, int]
+    offset: int
+    bytes: int
+    pieces: int
+    shape: tuple[int, ...]
+    of: tuple[int, ...]
+    of_bytes: int
+    parameter: str
+    slot: str | None
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of its line."""
+        begin, end = (position - self.offset for position in self.byte_range)
+        span = f"{begin}:{end} of {self.of_bytes}"
+        if (begin, end) == (0, self.of_bytes) and self.pieces == 1:
+            span = f"all {self.of_bytes}"
+        elif self.pieces > 1:
+            span = f"{self.pieces} x {self.bytes // self.pieces} in {span}"
+        return self.name, shape(self.shape), shape(self.of), span, self.parameter, self.slot or ""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's plan: bytes it reads, memory of the device, and of the host by kind of device."""
+
+    rank: int
+    reads: list[Read]
+    report: LoadReport
+    bytes_read: int
+    device_bytes: int
+    staging_bytes: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints of it."""
+        hidden = ("offset", "of_bytes")
+        return {
+            "rank": self.rank,
+            "bytes_read": self.bytes_read,
+            "device_bytes": self.device_bytes,
+            "staging_bytes": self.staging_bytes,
+            "reads": [
+                {key: value for key, value in vars(read).items() if key not in hidden}
+                for read in self.reads
+            ],
+        }
+
+
+def plan_rank(source: ModelSource, checkpoint: Checkpoint, rank: int, tp_size: int) -> RankPlan:
+    """Build the model of ``rank`` on meta and ask it what it would read."""
+    with tensor_parallel(rank=rank, size=tp_size):
+        model = source.build(torch.device("cpu"))
+    plan = model.plan_weights(checkpoint)
+    order = {path: at for at, (path, _) in enumerate(_tensors(model))}
+    slots = {path: slots_of(tensor) for path, tensor in _tensors(model)}
+    reads = [
+        _read(checkpoint, read.name, read.source, read.parameter, read.slot)
+        for read in sorted(
+            plan.reads(),  # the order of the model, and not of the files
+            key=lambda r: (order[r.parameter], slots[r.parameter].index(r.slot) if r.slot else 0),
+        )
+    ]
+    return RankPlan(
+        rank,
+        reads,
+        plan.report,
+        sum(read.bytes for read in reads),
+        _memory(model),
+        {"cpu": _staging(plan, on_cpu=True), "cuda": _staging(plan, on_cpu=False)},
+    )
+
+
+def fold_reads(reads: list[Read]) -> list[Read]:
+    """Return one read for those that differ in the layer's number and nothing else."""
+    groups = grouped(
+        reads,
+        lambda read: f"{read.name}.->.{read.parameter}",
+        lambda read: (read.slot, read.row()[1:4]),
+    )
+    return [
+        replace(
+            group[0],
+            name=", ".join(fold(read.name for read in group)),
+            parameter=", ".join(fold(read.parameter for read in group)),
+        )
+        for group in groups
+    ]
+
+
+def _read(
+    checkpoint: Checkpoint, name: str, source: object, parameter: str, slot: str | None
+) -> Read:
+    assert isinstance(source, SafetensorsHandle)  # narrowed from one of the checkpoint's
+    whole = checkpoint[name]
+    return Read(
+        name=name,
+        file=source.file.name,
+        byte_range=source.byte_range,
+        offset=whole.byte_range[0],
+        bytes=source.nbytes,
+        pieces=sum(run.count for run in source.runs()),
+        shape=tuple(source.shape),
+        of=tuple(whole.shape),
+        of_bytes=whole.nbytes,
+        parameter=parameter,
+        slot=slot,
+    )
+
+
+def _tensors(model: vLLMModule) -> list[tuple[str, torch.Tensor]]:
+    """Return every parameter and buffer, tied ones under each of their names."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _memory(model: vLLMModule) -> int:
+    """Return the bytes of all parameters and buffers; tied ones are there once."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _staging(plan: LoadPlan, *, on_cpu: bool) -> int:
+    """Return the most host memory that holds tensors on their way, one for each reading thread.
+
+    What is read into host memory as it is stored goes there directly.
+    """
+    staged = [
+        min(source.nbytes, reading._PIECE)
+        for filling in plan.fillings
+        for source, target in filling.cut()
+        if isinstance(source, SafetensorsHandle)
+        and not (on_cpu and source.dtype == target.dtype and target.is_contiguous())
+    ]
+    readers = min(reading._MAX_THREADS, os.cpu_count() or 1)
+    return sum(heapq.nlargest(readers, staged))
