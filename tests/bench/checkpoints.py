@@ -64,8 +64,9 @@ def write_qwen3(folder: Path, *, files: int = 2, **changes: Any) -> Path:
         part = names[file * len(names) // files : (file + 1) * len(names) // files]
         tensors = {
             # Random bits of half the exponent's range: finite, distinct and quick to make.
-            name: torch.randint(0, 0x4000, shapes[name], dtype=torch.int16, generator=generator)
-            .view(torch.bfloat16)
+            name: torch.randint(
+                0, 0x4000, shapes[name], dtype=torch.int16, generator=generator
+            ).view(torch.bfloat16)
             for name in part
         }
         path = f"model-{file + 1:05}-of-{files:05}.safetensors"

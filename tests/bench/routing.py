@@ -62,6 +62,23 @@ def least(work: Callable[[], object]) -> float:
     return min(times)
 
 
+def measure(layers: int, tensor: torch.Tensor) -> dict[str, float]:
+    model = build(layers)
+    weights = [
+        (f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", tensor)
+        for layer in range(layers)
+        for expert in range(EXPERTS)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    random.Random(0).shuffle(weights)
+    assert model.plan_weights(weights).report.ok
+    route = least(lambda: model.plan_weights(weights)) / len(weights) * 1e6
+    model.load_weights(weights)
+    model.check_ready()
+    load = least(lambda: model.load_weights(weights)) / len(weights) * 1e6
+    return {"names": len(weights), "route_us": route, "load_us": load}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path)
@@ -70,22 +87,9 @@ def main() -> None:
     tensor = torch.rand(2, 2)
     print(f"{'names':>8} {'route µs':>9} {'load µs':>9}")
     for times in (1, 2, 4):
-        model = build(LAYERS * times)
-        weights = [
-            (f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", tensor)
-            for layer in range(LAYERS * times)
-            for expert in range(EXPERTS)
-            for name in ("gate_proj", "up_proj", "down_proj")
-        ]
-        random.Random(0).shuffle(weights)
-        assert model.plan_weights(weights).report.ok
-        route = least(lambda: model.plan_weights(weights)) / len(weights) * 1e6
-        model.load_weights(weights)
-        model.check_ready()
-        load = least(lambda: model.load_weights(weights)) / len(weights) * 1e6
-        results.append({"names": len(weights), "route_us": route, "load_us": load})
-        print(f"{len(weights):8} {route:9.1f} {load:9.1f}")
-        del model
+        result = measure(LAYERS * times, tensor)
+        results.append(result)
+        print(f"{result['names']:8} {result['route_us']:9.1f} {result['load_us']:9.1f}")
     if options.out:
         machine = {"torch": torch.__version__, "python": platform.python_version(),
                    "machine": platform.platform()}  # fmt: skip

@@ -132,6 +132,7 @@ USAGE = {
     "neither": ([], "give --prompt or --prompt-ids"),
     "both": (["--prompt", "a", "--prompt-ids", "1"], "give --prompt or --prompt-ids"),
     "no ids": (["--prompt-ids", "1,x"], "'1,x' is not a list of token ids such as 1,2,3"),
+    "no text": (["--prompt", "a\udcff"], r"'a\udcff' is no text"),
     "no tokens": (["--prompt-ids", "1", "--max-new-tokens", "0"], "--max-new-tokens"),
 }
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +101,21 @@ def test_the_first_error_is_raised_as_it_is(checkpoint, monkeypatch) -> None:
         read_all((checkpoint["w3"], torch.zeros(3000)) for _ in range(100))
     assert raised.value is error
     assert len(calls) <= 8
+
+
+def test_a_failure_keeps_no_destination_alive(checkpoint) -> None:
+    """Its traceback must not be part of a cycle: on a GPU that memory is needed to try again."""
+    os.utime(checkpoint.files[0], ns=(0, 0))
+    destination = torch.zeros(3000)
+    alive = weakref.ref(destination)
+    gc.disable()
+    try:
+        with contextlib.suppress(WeightReadError):
+            read_all([(checkpoint["w3"], destination)])
+        del destination
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_the_jobs_themselves_ends_the_reading(checkpoint) -> None:

@@ -31,8 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted, "
-    "141 its reader went away.",
+    epilog="Exit: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted, 141 pipe closed.",
 )
 for command in (inspect, plan, load, generate, demo):
     app.command(epilog=EXAMPLES[command.__name__])(command)

@@ -60,7 +60,7 @@ def generate(
     """
     if bool(prompts) == bool(prompt_ids):
         raise UsageError("give --prompt or --prompt-ids, one of the two")
-    completions = [Completion(text, []) for text in prompts or ()]
+    completions = [Completion(_check_text(text), []) for text in prompts or ()]
     completions += [Completion(None, _parse_ids(ids)) for ids in prompt_ids or ()]
     tp_size = tensor_parallel_size(tp)
     target = rank_device(torch_device(device))
@@ -103,6 +103,14 @@ def _run_own_rank(
     job, steps = begun[0]
     job.run(steps, printing=True)
     return job
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of the shell that are no text in its encoding
+        raise typer.BadParameter(f"{text!a} is no text", param_hint="--prompt") from None
+    return text
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -40,13 +40,12 @@ def read_all(jobs: Iterable[tuple[Weight, torch.Tensor]]) -> None:
                     batch, room = [], _BATCH
         _read(batch)
         readers.finish()
-    except BaseException as error:
-        readers.error = error
+    except BaseException:
+        readers.stop()
         raise
     finally:
         readers.join()
-    if readers.error is not None:
-        raise readers.error
+    readers.check()
 
 
 def _nbytes(weight: Handle) -> int:
@@ -77,19 +76,20 @@ class _Readers:
     """Threads that read beside the calling one; they start with the first batch for them."""
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None  # once set, what is still queued is dropped
         self._helpers = min(_MAX_THREADS, os.cpu_count() or 1) - 1
         self._queue: Queue[list[_Job] | None] = Queue(2 * self._helpers + 1)
         self._threads: list[Thread] = []
+        self._errors: list[BaseException] = []
+        self._stopped = False
         self._inference = torch.is_inference_mode_enabled()  # threads do not inherit it
 
     def read(self, batch: list[_Job]) -> None:
         """Hand a batch to a thread or, when all are busy, read it here."""
-        if self.error is not None:
-            raise self.error
+        self.check()
         while len(self._threads) < self._helpers:
-            self._threads.append(Thread(target=self._work, name="weight-reader", daemon=True))
-            self._threads[-1].start()
+            thread = Thread(target=self._work, name="weight-reader", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         try:
             self._queue.put_nowait(batch)
         except Full:
@@ -97,12 +97,21 @@ class _Readers:
 
     def finish(self) -> None:
         """Help with what is still queued."""
-        while self.error is None:
+        while not self._stopped:
             try:
                 batch = self._queue.get_nowait()
             except Empty:
                 return
             _read(batch or [])
+
+    def check(self) -> None:
+        """Raise what a thread raised; to keep it here too would keep its frames' tensors alive."""
+        if self._errors:
+            raise self._errors.pop()
+
+    def stop(self) -> None:
+        """Drop what is still queued."""
+        self._stopped = True
 
     def join(self) -> None:
         """End the threads after the batches they have in hand."""
@@ -114,9 +123,11 @@ class _Readers:
     def _work(self) -> None:
         with torch.inference_mode(self._inference):
             while (batch := self._queue.get()) is not None:
-                if self.error is not None:
+                if self._stopped:
                     continue
                 try:
                     _read(batch)
                 except BaseException as error:
-                    self.error = self.error or error
+                    if not self._stopped:
+                        self._errors.append(error)
+                    self._stopped = True
