@@ -18,28 +18,35 @@ from vllm_module.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     get_act_and_mul,
-    layer_sliding_window,
 )
 from vllm_module.module import vLLMModule
 
 
 class LlamaAttention(vLLMModule):
+    @staticmethod
+    def qkv_bias(config: Any) -> bool:
+        return getattr(config, "attention_bias", False)
+
+    @staticmethod
+    def sliding_window(config: Any, layer: int) -> int | None:
+        return None
+
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer: int) -> None:
         super().__init__()
         heads = config.num_attention_heads
         self.head_dim = rotary_emb.head_size
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        bias = getattr(config, "attention_bias", False)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_dim, heads, kv_heads, bias=bias
+            config.hidden_size, self.head_dim, heads, kv_heads, bias=self.qkv_bias(config)
         )
+        bias = getattr(config, "attention_bias", False)
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.rotary_emb = rotary_emb
         self.attn = Attention(
             self.qkv_proj.num_heads,
             self.head_dim,
             num_kv_heads=self.qkv_proj.num_kv_heads,
-            sliding_window=layer_sliding_window(config, layer),
+            sliding_window=self.sliding_window(config, layer),
         )
 
     def forward(
@@ -116,7 +123,7 @@ class LlamaModel(vLLMModule):
 
 
 class LlamaForCausalLM(vLLMModule):
-    attention = LlamaAttention
+    attention: type[LlamaAttention] = LlamaAttention
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -136,3 +143,13 @@ class LlamaForCausalLM(vLLMModule):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
+
+
+class MistralAttention(LlamaAttention):
+    @staticmethod
+    def sliding_window(config: Any, layer: int) -> int | None:
+        return getattr(config, "sliding_window", 4096)
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    attention = MistralAttention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 import threading
@@ -697,3 +698,217 @@ def test_routing_grows_linearly_with_the_number_of_names() -> None:
 
     small, large = calls(8), calls(32)
     assert large < 4.2 * small
+
+
+def test_a_duplicate_is_found_whatever_object_its_name_is() -> None:
+    """Law 1: names are compared by value, a root's own tensors and slots included."""
+    norm = RMSNorm(2)
+    with pytest.raises(DuplicateWeightError, match="weight"):
+        norm.load_weights([("weight", torch.ones(2)), ("weight", torch.zeros(2))])
+    mlp = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
+    pairs = [(name, torch.ones(2, 2)) for name in ("g.weight", "u.weight", "g.weight")]
+    for weights in (pairs, iter(pairs)):
+        with pytest.raises(DuplicateWeightError, match=r"g\.weight"):
+            mlp.load_weights(weights)
+
+
+class PlusOne(RMSNorm):
+    """A norm that a checkpoint stores less one."""
+
+    def load_weights(self, weights):
+        return super().load_weights((name, weight + 1) for name, weight in weights)
+
+
+def test_an_override_holds_for_loads_updates_and_plans() -> None:
+    """Law 9: whatever the call, root or child, weights go through the overridden load_weights."""
+
+    class Tree(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = PlusOne(2)
+
+    for model, name in ((PlusOne(2), "weight"), (Tree(), "norm.weight")):
+        (weight,) = model.parameters()
+        for value, call in enumerate((model.load_weights, model.update_weights)):
+            for weights in ({name: torch.full((2,), value)}, [(name, torch.full((2,), value))]):
+                assert call({n: w.float() for n, w in dict(weights).items()}) == {name}
+                (weight,) = model.parameters()
+                assert weight.tolist() == [value + 1] * 2
+        assert model.plan_weights({name: torch.zeros(2)}).report.ok
+
+
+def test_a_root_override_that_loads_children_by_hand_is_accounted_for() -> None:
+    """Law 1: an override that forgets a child does not make the load whole."""
+
+    class Hand(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = RMSNorm(2), RMSNorm(2)
+
+        def load_weights(self, weights):
+            for name, weight in weights:
+                child, _, rest = name.partition(".")
+                getattr(self, child).load_weights([(rest, weight)])
+
+    model = Hand()
+    both = {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}
+    assert model.load_weights(both) == set(both)
+    with pytest.raises(MissingWeightError, match=r"b\.weight"):
+        model.load_weights({"a.weight": torch.ones(2)})
+
+
+def test_an_override_that_swallows_a_failed_read_does_not_succeed() -> None:
+    """Law 9: a value that was not written is not reported as loaded."""
+
+    class Careless(RMSNorm):
+        def load_weights(self, weights):
+            try:
+                return super().load_weights((name, weight) for name, weight in weights)
+            except WeightLoadError:
+                return set()
+
+    class Tree(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Careless(2, params_dtype=torch.float16)
+            self.last = RMSNorm(2)
+
+    model = Tree()
+    good = {"norm.weight": torch.ones(2), "last.weight": torch.ones(2)}
+    model.load_weights(good)
+    with pytest.raises(WeightLoadError, match=r"norm\.weight"):
+        model.load_weights(good | {"norm.weight": torch.full((2,), 1e6)})
+    with pytest.raises(ModelNotReadyError):
+        model.check_ready()
+
+
+def test_an_override_with_yield_is_refused() -> None:
+    """A generator would route nothing and say nothing."""
+
+    class Yielding(RMSNorm):
+        def load_weights(self, weights):
+            yield from super().load_weights(weights)
+
+    with pytest.raises(TypeError, match=r"Yielding\.load_weights must not be"):
+        Yielding(2).load_weights({"weight": torch.ones(2)})
+
+
+def test_a_refused_stream_that_wrote_nothing_leaves_the_model_running() -> None:
+    """Unexpected names alone do not stop a model that was whole."""
+    norm = RMSNorm(2)
+    norm.load_weights({"weight": torch.ones(2)})
+    with pytest.raises(UnexpectedWeightError, match="Nothing was written"):
+        norm.update_weights(iter([("bogus", torch.ones(2))]))
+    norm(torch.ones(2))
+
+
+def test_a_tensor_that_becomes_meta_again_is_unfilled() -> None:
+    """Law 6: what was filled once does not vouch for memory that is gone."""
+    mlp = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
+    mlp.load_weights({"g.weight": torch.ones(2, 2), "u.weight": torch.ones(2, 2)})
+    fresh = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
+    mlp.weight = fresh.weight
+    with pytest.raises(ModelNotReadyError):
+        mlp.check_ready()
+    mlp.update_weights({"g.weight": torch.ones(2, 2)})
+    with pytest.raises(ModelNotReadyError, match="slot 'u'"):
+        mlp.check_ready()
+
+
+def test_a_plain_module_that_two_parents_share_is_ready_in_both() -> None:
+    """A shared tensor is filled wherever it is held."""
+
+    class Parent(vLLMModule):
+        def __init__(self, linear: nn.Module) -> None:
+            super().__init__()
+            self.linear = linear
+
+    class Tree(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Linear(2, 2, bias=False)
+            self.a, self.b = Parent(shared), Parent(shared)
+
+    weight = torch.rand(2, 2)
+    for names in (["a"], ["b"], ["a", "b"]):
+        model = Tree()
+        model.load_weights({f"{name}.linear.weight": weight for name in names})
+        model.check_ready()
+        model.a.check_ready()
+        model.b.check_ready()
+
+
+def test_a_parameter_made_while_loading_is_loaded() -> None:
+    """An override may create what its checkpoint turns out to have."""
+
+    class Lazy(vLLMModule):
+        def load_weights(self, weights):
+            pairs = list(weights)
+            for name, weight in pairs:
+                self.register_parameter(
+                    name, nn.Parameter(torch.empty(weight.shape, device="meta"))
+                )
+            return super().load_weights(iter(pairs))
+
+    for weights in ({"w": torch.ones(2)}, iter([("w", torch.ones(2))])):
+        model = Lazy()
+        assert model.load_weights(weights) == {"w"}
+        assert model.w.tolist() == [1, 1]
+
+
+def test_one_model_is_loaded_by_one_call_at_a_time() -> None:
+    """A second load of a model under way is an error, and the first goes on."""
+    model = RMSNorm(2)
+
+    def weights():
+        done = threading.Thread(target=second)
+        done.start()
+        done.join()
+        yield "weight", torch.ones(2)
+
+    errors = []
+
+    def second() -> None:
+        try:
+            model.load_weights({"weight": torch.zeros(2)})
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    model.load_weights(weights())
+    assert errors == ["this RMSNorm is already being loaded"]
+    assert model.weight.tolist() == [1, 1]
+
+
+def test_a_pickled_model_loads_and_runs_like_its_original() -> None:
+    """Typed parameters keep their type and what they declare."""
+    model = Model(1).eval()
+    unloaded = pickle.loads(pickle.dumps(model))
+    model.load_weights(checkpoint(1))
+    loaded = pickle.loads(pickle.dumps(model))
+    unloaded.load_weights(checkpoint(1))
+    loaded.update_weights({"blocks.0.q_proj.weight": checkpoint(1)["blocks.0.q_proj.weight"]})
+    for other in (unloaded, loaded):
+        assert_same(state(other), state(model))
+        assert torch.equal(other(torch.arange(3)), model(torch.arange(3)))
+
+
+def test_names_that_do_not_end_where_they_should_are_unexpected() -> None:
+    """Law 4: a trailing or leading dot is a component that nothing is called."""
+    for name in ("weight.", ".weight", "weight.weight", "."):
+        with pytest.raises(WeightLoadError) as refused:
+            RMSNorm(2).load_weights({"weight": torch.ones(2), name: torch.ones(2)})
+        assert [problem.name for problem in refused.value.report.unexpected] == [name]
+
+
+def test_a_path_is_not_weights() -> None:
+    """The mistake of passing a folder says what to call."""
+    with pytest.raises(TypeError, match="open_checkpoint"):
+        RMSNorm(2).load_weights("some/folder")
+
+
+def test_an_overflowing_tensor_is_named() -> None:
+    """A tensor in memory does not know its name; the message does."""
+    model = Model(1)
+    model.head = ParallelLMHead(10, 8, params_dtype=torch.float16)
+    with pytest.raises(WeightLoadError, match=r"head\.weight"):
+        model.load_weights(checkpoint(1) | {"head.weight": torch.full((10, 8), 1e6)})

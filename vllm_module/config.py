@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 
 class _Closed(BaseModel):
@@ -52,7 +60,41 @@ class DeviceConfig(_Closed):
         """The device itself."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        device = torch.device(self.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device {self.device!r} was asked for, but torch finds no CUDA device"
+            )
+        return device
+
+
+_Size = Annotated[int, Field(gt=0, lt=2**31)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Rope(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    factor: _Positive | None = None
+    original_max_position_embeddings: _Size | None = None
+    rope_theta: _Positive | None = None
+
+
+# Entries that not every model has; where one is, it has to make sense.
+_OPTIONAL: dict[str, TypeAdapter[Any]] = {
+    "attention_bias": TypeAdapter(bool),
+    "head_dim": TypeAdapter(_Size | None),
+    "hidden_act": TypeAdapter(str),
+    "intermediate_size": TypeAdapter(_Size),
+    "layer_types": TypeAdapter(list[str] | None),
+    "max_position_embeddings": TypeAdapter(_Size),
+    "num_key_value_heads": TypeAdapter(_Size | None),
+    "rms_norm_eps": TypeAdapter(_Positive),
+    "rope_parameters": TypeAdapter(_Rope | None),
+    "rope_scaling": TypeAdapter(_Rope | None),
+    "rope_theta": TypeAdapter(_Positive | None),
+    "sliding_window": TypeAdapter(_Size | None),
+}
 
 
 class HFConfig(BaseModel):
@@ -65,11 +107,25 @@ class HFConfig(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
     architectures: list[str] = Field(min_length=1)
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    vocab_size: PositiveInt
+    hidden_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    vocab_size: _Size
     tie_word_embeddings: bool = False
+
+    @model_validator(mode="after")
+    def _check_optional(self) -> HFConfig:
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if name in _OPTIONAL:
+                try:
+                    _OPTIONAL[name].validate_python(value)
+                except ValidationError as error:
+                    problem = error.errors()[0]
+                    path = ".".join(map(str, (name, *problem["loc"])))
+                    raise ValueError(
+                        f"{path}: {problem['msg']}, got {problem['input']!r}"
+                    ) from None
+        return self
 
     @property
     def context_length(self) -> int | None:
@@ -79,7 +135,7 @@ class HFConfig(BaseModel):
         multiplies the original length, and llama3's limit is already the stretched one.
         """
         limit = getattr(self, "max_position_embeddings", None)
-        scaling = getattr(self, "rope_parameters", None) or getattr(self, "rope_scaling", None)
+        scaling = getattr(self, "rope_scaling", None) or getattr(self, "rope_parameters", None)
         if not limit or not scaling:
             return limit
         kind = scaling.get("rope_type") or scaling.get("type") or "default"

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from vllm_module.errors import DuplicateWeightError
+from vllm_module.errors import DuplicateWeightError, WeightReadError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.report import LoadReport, Problem
 from vllm_module.weights import Weight, read_all, read_into
@@ -82,6 +82,7 @@ class Ledger:
     _names: dict[tuple[str, str], str] = field(default_factory=dict)  # (path, slot) -> filled by
     _complete: dict[tuple[int, str], str] = field(default_factory=dict)  # (key, slot) -> first
     _replaced: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    _reading: Filling = field(init=False)
     _locations: list[Location] | None = None
     _places: dict[int, list[Location]] | None = None
 
@@ -97,13 +98,13 @@ class Ledger:
         key = self._key(tensor)
         tied_to = None
         for filled in slots:
-            earlier = self._names.setdefault((path, filled), name)
-            if earlier is not name:
-                detail = f"{path} is already filled by {earlier!r}"
+            if (path, filled) in self._names:
+                detail = f"{path} is already filled by {self._names[path, filled]!r}"
                 report.duplicated.append(Problem(name, detail))
                 return
-            first = self._complete.setdefault((key, filled), name)
-            tied_to = tied_to if first is name else first
+            self._names[path, filled] = name
+            tied_to = self._complete.get((key, filled), tied_to)
+            self._complete.setdefault((key, filled), name)
         if problem := _misfit(tensor, slot, weight, self.mode):
             report.misshapen.append(Problem(name, problem))
             return
@@ -127,7 +128,13 @@ class Ledger:
         """Read what was entered into the parameters, making them real as their turn comes."""
         self.touched |= bool(fillings)
         with torch.no_grad():
-            read_all(self._jobs(fillings))
+            try:
+                read_all(self._jobs(fillings))
+            except WeightReadError as error:
+                # A file's handle says what it could not read; a tensor does not know its name.
+                if isinstance(self._reading.weight, torch.Tensor):
+                    raise WeightReadError(f"{self._reading.name}: {error}") from None
+                raise
             for filling in fillings:
                 if filling.tied_to is not None:
                     _check_tied(filling)
@@ -135,12 +142,16 @@ class Ledger:
             tensor = location.tensor
             assert tensor is not None
             slots = slots_of(tensor) if slot is None else (slot,)
-            if any((location.local, slot) not in location.filled for slot in slots):
-                for place in self._places_of(tensor):
+            # Listing the tree for every bucket of an update would be dear, and changes nothing.
+            if self.mode == "load" or not location.filled.issuperset(
+                (location.local, slot) for slot in slots
+            ):
+                for place in self._places_of(tensor, location):
                     place.filled.update((place.local, slot) for slot in slots)
 
     def _jobs(self, fillings: list[Filling]) -> Iterator[tuple[Weight, torch.Tensor]]:
         for filling in fillings:
+            self._reading = filling
             self._materialize(filling.location)
             if filling.tied_to is None:
                 yield from filling.cut()
@@ -152,8 +163,10 @@ class Ledger:
         if not tensor.is_meta:
             return
         real = _materialized(tensor, location.device)
-        places = self._places_of(tensor)
+        places = self._places_of(tensor, location)
         for place in places:
+            # What was filled before, if it was real once, went with its memory.
+            place.filled.difference_update((place.local, slot) for slot in slots_of(tensor))
             if isinstance(real, nn.Parameter):
                 place.holder._parameters[place.attr] = real
             else:
@@ -172,12 +185,13 @@ class Ledger:
             self._locations = list(self.list_locations())
         return self._locations
 
-    def _places_of(self, tensor: torch.Tensor) -> list[Location]:
+    def _places_of(self, tensor: torch.Tensor, location: Location) -> list[Location]:
+        """Return every place that holds the tensor at ``location``: several, where it is tied."""
         if self._places is None:
             self._places = {}
             for location in self._every_location():
                 self._places.setdefault(id(location.tensor), []).append(location)
-        return self._places[id(tensor)]
+        return self._places.get(id(tensor), [location])
 
 
 _ONE_SLOT = ("",)
@@ -203,9 +217,9 @@ def _misfit(tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode) 
     if not isinstance(weight, torch.Tensor) and not hasattr(weight, "read_into"):
         return f"expected a tensor or a handle, got {type(weight).__name__}"
     if isinstance(tensor, BasevLLMParameter):
-        fits = tensor.accepts(slot, weight.shape)
+        fits = tensor.accepts(slot, torch.Size(weight.shape))
     else:
-        fits = weight.shape == tensor.shape
+        fits = torch.Size(weight.shape) == tensor.shape
     if not fits:
         return f"expected shape {_expected(tensor, slot)}, got {list(weight.shape)}"
     if weight.dtype != tensor.dtype and not (_is_wide(weight.dtype) and _is_wide(tensor.dtype)):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from vllm_module.config import DeviceConfig, HFConfig, LoadConfig, ModelConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
@@ -64,12 +65,7 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     try:
         config = HFConfig(**entries)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
-            if e["type"] != "missing"
-            else f"{'.'.join(map(str, e['loc']))} is missing"
-            for e in error.errors()
-        )
+        problems = "; ".join(map(_in_words, error.errors()))
         raise CheckpointFormatError(f"{path} does not describe a model: {problems}") from None
     limit = config.context_length
     if limit and model_config.max_model_len and model_config.max_model_len > limit:
@@ -80,6 +76,15 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     return config
 
 
+def _in_words(problem: ErrorDetails) -> str:
+    name = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    if not name:  # a check of ours, which names the entry itself
+        return problem["msg"].removeprefix("Value error, ")
+    return f"{name}: {problem['msg']}, got {problem['input']!r}"
+
+
 def parameter_dtype(
     model_config: ModelConfig, config: HFConfig, checkpoint: Checkpoint
 ) -> torch.dtype:
@@ -87,7 +92,7 @@ def parameter_dtype(
     name: str | None = model_config.dtype
     if name == "auto":
         name = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-        name = name or str(next(iter(checkpoint.values())).dtype)
+        name = name or next((str(handle.dtype) for handle in checkpoint.values()), "float32")
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise UnsupportedModelError(

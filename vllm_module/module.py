@@ -12,11 +12,21 @@ read. Only tensors that arrive one by one from an iterator are copied as they co
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import wraps
+from os import PathLike
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -76,25 +86,48 @@ class _Loading:
         self.root = root
         self.ledger = Ledger(mode, root._locations)
         self.at = Place("", "", "")
-        self.entering: tuple[nn.Module, Place] | None = None  # the child about to be called
         self.routes: dict[int, dict[str, Route]] = {}
-        self.refusal = root._refusal  # from an earlier load that broke
+        self.places: dict[int, Place] = {id(root): self.at}  # of children that were called
+        self.scanned = False
+        self.failure: BaseException | None = None
 
     def place_of(self, module: nn.Module) -> Place | None:
         """Return where ``module`` is in this tree, ``None`` if it belongs to another."""
-        if self.entering is not None and self.entering[0] is module:
-            return self.entering[1]
-        for path, other in self.root.named_modules(remove_duplicate=False):
-            if other is module:
+        if id(module) not in self.places and not self.scanned:
+            self.scanned = True  # an override calls children by hand
+            for path, other in self.root.named_modules():
                 above = path.rpartition(".")[0]
                 path, above = (f"{p}." if p else "" for p in (path, above))
-                return Place(path, path, above)
-        return None
+                self.places.setdefault(id(other), Place(path, path, above))
+        return self.places.get(id(module))
 
 
 # The loading of this thread. A context, because an overridden load_weights may hand a plain
 # generator to super(): nothing that travels with the weights would survive that.
 _loading: ContextVar[_Loading | None] = ContextVar("loading", default=None)
+
+
+Load = Callable[["vLLMModule", "Weights"], set[str]]
+
+
+def _accounted(load: Load) -> Load:
+    """Wrap a ``load_weights``, ours or an override, so that it always works on open books."""
+
+    @wraps(load)
+    def load_weights(self: vLLMModule, weights: Weights) -> set[str]:
+        loading = _loading.get()
+        if loading is None or (place := loading.place_of(self)) is None:
+            return self._account(weights, "load")[0]
+        paths, first = loading.ledger.paths, len(loading.ledger.paths)
+        before, loading.at = loading.at, place
+        try:
+            if isinstance(load(self, weights), Generator):
+                raise TypeError(f"{type(self).__name__}.load_weights must not be a generator")
+        finally:
+            loading.at = before
+        return {path[len(place.path) :] for path in paths[first:]}
+
+    return load_weights
 
 
 class vLLMModule(nn.Module):
@@ -109,7 +142,17 @@ class vLLMModule(nn.Module):
             reason.
         load_report: what the last successful load through this module did.
 
+    A subclass may override ``load_weights`` to rename or transform pairs on their way to
+    ``super()``, or to call children by hand. It is given pairs of name and tensor or handle (see
+    ``Handle.read``), all of its own at once from a collection and some of them, several times, from
+    a stream. When an inner call returns, its names are routed and their bytes may be unread.
+
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "load_weights" in vars(cls):
+            cls.load_weights = _accounted(cls.load_weights)  # type: ignore[method-assign]
 
     shard_names: Sequence[str] = ()
     weight_aliases: Mapping[str, str] = MappingProxyType({})
@@ -122,11 +165,13 @@ class vLLMModule(nn.Module):
         self._device = device if device.type != "meta" else torch.device("cpu")
         self._filled: set[tuple[str, str]] = set()  # (local name, slot)
         self._refusal: str | None = None
-        self._guard: RemovableHandle | None = None
-        self._refuse(None)
+        self._loading = False
+        # A hook, so that a ready module pays nothing: the check takes itself away.
+        self._guard: RemovableHandle | None = self.register_forward_pre_hook(_require_ready)
 
     # Loading
 
+    @_accounted
     def load_weights(self, weights: Weights) -> set[str]:
         """Load a whole checkpoint and return the names of the parameters and buffers filled.
 
@@ -142,7 +187,8 @@ class vLLMModule(nn.Module):
                 unexpected, duplicated or misshapen.
 
         """
-        return self._load(weights, "load")[0]
+        self._receive(weights)
+        return set()  # the names are _accounted for, whatever an override returns
 
     def update_weights(self, weights: Weights) -> set[str]:
         """Load part of a checkpoint into the memory the parameters already have.
@@ -150,17 +196,19 @@ class vLLMModule(nn.Module):
         Like :meth:`load_weights`, except that nothing has to be complete. If the stream breaks,
         the model refuses to run until a :meth:`load_weights` succeeds.
         """
-        return self._load(weights, "update")[0]
+        return self._account(weights, "update")[0]
 
     def plan_weights(self, weights: Weights) -> LoadPlan:
         """Return what :meth:`load_weights` would do, by the same recursion, reading nothing."""
-        _, ledger = self._load(weights, "plan")
+        _, ledger = self._account(weights, "plan")
         return LoadPlan(ledger.report, ledger.pending)
 
     def check_ready(self) -> None:
         """Raise ``ModelNotReadyError``, naming every tensor below that was never filled."""
         cannot = f"{type(self).__name__} cannot run: "
         for module in self._modules_that_load():
+            if module._loading:
+                raise ModelNotReadyError(f"{cannot}its weights are being loaded")
             if module._refusal is not None:
                 raise ModelNotReadyError(cannot + module._refusal)
         unfilled = [
@@ -168,7 +216,7 @@ class vLLMModule(nn.Module):
             for location in self._locations()
             if (tensor := location.tensor) is not None
             for slot in slots_of(tensor)
-            if (location.local, slot) not in location.filled
+            if tensor.is_meta or (location.local, slot) not in location.filled
         ]
         if unfilled:
             lines = "\n".join(f"  {line}" for line in fold(unfilled))
@@ -182,22 +230,22 @@ class vLLMModule(nn.Module):
 
     # The recursion
 
-    def _receive(self, weights: Weights, loading: _Loading) -> set[str]:
-        """Route ``weights``, named relative to this module; return the names they fill."""
-        ledger, path = loading.ledger, loading.at.path
-        first = len(ledger.paths)
+    def _receive(self, weights: Weights) -> None:
+        """Route ``weights``, whose names are relative to this module."""
+        loading = _loading.get()
+        assert loading is not None
         pairs: Iterable[tuple[str, Weight]]
         pairs = weights.items() if isinstance(weights, Mapping) else weights
         if isinstance(pairs, Collection):
             self._distribute(self, "", pairs, loading)
-        else:
-            for pair in pairs:
-                waiting = len(ledger.pending)
-                self._distribute(self, "", (pair,), loading)
-                # A handle can wait until everything is checked; a tensor holds memory.
-                if isinstance(pair[1], torch.Tensor) and ledger.mode != "plan":
-                    self._fill(loading, waiting)
-        return {filled[len(path) :] for filled in ledger.paths[first:]}
+            return
+        pending = loading.ledger.pending
+        for pair in pairs:
+            waiting = len(pending)
+            self._distribute(self, "", (pair,), loading)
+            # A handle can wait until everything is checked; a tensor holds memory.
+            if isinstance(pair[1], torch.Tensor) and loading.ledger.mode != "plan":
+                self._fill(loading, waiting)
 
     def _distribute(
         self,
@@ -217,7 +265,7 @@ class vLLMModule(nn.Module):
         prefix = at.prefix + inside
         groups: dict[str, tuple[Route, list[tuple[str, Weight]]]] = {}
         for name, weight in weights:
-            component, _, rest = name.partition(".")
+            component, dot, rest = name.partition(".")
             route = routes.get(component)
             attr, child, slot, skip = route or (component, None, None, None)
             if route is not None and child is not None and rest:
@@ -231,7 +279,7 @@ class vLLMModule(nn.Module):
                 ledger.enter(at.above + name, location, slot, weight)
             elif skip is not None:
                 ledger.report.skipped[prefix + name] = skip
-            elif not rest and (attr in module._parameters or attr in module._buffers):
+            elif not dot and (attr in module._parameters or attr in module._buffers):
                 location = self._location(module, inside, attr, at.path)
                 ledger.enter(prefix + name, location, None, weight)
             else:
@@ -240,46 +288,57 @@ class vLLMModule(nn.Module):
         for component, ((attr, child, _, _), group) in groups.items():
             if isinstance(child, vLLMModule):
                 path = f"{at.path}{inside}{attr}."
-                loading.entering = (child, Place(path, f"{prefix}{component}.", prefix))
+                loading.places[id(child)] = Place(path, f"{prefix}{component}.", prefix)
                 child.load_weights(group)
             elif child is not None:
                 self._distribute(child, f"{inside}{attr}.", group, loading)
 
     def _fill(self, loading: _Loading, waiting: int = 0) -> None:
         """Read what was entered since ``waiting`` entries were pending."""
-        ledger, root = loading.ledger, loading.root
-        if not ledger.touched:
-            root._refuse("its weights are being loaded")
+        ledger = loading.ledger
         fillings = ledger.pending[waiting:]
         del ledger.pending[waiting:]
-        ledger.fill(fillings)
+        if not fillings:
+            return
+        if not ledger.touched:
+            loading.root._arm()  # whoever runs the model meanwhile is refused
+        try:
+            ledger.fill(fillings)
+        except BaseException as error:
+            loading.failure = error  # an override that catches it does not make the load whole
+            raise
 
     # The account of an outermost call
 
-    def _load(self, weights: Weights, mode: Mode) -> tuple[set[str], Ledger]:
-        """Join the loading that an outer call began; without one, begin it and settle it."""
-        loading = _loading.get()
-        if loading is not None and (place := loading.place_of(self)) is not None:
-            before, loading.at = loading.at, place
-            filled = self._receive(weights, loading)
-            loading.at = before
-            return filled, loading.ledger
+    def _account(self, weights: Weights, mode: Mode) -> tuple[set[str], Ledger]:
+        """Open the books, load through whatever ``load_weights`` this class has, and settle."""
+        if isinstance(weights, str | bytes | PathLike):
+            raise TypeError(
+                f"expected pairs of name and tensor, got {weights!r}: open a checkpoint with "
+                "vllm_module.weights.open_checkpoint, or let get_model do all of it"
+            )
+        if self._loading:
+            raise RuntimeError(f"this {type(self).__name__} is already being loaded")
         loading = _Loading(self, mode)
         token = _loading.set(loading)
+        self._loading = True
         try:
-            with _paused_gc() if isinstance(weights, Collection) else nullcontext():
-                filled = self._receive(weights, loading)
+            pairs = weights.items() if isinstance(weights, Mapping) else weights
+            with _paused_gc() if isinstance(pairs, Collection) else nullcontext():
+                filled = self.load_weights(pairs)
             self._settle(loading)
         except BaseException as error:
             if loading.ledger.touched:
                 cause = str(error).partition("\n")[0]
                 for module in self._modules_that_load():
-                    module._refuse(
+                    module._refusal = (
                         "a load broke midway and left a mixture; call load_weights with a whole "
                         f"checkpoint. It broke on {type(error).__name__}: {cause}"
                     )
+                    module._arm()
             raise
         finally:
+            self._loading = False
             _loading.reset(token)
         return filled, loading.ledger
 
@@ -290,12 +349,16 @@ class vLLMModule(nn.Module):
         if ledger.mode == "plan":
             return
         ledger.report.raise_if_refused(type(self).__name__, touched=ledger.touched)
+        if loading.failure is not None:
+            raise loading.failure
         self._fill(loading)
-        self._refusal = loading.refusal
+        self.load_report = ledger.report
         if ledger.mode == "load":
+            whole = not any(buffer.is_meta for buffer in self.buffers())
             for module in self._modules_that_load():
                 module._refusal = None
-        self.load_report = ledger.report
+                if whole:  # so that torch.compile sees no hook at the first forward
+                    module._disarm()
 
     # Readiness
 
@@ -315,9 +378,9 @@ class vLLMModule(nn.Module):
         stack: list[tuple[nn.Module, vLLMModule, str, str]] = [(self, self, "", "")]
         while stack:
             module, owner, path, inside = stack.pop()
-            if id(module) in seen:
+            if (id(owner), id(module)) in seen:
                 continue
-            seen.add(id(module))
+            seen.add((id(owner), id(module)))
             for attr in (*module._parameters, *module._buffers):
                 location = owner._location(module, inside, attr, path)
                 if location.tensor is not None:
@@ -328,19 +391,21 @@ class vLLMModule(nn.Module):
                 elif child is not None:
                     stack.append((child, owner, path, f"{inside}{attr}."))
 
-    def _refuse(self, reason: str | None) -> None:
-        """Check readiness before the next forward, which fails with ``reason`` if there is one."""
-        self._refusal = reason
-        if self._guard is None:  # a hook, so that a ready module pays nothing
+    def _arm(self) -> None:
+        """Check readiness before the next forward."""
+        if self._guard is None:
             self._guard = self.register_forward_pre_hook(_require_ready)
+
+    def _disarm(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
 
 
 def _require_ready(module: nn.Module, args: object) -> None:
     assert isinstance(module, vLLMModule)
     module.check_ready()
-    if module._guard is not None:
-        module._guard.remove()
-        module._guard = None
+    module._disarm()
 
 
 @contextmanager

@@ -179,6 +179,9 @@ class BasevLLMParameter(nn.Parameter):
         new.__dict__.update(self.__dict__)
         return new
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.data, self.requires_grad, vars(self))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
             memo[id(self)] = self._like(self.data.clone(memory_format=torch.preserve_format))
@@ -229,6 +232,15 @@ class BasevLLMParameter(nn.Parameter):
                 if target.numel():
                     yield source, target
             first += declared.size
+
+
+def _rebuild(
+    cls: type[BasevLLMParameter], data: torch.Tensor, requires_grad: bool, declared: dict[str, Any]
+) -> BasevLLMParameter:
+    """Unpickle: a parameter's constructor makes meta tensors only."""
+    parameter = nn.Parameter.__new__(cls, data, requires_grad)
+    vars(parameter).update(declared)
+    return parameter
 
 
 class ModelWeightParameter(BasevLLMParameter):

@@ -11,7 +11,7 @@ from vllm_module.module import vLLMModule
 _MODELS = {
     "GraniteForCausalLM": "granite:GraniteForCausalLM",
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
-    "MistralForCausalLM": "llama:LlamaForCausalLM",
+    "MistralForCausalLM": "llama:MistralForCausalLM",
     "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
 }

@@ -107,8 +107,8 @@ def fold(names: Iterable[str]) -> list[str]:
     for position in range(max(map(len, rows), default=0)):
         alike: dict[tuple[str, ...], list[int]] = {}
         for row in rows:
-            if position < len(row) and row[position].isdecimal():
-                others = (*row[:position], "#", *row[position + 1 :])
+            if position < len(row) and _is_index(row[position]):
+                others = (*row[:position], "\0", *row[position + 1 :])
                 alike.setdefault(others, []).append(int(row[position]))
             else:
                 alike[row] = []
@@ -117,6 +117,10 @@ def fold(names: Iterable[str]) -> list[str]:
             for row, numbers in alike.items()
         ]
     return [".".join(row) for row in rows]
+
+
+def _is_index(part: str) -> bool:
+    return part.isdecimal() and len(part) < 10 and str(int(part)) == part
 
 
 def _span(numbers: list[int]) -> str:

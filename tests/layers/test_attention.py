@@ -9,7 +9,9 @@ import torch
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from vllm_module.config import HFConfig
+from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import Attention, AttentionMetadata, layer_sliding_window
+from vllm_module.models.llama import LlamaAttention, MistralAttention
 
 TOKENS, PAGE = 11, 4
 
@@ -79,7 +81,9 @@ def test_a_token_has_the_length_of_its_sequence() -> None:
 
 def windows(entries: dict[str, Any]) -> list[int | None]:
     config = HFConfig(**entries | {"architectures": ["Any"]})
-    return [layer_sliding_window(config, layer) for layer in range(config.num_hidden_layers)]
+    mistral = entries["model_type"] == "mistral"
+    rule = MistralAttention.sliding_window if mistral else layer_sliding_window
+    return [rule(config, layer) for layer in range(config.num_hidden_layers)]
 
 
 @pytest.mark.parametrize(
@@ -118,3 +122,20 @@ def test_windows_of_transformers_configurations(config: Any, expected: list[int 
     if expected != [7, None, 7]:  # which transformers 4 had no other key for
         entries.pop("layer_types", None)
         assert windows(entries) == expected
+
+
+def test_windows_that_transformers_ignores_are_ignored() -> None:
+    """A window in a Llama configuration, or in a Qwen one that does not switch it on, is none."""
+    entries = {"sliding_window": 4, "max_window_layers": 0, "num_hidden_layers": 1}
+    config = HFConfig(**Qwen2Config().to_dict() | entries | {"architectures": ["Any"]})
+    assert LlamaAttention.sliding_window(config, 0) is None
+    assert layer_sliding_window(config, 0) is None
+
+
+def test_a_layer_type_that_is_unknown_or_lacking_is_refused() -> None:
+    """A layer whose kind of attention cannot be told is not given the other kind."""
+    entries = Qwen2Config(num_hidden_layers=2, use_sliding_window=True).to_dict()
+    for layer_types in (["full_attention"], ["full_attention", "chunked_attention"]):
+        changed = entries | {"layer_types": layer_types, "architectures": ["Any"]}
+        with pytest.raises(UnsupportedModelError, match=r"layer_types\[1\]"):
+            layer_sliding_window(HFConfig(**changed), 1)

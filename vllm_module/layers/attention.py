@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
 from vllm_module.module import vLLMModule
@@ -98,10 +99,20 @@ class Attention(vLLMModule):
 
 
 def layer_sliding_window(config: Any, layer: int) -> int | None:
-    """Return the sliding window of decoder layer ``layer`` in a Hugging Face configuration."""
-    window: int | None = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
+    """Return the sliding window of decoder layer ``layer`` by Qwen2's and Qwen3's rule.
+
+    Raises ``UnsupportedModelError`` if ``layer_types`` does not say what the layer is.
+    """
+    if not getattr(config, "use_sliding_window", False):
         return None
-    if layer_types := getattr(config, "layer_types", None):
-        return window if layer_types[layer] == "sliding_attention" else None
-    return window if layer >= getattr(config, "max_window_layers", 0) else None
+    window: int | None = getattr(config, "sliding_window", 4096)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return window if layer >= getattr(config, "max_window_layers", 28) else None
+    kind = layer_types[layer] if layer < len(layer_types) else None
+    if kind not in ("full_attention", "sliding_attention"):
+        raise UnsupportedModelError(
+            f"layer_types[{layer}] is {kind!r}: expected full_attention or sliding_attention for "
+            f"each of the {config.num_hidden_layers} layers"
+        )
+    return window if kind == "sliding_attention" else None

@@ -49,11 +49,15 @@ class VocabParallelEmbedding(vLLMModule):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Map token ids ``[...]`` to ``[..., embedding_dim]``."""
         if self.tp_group.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return F.embedding(input_ids, self.weight[: self.num_embeddings])
         (mine,) = self._vocab.shards(self.tp_group.rank, self.tp_group.size)
         local = input_ids - mine.start
         elsewhere = (local < 0) | (local >= mine.length)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        weight: torch.Tensor = self.weight
+        if self.tp_group.rank == 0:  # fails on tokens that are nobody's, as a whole table does
+            elsewhere &= (input_ids >= 0) & (input_ids < self.num_embeddings)
+            weight = weight[: mine.length]
+        rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
         return self.tp_group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
@@ -81,6 +85,12 @@ class ParallelLMHead(VocabParallelEmbedding):
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Use ``embedding``'s weight; a checkpoint may store it under either name, or both."""
         alike = embedding.weight.shape == self.weight.shape
+        mine, its = self.tp_group, embedding.tp_group
+        if (mine.rank, mine.size) != (its.rank, its.size):
+            raise ValueError(
+                f"a head of rank {mine.rank} of {mine.size} cannot be tied to an embedding of rank "
+                f"{its.rank} of {its.size}"
+            )
         if not alike or embedding.num_embeddings != self.num_embeddings:
             raise ValueError(
                 f"a head of {self.num_embeddings} tokens {list(self.weight.shape)} cannot be tied "

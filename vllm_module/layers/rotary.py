@@ -58,6 +58,8 @@ class RotaryEmbedding(vLLMModule):
         # "type" is the older spelling.
         self.rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
         self.attention_scaling = 1.0  # on cos and sin, so squared on the scores
+        if base <= 0:
+            raise UnsupportedModelError(f"rope_theta must be positive, got {base}")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_size:
             raise UnsupportedModelError(
                 f"rotary_dim must be even and at most the head size {head_size}, "
@@ -78,11 +80,19 @@ class RotaryEmbedding(vLLMModule):
         """Build from a Hugging Face configuration, as transformers 4 or 5 writes it."""
         head_size = getattr(config, "head_dim", None)
         head_size = head_size or config.hidden_size // config.num_attention_heads
-        scaling = getattr(config, "rope_parameters", None)
-        scaling = dict(scaling or getattr(config, "rope_scaling", None) or {})
-        theta = scaling.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
-        share = scaling.get("partial_rotary_factor")
-        share = share or getattr(config, "partial_rotary_factor", None) or 1.0
+        parameters = getattr(config, "rope_parameters", None) or {}
+        scaling = dict(getattr(config, "rope_scaling", None) or parameters)
+        by_layer = [key for key, value in scaling.items() if isinstance(value, Mapping)]
+        if by_layer:
+            raise UnsupportedModelError(
+                f"rope_parameters by layer type are not supported: {by_layer}"
+            )
+
+        def setting(name: str, default: float) -> float:
+            values = (scaling.get(name), parameters.get(name), getattr(config, name, None), default)
+            return next(value for value in values if value is not None)
+
+        theta, share = setting("rope_theta", 10000.0), setting("partial_rotary_factor", 1.0)
         max_position = config.max_position_embeddings
         original = getattr(config, "original_max_position_embeddings", None)
         original = original or scaling.get("original_max_position_embeddings") or max_position
