@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s%s\n", $$1, $$2}' Makefile
@@ -22,6 +22,10 @@ lint: .venv/dev.stamp  ## check style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+bench: .venv/dev.stamp  ## measure loading and routing, on a machine that is otherwise idle
+	$(BIN)/python tests/bench/load.py --out tests/bench/results/load.json
+	$(BIN)/python tests/bench/routing.py --out tests/bench/results/routing.json
 
 clean:  ## remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

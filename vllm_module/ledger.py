@@ -16,7 +16,7 @@ from torch import nn
 from vllm_module.errors import DuplicateWeightError, WeightReadError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.report import LoadReport, Problem
-from vllm_module.weights import Weight, read_all, read_into
+from vllm_module.weights import Weight, prefer_huge_pages, read_all, read_into
 
 Mode = Literal["load", "update", "plan"]
 
@@ -163,6 +163,7 @@ class Ledger:
         if not tensor.is_meta:
             return
         real = _materialized(tensor, location.device)
+        prefer_huge_pages(real)
         places = self._places_of(tensor, location)
         for place in places:
             # What was filled before, if it was real once, went with its memory.

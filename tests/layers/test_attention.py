@@ -139,3 +139,11 @@ def test_a_layer_type_that_is_unknown_or_lacking_is_refused() -> None:
         changed = entries | {"layer_types": layer_types, "architectures": ["Any"]}
         with pytest.raises(UnsupportedModelError, match=r"layer_types\[1\]"):
             layer_sliding_window(HFConfig(**changed), 1)
+
+
+def test_a_window_that_is_there_and_not_used() -> None:
+    """use_sliding_window false counts, though older Qwen files have a window beside it."""
+    window = {"sliding_window": 7, "max_window_layers": 0, "layer_types": None}
+    entries = Qwen2Config(num_hidden_layers=2).to_dict() | window
+    assert windows(entries | {"use_sliding_window": False}) == [None, None]
+    assert windows(entries | {"use_sliding_window": True}) == [7, 7]

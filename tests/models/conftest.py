@@ -97,7 +97,9 @@ CONFIGS = {
         num_hidden_layers=3,
         num_key_value_heads=1,
     ),
-    "qwen2-window-unused": config_of("qwen2", use_sliding_window=False, sliding_window=6),
+    "qwen2-window-unused": config_of(
+        "qwen2", use_sliding_window=False, sliding_window=6, max_window_layers=0
+    ),
     "qwen3": config_of("qwen3", head_dim=24, num_attention_heads=8, num_key_value_heads=8),
     "qwen3-tied-biases-window": config_of(
         "qwen3",
@@ -217,6 +219,14 @@ def _no_progress_bars() -> Iterator[None]:
     logging.disable_progress_bar()
     yield
     logging.enable_progress_bar()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_a_rank() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # four simulated ranks would else wait on a team of threads each
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

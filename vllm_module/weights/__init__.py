@@ -3,6 +3,7 @@
 from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
 from vllm_module.weights.handle import Handle, Weight, read_into
 from vllm_module.weights.hub import resolve
+from vllm_module.weights.pages import prefer_huge_pages
 from vllm_module.weights.reading import read_all
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Handle",
     "Weight",
     "open_checkpoint",
+    "prefer_huge_pages",
     "read_all",
     "read_into",
     "resolve",

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.weights import pages
 
 # A system call a run costs about 1 µs and the GIL: from this length on it no longer shows.
 _LONG_RUN = 64 << 10
@@ -24,10 +24,7 @@ _WINDOW = 16 << 20
 # torch starts its own threads for a copy of this many elements: readers are threads already.
 _SERIAL_ELEMENTS = 32768
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view.restype = ctypes.py_object
@@ -133,31 +130,32 @@ class FileBytes:
             last = min(first + window, run.count)
             start = first * run.stride
             length = (last - first - 1) * run.stride + run.length
-            self._populate(source.data_ptr() + start, run.offset + start, length)
+            begin = source.data_ptr() + start
+            self._advise(begin, run.offset + start, length, pages.POPULATE_READ)
             for row in range(first, last, step):
                 stop = min(row + step, last)
                 rows_to[row:stop].copy_(rows_from[row:stop])
+            self._advise(begin, run.offset + start, length, pages.DONTNEED)
 
     def _mapping(self) -> torch.Tensor:
         with self._lock:
             if self._map is None:
                 try:
                     # Private, so that also file systems without shared mappings can serve it.
-                    pages = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
+                    mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
                 except (OSError, ValueError) as error:
                     raise self._failure(0, f"mapping it into memory failed ({error})") from error
-                self._map = torch.frombuffer(pages, dtype=torch.uint8)
+                self._map = torch.frombuffer(mapped, dtype=torch.uint8)
             return self._map
 
-    def _populate(self, address: int, offset: int, length: int) -> None:
-        """Map a range of pages at once, and get an error where touching them is a SIGBUS."""
-        if sys.platform != "linux":
-            return
-        start = address - address % mmap.PAGESIZE
-        if _libc.madvise(start, address + length - start, _MADV_POPULATE_READ) != 0:
-            code = ctypes.get_errno()
-            if code != EINVAL:  # an older kernel: the copy itself faults the pages in
-                raise self._failure(offset, os.strerror(code))
+    def _advise(self, address: int, offset: int, length: int, advice: int) -> None:
+        """Map pages at once, and get an error where touching them is a SIGBUS; or let them go.
+
+        Pages let go stay in the page cache, but no longer count as this process's memory.
+        """
+        code = pages.advise(address, length, advice)
+        if code not in (0, EINVAL):  # on an older kernel the copy itself faults the pages in
+            raise self._failure(offset, os.strerror(code))
 
     def _stat(self) -> tuple[int, int]:
         stat = os.fstat(self._fd)
