@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ class Filling(NamedTuple):
         """Yield what is kept of the checkpoint's tensor and the memory it belongs in."""
         tensor = self.location.tensor
         assert tensor is not None
-        if isinstance(tensor, BasevLLMParameter):
+        if _is_typed(tensor):
             yield from tensor.cut(self.weight, self.slot)
         elif tensor.numel():
             yield self.weight, tensor.data
@@ -198,13 +198,18 @@ class Ledger:
 _ONE_SLOT = ("",)
 
 
+def _is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:
+    # isinstance with a Parameter class runs in Python, which shows at ten thousands of names.
+    return issubclass(type(tensor), BasevLLMParameter)
+
+
 def slots_of(tensor: torch.Tensor) -> tuple[str, ...]:
     """Return the names of the parts of ``tensor`` that must be filled, each exactly once."""
-    return tensor.slots if isinstance(tensor, BasevLLMParameter) else _ONE_SLOT
+    return tensor.slots if _is_typed(tensor) else _ONE_SLOT
 
 
 def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if isinstance(tensor, BasevLLMParameter):
+    if _is_typed(tensor):
         return tensor.materialize_on(device)
     # Not empty_like: of a meta tensor it runs in Python and imports half a second of sympy.
     real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -217,7 +222,7 @@ def _misfit(tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode) 
     """Say why ``weight`` cannot fill ``slot`` of ``tensor``; ``None`` if it can."""
     if not isinstance(weight, torch.Tensor) and not hasattr(weight, "read_into"):
         return f"expected a tensor or a handle, got {type(weight).__name__}"
-    if isinstance(tensor, BasevLLMParameter):
+    if _is_typed(tensor):
         fits = tensor.accepts(slot, torch.Size(weight.shape))
     else:
         fits = torch.Size(weight.shape) == tensor.shape
@@ -236,7 +241,7 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 
 def _expected(tensor: torch.Tensor, slot: str | None) -> list[int]:
-    if isinstance(tensor, BasevLLMParameter):
+    if _is_typed(tensor):
         return list(tensor.checkpoint_shape(slot))
     return list(tensor.shape)
 

@@ -15,7 +15,6 @@ import gc
 from collections.abc import (
     Callable,
     Collection,
-    Generator,
     Iterable,
     Iterator,
     Mapping,
@@ -25,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from os import PathLike
-from types import MappingProxyType
+from types import GeneratorType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,13 +92,15 @@ class _Loading:
 
     def place_of(self, module: nn.Module) -> Place | None:
         """Return where ``module`` is in this tree, ``None`` if it belongs to another."""
-        if id(module) not in self.places and not self.scanned:
+        place = self.places.get(id(module))
+        if place is None and not self.scanned:
             self.scanned = True  # an override calls children by hand
             for path, other in self.root.named_modules():
                 above = path.rpartition(".")[0]
                 path, above = (f"{p}." if p else "" for p in (path, above))
                 self.places.setdefault(id(other), Place(path, path, above))
-        return self.places.get(id(module))
+            place = self.places.get(id(module))
+        return place
 
 
 # The loading of this thread. A context, because an overridden load_weights may hand a plain
@@ -121,7 +122,7 @@ def _accounted(load: Load) -> Load:
         paths, first = loading.ledger.paths, len(loading.ledger.paths)
         before, loading.at = loading.at, place
         try:
-            if isinstance(load(self, weights), Generator):
+            if isinstance(load(self, weights), GeneratorType):
                 raise TypeError(f"{type(self).__name__}.load_weights must not be a generator")
         finally:
             loading.at = before
@@ -234,6 +235,9 @@ class vLLMModule(nn.Module):
         """Route ``weights``, whose names are relative to this module."""
         loading = _loading.get()
         assert loading is not None
+        if type(weights) is list:  # what a call from above hands down: no need to ask further
+            self._distribute(self, "", weights, loading)
+            return
         pairs: Iterable[tuple[str, Weight]]
         pairs = weights.items() if isinstance(weights, Mapping) else weights
         if isinstance(pairs, Collection):
@@ -438,6 +442,8 @@ def _routes(module: nn.Module) -> dict[str, Route]:
             known = {attr: Route(attr) for attr in _tensor_names(module)} | dict(claims)
             aliases = module.weight_aliases.items()
             claims += [(alias, known[name]) for alias, name in aliases if name in known]
+    if not claims:
+        return {}
     routes = dict(claims)
     if len(routes) < len(claims) or not routes.keys().isdisjoint(_tensor_names(module)):
         components = [*(component for component, _ in claims), *_tensor_names(module)]
