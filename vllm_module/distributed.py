@@ -121,6 +121,9 @@ class SimulatedGroup:
         first, *others = self._exchange(tensor)
         total = first.clone() if others else first
         for other in others:  # in rank order, so that every rank has the same bits
+            if other.shape != first.shape:
+                shapes = f"{list(first.shape)} and {list(other.shape)}"
+                raise RuntimeError(f"ranks reduce tensors of different shapes: {shapes}")
             total += other
         return total
 

@@ -72,12 +72,18 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of features: its slots in order, the same description on every rank."""
+    """One dimension of features: its slots in order, the same description on every rank.
+
+    Several slots all have names; one may do without.
+    """
 
     slots: tuple[Slot, ...]
     size: int = field(init=False)  # in the checkpoint, all slots together
 
     def __post_init__(self) -> None:
+        names = [slot.name for slot in self.slots]
+        if not names or (len(names) > 1 and (not all(names) or len(set(names)) < len(names))):
+            raise ValueError(f"the slots of a dimension need distinct names, got {names}")
         object.__setattr__(self, "size", sum(slot.size for slot in self.slots))
 
     @classmethod
@@ -138,14 +144,14 @@ class BasevLLMParameter(nn.Parameter):
     constructor declares, and nothing else is ever hung on it.
 
     Args:
-        dims: one :class:`Dim` for each dimension of the tensor; at most one has several slots.
+        dims: one :class:`Dim` for each dimension of the tensor; at most one has named slots.
         tp_rank, tp_size: this parameter's place in the tensor-parallel group. No defaults: a
             forgotten rank would load shard 0 everywhere, right in shape and wrong in value.
         dtype: of the parameter; floating-point checkpoints are converted to it.
 
     Attributes:
         shards: what this rank keeps of every slot of every dimension.
-        slot_dim: the one dimension that can have several slots.
+        slot_dim: the one dimension that can have named slots.
         slots: names of the parts that must be filled, each exactly once.
 
     Raises:
@@ -163,14 +169,14 @@ class BasevLLMParameter(nn.Parameter):
     def __new__(cls, *dims: Dim, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
         if not 0 <= tp_rank < tp_size:
             raise ValueError(f"tensor-parallel rank {tp_rank} is outside of range({tp_size})")
-        if sum(len(dim.slots) > 1 for dim in dims) > 1:
-            raise ValueError("only one dimension of a parameter can have several slots")
+        if sum(bool(dim.slots[0].name) for dim in dims) > 1:
+            raise ValueError("only one dimension of a parameter can have named slots")
         shards = tuple(dim.shards(tp_rank, tp_size) for dim in dims)
         shape = [sum(shard.room for shard in of_dim) for of_dim in shards]
         self: Self = super().__new__(cls, torch.empty(shape, dtype=dtype, device="meta"), False)
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.dims, self.shards = dims, shards
-        self.slot_dim = next((i for i, dim in enumerate(dims) if len(dim.slots) > 1), 0)
+        self.slot_dim = next((i for i, dim in enumerate(dims) if dim.slots[0].name), 0)
         self.slots = tuple(slot.name for slot in dims[self.slot_dim].slots)
         return self
 

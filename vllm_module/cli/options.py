@@ -63,6 +63,8 @@ def torch_device(name: str) -> torch.device:
     except RuntimeError:
         message = f"{name!r} is no device: expected cpu, cuda, cuda:1 … or auto"
         raise typer.BadParameter(message, param_hint="--device") from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from None
     if device.type == "meta":
         raise typer.BadParameter("meta has no memory to load into", param_hint="--device")
     count = torch.cuda.device_count() if device.type == "cuda" else 1

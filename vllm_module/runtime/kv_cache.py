@@ -28,6 +28,8 @@ class KVCache:
         self.page_size = page_size
         self.device = device
         self._layers = [module for module in model.modules() if isinstance(module, Attention)]
+        if any(layer.kv_cache is not None for layer in self._layers):
+            raise RuntimeError("the model's layers have a KV cache already: close that one first")
         for layer in self._layers:
             shape = (2, num_pages, page_size, layer.num_kv_heads, layer.head_size)
             layer.kv_cache = torch.zeros(shape, device=device, dtype=dtype)

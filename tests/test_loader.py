@@ -1,0 +1,137 @@
+"""From configurations to a loaded model: what is refused, in words, and what ranks share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_module import DeviceConfig, ModelConfig, WeightLoadError, get_model
+from vllm_module.config import HFConfig
+from vllm_module.distributed import run_ranks
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.loader import build_model
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "supported: ", "Qwen3"]),
+        ({"architectures": []}, ["architectures", "at least 1"]),
+        ({"hidden_size": None}, ["hidden_size", "got None"]),
+        ({"hidden_size": 10**30}, ["hidden_size"]),
+        ({"head_dim": "wide"}, ["head_dim", "got 'wide'"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps", "got None"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling", "got 'linear'"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor", "got 0"]),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, ["'su'", "llama3"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["'linear' needs 'factor'"]),
+        ({"rope_theta": -1}, ["rope_theta", "got -1"]),
+        ({"hidden_act": "relu"}, ["'relu'", "silu"]),
+        ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_refused(
+    tmp_path: Path, change: dict[str, Any], words: list[str]
+) -> None:
+    """Each refusal names the entry, what came, and is a WeightLoadError."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightLoadError) as refused:
+        get_model(model_config=ModelConfig(model=str(tmp_path)))
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', "[" * 100_000])
+def test_a_config_json_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    """Damaged JSON, another kind of JSON, and JSON of something else name the file."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointFormatError, match=r"config\.json"):
+        get_model(model_config=ModelConfig(model=str(tmp_path)))
+
+
+def test_a_folder_without_config_says_what_is_expected(tmp_path: Path) -> None:
+    """A folder that is no checkpoint is one message."""
+    with pytest.raises(CheckpointFormatError, match=r"has no config\.json: expected a folder"):
+        get_model(model_config=ModelConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, 64),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 128),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 256),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+                }
+            },
+            128,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8,
+                }
+            },
+            64,
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
+    ],
+)  # fmt: skip
+def test_the_context_length_follows_the_scaling(entries: dict[str, Any], expected: int) -> None:
+    """Scalings that stretch positions multiply them; llama3's limit is already stretched."""
+    assert HFConfig(**CONFIG | entries).context_length == expected
+
+
+def test_a_longer_context_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    """max_model_len is held against the configuration."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="65 exceeds the 64 positions"):
+        get_model(model_config=ModelConfig(model=str(tmp_path), max_model_len=65))
+
+
+def test_configurations_are_closed_and_frozen() -> None:
+    """A misspelt setting is an error, not a default."""
+    with pytest.raises(ValueError, match="dtipe"):
+        ModelConfig(model="x", dtipe="float16")
+    with pytest.raises(ValueError, match="frozen"):
+        ModelConfig(model="x").dtype = "float16"
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="finds no CUDA"):
+            _ = DeviceConfig(device="cuda").torch_device
+
+
+def test_ranks_that_build_at_once_build_in_their_own_dtype() -> None:
+    """The default dtype is the process's: no rank sees another's, and it is put back."""
+    config, cpu = HFConfig(**CONFIG), torch.device("cpu")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            models = run_ranks(4, lambda rank: build_model(config, torch.bfloat16, cpu))
+            assert {p.dtype for model in models for p in model.parameters()} == {torch.bfloat16}
+    finally:
+        sys.setswitchinterval(interval)
+    assert torch.get_default_dtype() == torch.float32
