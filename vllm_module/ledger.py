@@ -79,11 +79,12 @@ class Ledger:
     paths: list[str] = field(default_factory=list)  # of what is filled, in order
     pending: list[Filling] = field(default_factory=list)  # entered and not yet read
     touched: bool = False  # whether anything was written to the model
-    _names: dict[tuple[str, str], str] = field(default_factory=dict)  # (path, slot) -> filled by
-    _complete: dict[tuple[int, str], str] = field(default_factory=dict)  # (key, slot) -> first
+    # (key of a tensor, slot) -> the name that fills it, and the path it took there
+    _filled: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)
+    # (path, slot) -> the name that reaches a tied tensor by another path
+    _tied: dict[tuple[str, str], str] = field(default_factory=dict)
     _replaced: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
     _reading: Filling = field(init=False)
-    _locations: list[Location] | None = None
     _places: dict[int, list[Location]] | None = None
 
     def enter(self, name: str, location: Location, slot: str | None, weight: Weight) -> None:
@@ -98,13 +99,18 @@ class Ledger:
         key = self._key(tensor)
         tied_to = None
         for filled in slots:
-            if (path, filled) in self._names:
-                detail = f"{path} is already filled by {self._names[path, filled]!r}"
+            place = (key, filled)
+            if place not in self._filled:
+                self._filled[place] = (name, path)
+                continue
+            first, by = self._filled[place]
+            earlier = first if by == path else self._tied.get((path, filled))
+            if earlier is not None:
+                detail = f"{path} is already filled by {earlier!r}"
                 report.duplicated.append(Problem(name, detail))
                 return
-            self._names[path, filled] = name
-            tied_to = self._complete.get((key, filled), tied_to)
-            self._complete.setdefault((key, filled), name)
+            self._tied[path, filled] = name
+            tied_to = first
         if problem := _misfit(tensor, slot, weight, self.mode):
             report.misshapen.append(Problem(name, problem))
             return
@@ -115,12 +121,12 @@ class Ledger:
     def demand_completeness(self) -> None:
         """Report every slot of the tree that nothing fills."""
         seen = set()
-        for location in self._every_location():
+        for location in self.list_locations():
             tensor = location.tensor
             assert tensor is not None
             key = self._key(tensor)
             for slot in slots_of(tensor):
-                if (key, slot) not in self._complete and (key, slot) not in seen:
+                if (key, slot) not in self._filled and (key, slot) not in seen:
                     seen.add((key, slot))
                     self.report.missing.append(_missing(location.path, slot, tensor))
 
@@ -181,16 +187,11 @@ class Ledger:
         """Return the identity of ``tensor``: its own, or that of the meta tensor it was."""
         return self._replaced[id(tensor)][0] if id(tensor) in self._replaced else id(tensor)
 
-    def _every_location(self) -> list[Location]:
-        if self._locations is None:
-            self._locations = list(self.list_locations())
-        return self._locations
-
     def _places_of(self, tensor: torch.Tensor, location: Location) -> list[Location]:
         """Return every place that holds the tensor at ``location``: several, where it is tied."""
         if self._places is None:
             self._places = {}
-            for location in self._every_location():
+            for location in self.list_locations():
                 self._places.setdefault(id(location.tensor), []).append(location)
         return self._places.get(id(tensor), [location])
 

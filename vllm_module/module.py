@@ -421,6 +421,9 @@ def _paused_gc() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if gc.get_freeze_count() == 0:
+                gc.freeze()  # makes the entries old without a walk, which enabling would begin with
+                gc.unfreeze()
             gc.enable()
 
 
