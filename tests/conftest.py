@@ -7,7 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import register_random
+from hypothesis import register_random, settings
+
+# The same examples every time, and no clock: a failure is the change's and not the machine's.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.load_profile("ci")
 
 
 class _TorchRandom:

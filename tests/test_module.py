@@ -134,7 +134,7 @@ def test_every_tensor_arrives_and_the_names_filled_are_returned() -> None:
     model.eval()(torch.arange(10))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     order=st.randoms(use_true_random=False), streamed=st.booleans(), size=st.sampled_from([1, 2])
 )
@@ -150,7 +150,7 @@ def test_any_order_gives_the_same_bits(order: random.Random, streamed: bool, siz
         assert_same(state(model), state(expected))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(order=st.randoms(use_true_random=False), calls=st.integers(2, 6))
 def test_any_split_into_calls_gives_the_same_bits(order: random.Random, calls: int) -> None:
     """Law 2: a fresh model filled by several updates is ready exactly when the last one is in."""

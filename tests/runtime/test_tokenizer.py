@@ -33,7 +33,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-@given(st.text(max_size=8), st.text(max_size=30))
+# A prompt that holds U+FFFD itself cannot be told from one that ends inside a character.
+@given(st.text(st.characters(exclude_characters="\ufffd"), max_size=8), st.text(max_size=30))
 def test_pieces_are_the_text(tokenizer: Tokenizer, prompt: str, text: str) -> None:
     """Whatever the characters, the pieces joined are the text, and none holds half a character."""
     before, after = tokenizer.encode(prompt), tokenizer.encode(text)

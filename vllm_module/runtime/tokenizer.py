@@ -43,7 +43,8 @@ class Tokenizer:
 class TextStream:
     """Turns tokens into pieces of text as they come, whole characters at a time.
 
-    The pieces, with what :meth:`finish` gives, are the text after the prompt.
+    The pieces, with what :meth:`finish` gives, are the text after the prompt. A prompt that ends
+    with U+FFFD is taken for one that ends inside a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
