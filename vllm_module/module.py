@@ -166,7 +166,7 @@ class vLLMModule(nn.Module):
         self._device = device if device.type != "meta" else torch.device("cpu")
         self._filled: set[tuple[str, str]] = set()  # (local name, slot)
         self._refusal: str | None = None
-        self._loading = False
+        self._busy = False
         # A hook, so that a ready module pays nothing: the check takes itself away.
         self._guard: RemovableHandle | None = self.register_forward_pre_hook(_require_ready)
 
@@ -208,7 +208,7 @@ class vLLMModule(nn.Module):
         """Raise ``ModelNotReadyError``, naming every tensor below that was never filled."""
         cannot = f"{type(self).__name__} cannot run: "
         for module in self._modules_that_load():
-            if module._loading:
+            if module._busy:
                 raise ModelNotReadyError(f"{cannot}its weights are being loaded")
             if module._refusal is not None:
                 raise ModelNotReadyError(cannot + module._refusal)
@@ -321,11 +321,11 @@ class vLLMModule(nn.Module):
                 f"expected pairs of name and tensor, got {weights!r}: open a checkpoint with "
                 "vllm_module.weights.open_checkpoint, or let get_model do all of it"
             )
-        if self._loading:
+        if self._busy:
             raise RuntimeError(f"this {type(self).__name__} is already being loaded")
         loading = _Loading(self, mode)
         token = _loading.set(loading)
-        self._loading = True
+        self._busy = True
         try:
             pairs = weights.items() if isinstance(weights, Mapping) else weights
             with _paused_gc() if isinstance(pairs, Collection) else nullcontext():
@@ -342,7 +342,7 @@ class vLLMModule(nn.Module):
                     module._arm()
             raise
         finally:
-            self._loading = False
+            self._busy = False
             _loading.reset(token)
         return filled, loading.ledger
 
