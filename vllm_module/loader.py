@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
@@ -17,6 +18,9 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.module import vLLMModule
 from vllm_module.registry import model_class
 from vllm_module.weights import Checkpoint, open_checkpoint, resolve
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # The default dtype is the process's, and simulated ranks build in threads of their own.
 _one_default_dtype = threading.Lock()
@@ -42,7 +46,7 @@ def get_model(
         dtype = parameter_dtype(model_config, config, checkpoint)
         model = build_model(config, dtype, (device_config or DeviceConfig()).torch_device)
         shown = load_config is not None and load_config.show_progress
-        with _progress(model, checkpoint, shown):
+        with progress(model, checkpoint) if shown else nullcontext():
             model.load_weights(checkpoint.items())  # pairs, as an override expects them
     return model.eval()
 
@@ -122,11 +126,13 @@ def build_model(config: HFConfig, dtype: torch.dtype, device: torch.device) -> v
 
 
 @contextmanager
-def _progress(model: vLLMModule, checkpoint: Checkpoint, shown: bool) -> Iterator[None]:
-    """Draw bytes and rate on standard error while the block reads from ``checkpoint``."""
-    if not shown:
-        yield
-        return
+def progress(
+    model: vLLMModule,
+    checkpoint: Checkpoint,
+    label: str = "loading",
+    console: Console | None = None,
+) -> Iterator[None]:
+    """Draw bytes and rate, on standard error or ``console``, while the block loads ``model``."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -134,14 +140,15 @@ def _progress(model: vLLMModule, checkpoint: Checkpoint, shown: bool) -> Iterato
         read.source.shape.numel() * read.source.dtype.itemsize
         for read in model.plan_weights(checkpoint).reads()
     )
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     done = threading.Event()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("loading", total=total)
+    console = console or Console(stderr=True)
+    with Progress(*columns, TransferSpeedColumn(), console=console) as bar:
+        task = bar.add_task(label, total=total)
 
         def follow() -> None:
             while not done.wait(0.1):
-                progress.update(task, completed=checkpoint.bytes_read)
+                bar.update(task, completed=checkpoint.bytes_read)
 
         follower = threading.Thread(target=follow, name="progress", daemon=True)
         follower.start()
@@ -150,4 +157,4 @@ def _progress(model: vLLMModule, checkpoint: Checkpoint, shown: bool) -> Iterato
         finally:
             done.set()
             follower.join()
-            progress.update(task, completed=checkpoint.bytes_read)
+            bar.update(task, completed=checkpoint.bytes_read)
