@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test laws lint bench fuzz clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s%s\n", $$1, $$2}' Makefile
@@ -18,6 +18,9 @@ demo: .venv/demo.stamp  ## make a small checkpoint, load it and generate text
 test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
 	$(BIN)/pytest -q -n 2 $(ARGS)
 
+laws: .venv/dev.stamp  ## hold the laws at length and print what was tried; EXAMPLES=300 of each
+	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),300)
+
 lint: .venv/dev.stamp  ## check style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -26,6 +29,13 @@ lint: .venv/dev.stamp  ## check style, formatting and types
 bench: .venv/dev.stamp  ## measure loading and routing, on a machine that is otherwise idle
 	$(BIN)/python tests/bench/load.py --out tests/bench/results/load.json
 	$(BIN)/python tests/bench/routing.py --out tests/bench/results/routing.json
+
+SECONDS ?= 60
+fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints for SECONDS=60, split among its kinds of input
+	@mkdir -p build/fuzz
+	for kind in file folder config; do \
+		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 3)) build/fuzz || exit 1; \
+	done
 
 clean:  ## remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -47,4 +57,9 @@ clean:  ## remove builds and caches; .venv stays
 .venv/dev.stamp: .venv/torch.stamp pyproject.toml
 	@echo "installing vllm-module with what tests and linters need"
 	@$(INSTALL) -e '.[test,lint]'
+	@touch $@
+
+.venv/fuzz.stamp: .venv/dev.stamp
+	@echo "installing what fuzzing needs"
+	@$(INSTALL) -e '.[fuzz]'
 	@touch $@

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 
+from vllm_module.testing import poisoned_memory
+
 # The same examples every time, and no clock: a failure is the change's and not the machine's.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci")
@@ -35,15 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN (integers: their largest value), so that what nobody wrote shows.
-
-    PyTorch does it itself, for ``torch.empty`` and everything like it, in every floating dtype.
-    """
-    torch.set_deterministic_debug_mode("warn")
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(1).isnan(), "PyTorch no longer fills uninitialized memory: poison it here"
-    yield
-    torch.set_deterministic_debug_mode("default")
+    """Fill new memory with NaN, so that what nobody wrote shows."""
+    with poisoned_memory():
+        assert torch.empty(1).isnan(), "PyTorch no longer fills uninitialized memory: poison it"
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

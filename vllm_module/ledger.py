@@ -84,7 +84,7 @@ class Ledger:
     # (path, slot) -> the name that reaches a tied tensor by another path
     _tied: dict[tuple[str, str], str] = field(default_factory=dict)
     _replaced: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
-    _reading: Filling = field(init=False)
+    _copying: str | None = None  # the tensor in memory whose turn it is
     _places: dict[int, list[Location]] | None = None
 
     def enter(self, name: str, location: Location, slot: str | None, weight: Weight) -> None:
@@ -138,8 +138,8 @@ class Ledger:
                 read_all(self._jobs(fillings))
             except WeightReadError as error:
                 # A file's handle says what it could not read; a tensor does not know its name.
-                if isinstance(self._reading.weight, torch.Tensor):
-                    raise WeightReadError(f"{self._reading.name}: {error}") from None
+                if self._copying is not None:
+                    raise WeightReadError(f"{self._copying}: {error}") from None
                 raise
             for filling in fillings:
                 if filling.tied_to is not None:
@@ -157,7 +157,7 @@ class Ledger:
 
     def _jobs(self, fillings: list[Filling]) -> Iterator[tuple[Weight, torch.Tensor]]:
         for filling in fillings:
-            self._reading = filling
+            self._copying = filling.name if isinstance(filling.weight, torch.Tensor) else None
             self._materialize(filling.location)
             if filling.tied_to is None:
                 yield from filling.cut()
@@ -247,15 +247,37 @@ def _expected(tensor: torch.Tensor, slot: str | None) -> list[int]:
     return list(tensor.shape)
 
 
+def expected_weights(locations: Iterable[Location]) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint holds for ``locations``, as meta tensors; a tied tensor once."""
+    expected: dict[str, torch.Tensor] = {}
+    seen = set()
+    for location in locations:
+        tensor = location.tensor
+        assert tensor is not None
+        for slot in slots_of(tensor) if id(tensor) not in seen else ():
+            name = _stored_name(location.path, slot)
+            shape = _expected(tensor, slot)
+            expected[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        seen.add(id(tensor))
+    return expected
+
+
+def _stored_name(path: str, slot: str) -> str:
+    """Return the name by which a checkpoint stores ``slot`` of the tensor at ``path``."""
+    if not slot:
+        return path
+    above, _, attr = path.rpartition(".")
+    above = above.rpartition(".")[0]
+    return f"{above}.{slot}.{attr}" if above else f"{slot}.{attr}"
+
+
 def _missing(path: str, slot: str, tensor: torch.Tensor) -> Problem:
     """Name a missing slot as a checkpoint would, and say what it is a part of."""
     expected = f"expected shape {_expected(tensor, slot)}"
-    if not slot:
-        return Problem(path, expected)
-    above, _, attr = path.rpartition(".")
-    above, _, layer = above.rpartition(".")
-    name = f"{above}.{slot}.{attr}" if above else f"{slot}.{attr}"
-    return Problem(name, f"{expected}, slot {slot!r} of {layer or 'this layer'}.{attr}")
+    if slot:
+        *_, layer, attr = ("", "this layer", *path.split("."))[-3:]
+        expected += f", slot {slot!r} of {layer}.{attr}"
+    return Problem(_stored_name(path, slot), expected)
 
 
 def _check_tied(filling: Filling) -> None:

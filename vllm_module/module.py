@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.ledger import Filling, Ledger, Location, Mode, slots_of
+from vllm_module.ledger import Filling, Ledger, Location, Mode, expected_weights, slots_of
 from vllm_module.report import LoadReport, Problem, fold
 from vllm_module.weights import Weight
 
@@ -204,6 +204,14 @@ class vLLMModule(nn.Module):
         _, ledger = self._account(weights, "plan")
         return LoadPlan(ledger.report, ledger.pending)
 
+    def expected_weights(self) -> dict[str, torch.Tensor]:
+        """Return what a whole checkpoint holds for this module: a meta tensor for each name.
+
+        Slots of fused parameters stand under their own names, tied tensors under the first. It is
+        the same on every rank. What an overridden ``load_weights`` renames is not seen.
+        """
+        return expected_weights(self._locations())
+
     def check_ready(self) -> None:
         """Raise ``ModelNotReadyError``, naming every tensor below that was never filled."""
         cannot = f"{type(self).__name__} cannot run: "
@@ -250,6 +258,7 @@ class vLLMModule(nn.Module):
             # A handle can wait until everything is checked; a tensor holds memory.
             if isinstance(pair[1], torch.Tensor) and loading.ledger.mode != "plan":
                 self._fill(loading, waiting)
+            del pair  # or it would be in memory while the source makes the next
 
     def _distribute(
         self,

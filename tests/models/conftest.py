@@ -57,7 +57,23 @@ YARN = {
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 2.0,
+}
+
 CONFIGS = {
+    "granite": config_of("granite", **MULTIPLIERS, num_hidden_layers=3),
+    "granite-tied-biases-one-kv-head": config_of(
+        "granite",
+        **MULTIPLIERS,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        num_key_value_heads=1,
+    ),
     "llama": config_of("llama", num_key_value_heads=4, vocab_size=97),
     "llama-tied-biases": config_of(
         "llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True

@@ -29,9 +29,15 @@ def compute(
         for prompt in prompts
     ]
     step_logits: list[torch.Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda *call: step_logits.append(call[-1]))
+    compute_logits = model.compute_logits
+
+    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        step_logits.append(compute_logits(hidden))
+        return step_logits[-1]
+
+    model.compute_logits = recorded
     generated = list(stream(model, prompts, steps))
-    hook.remove()
+    model.compute_logits = compute_logits
     tokens = [[step[index] for step in generated] for index in range(len(prompts))]
     return {
         "prompt_logits": prompt_logits,

@@ -1,0 +1,221 @@
+"""What the laws are held against, beside the models: every layer, every parameter class, blocks.
+
+Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from vllm_module import BasevLLMParameter, vLLMModule
+from vllm_module.layers import (
+    Attention,
+    ColumnParallelLinear,
+    GeluAndMul,
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    SiluAndMul,
+    VocabParallelEmbedding,
+)
+from vllm_module.registry import model_class
+from vllm_module.testing import (
+    HeadLayout,
+    Law,
+    ParameterLayout,
+    features,
+    head_layouts,
+    model_configs,
+    parameter_layouts,
+    vocabularies,
+)
+from vllm_module.testing.strategies import architectures, parameter_classes
+
+NAMES = ["gate_proj", "up_proj", "third"]
+
+
+class Subject(NamedTuple):
+    """A module, what it is built with, what its forward takes, and the layers it stands for."""
+
+    build: Callable[..., vLLMModule]
+    arguments: Mapping[str, Any]
+    inputs: Callable[[vLLMModule], tuple[Any, ...]] | None
+    covers: tuple[type, ...] = ()
+
+    def hold(self, law: Law) -> int:
+        return law(self.build, inputs=self.inputs, **self.arguments)
+
+
+class Held(vLLMModule):
+    """One typed parameter in a layer, which has no forward."""
+
+    def __init__(self, layout: ParameterLayout) -> None:
+        super().__init__()
+        self.layer = vLLMModule()
+        self.layer.scale = layout.build()
+        self.layer.shard_names = tuple(name for name in self.layer.scale.slots if name)
+
+
+class Attend(vLLMModule):
+    """Attention by heads, from a fused projection to the reduction."""
+
+    def __init__(self, layout: HeadLayout, bias: bool) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(6, layout.head_size, layout.heads, layout.kv_heads, bias)
+        local = self.qkv_proj
+        self.rotary_emb = RotaryEmbedding(layout.head_size, 16)
+        self.attn = Attention(local.num_heads, layout.head_size, num_kv_heads=local.num_kv_heads)
+        self.o_proj = RowParallelLinear(layout.heads * layout.head_size, 6, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.attn.head_size)) for part in qkv)
+        cos_sin = self.rotary_emb.cos_sin(torch.arange(len(x)))
+        q, k = self.rotary_emb(q, cos_sin), self.rotary_emb(k, cos_sin)
+        return self.o_proj(self.attn(q, k, v))
+
+
+class MLP(vLLMModule):
+    """Two fused projections, a gated activation, and the reduction."""
+
+    def __init__(self, inner: int, bias: bool, gelu: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(6, [inner] * 2, bias, shard_names=NAMES[:2])
+        self.act_fn = GeluAndMul() if gelu else SiluAndMul()
+        self.down_proj = RowParallelLinear(inner, 6, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class Vocabulary(vLLMModule):
+    """Tokens to features and back to logits, tied or not."""
+
+    def __init__(self, vocab: int, padding_size: int, tied: bool, bias: bool) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(vocab, 6, padding_size=padding_size)
+        self.head = ParallelLMHead(vocab, 6, bias, padding_size=padding_size)
+        if tied:
+            self.head.tie_weights(self.embed)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))
+
+
+class Plain(vLLMModule):
+    """PyTorch's own modules, with buffers, around one of ours."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), RMSNorm(width))
+        self.register_buffer("offset", torch.zeros(width))
+        self.register_buffer("table", torch.ones(width), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.table + self.offset
+
+
+def merged(sizes: list[int], bias: bool) -> vLLMModule:
+    names = NAMES[: len(sizes)]
+    return MergedColumnParallelLinear(5, sizes, bias, gather_output=True, shard_names=names)
+
+
+def x_of(width: int) -> Callable[[vLLMModule], tuple[Any, ...]]:
+    return lambda module: (torch.randn(4, width),)
+
+
+def x_like_weight(module: vLLMModule) -> tuple[Any, ...]:
+    """Give rows as wide as the layer's weight takes them."""
+    (expected, *_) = module.expected_weights().values()
+    return (torch.randn(4, expected.shape[-1]),)
+
+
+def every_token(module: vLLMModule) -> tuple[Any, ...]:
+    (table, *_) = module.expected_weights().values()
+    return (torch.arange(table.shape[0]),)
+
+
+_SIZES = {"input_size": features(), "output_size": features(), "bias": st.booleans()}
+_TABLE = {
+    "num_embeddings": vocabularies(),
+    "embedding_dim": features(1),
+    "padding_size": st.sampled_from([1, 8, 64]),
+}
+
+LAYERS: dict[str, Subject] = {
+    "replicated": Subject(ReplicatedLinear, _SIZES, x_like_weight, (ReplicatedLinear,)),
+    "column": Subject(
+        ColumnParallelLinear,
+        _SIZES | {"gather_output": True},
+        x_like_weight,
+        (ColumnParallelLinear,),
+    ),
+    "merged": Subject(
+        merged,
+        {"sizes": st.lists(features(), min_size=1, max_size=3), "bias": st.booleans()},
+        x_of(5),
+        (MergedColumnParallelLinear,),
+    ),
+    "row": Subject(
+        RowParallelLinear,
+        _SIZES | {"input_is_parallel": False},
+        x_like_weight,
+        (RowParallelLinear,),
+    ),
+    "norm": Subject(RMSNorm, {"hidden_size": features()}, x_like_weight, (RMSNorm,)),
+    "embedding": Subject(VocabParallelEmbedding, _TABLE, every_token, (VocabParallelEmbedding,)),
+    "vocabulary": Subject(
+        Vocabulary,
+        {
+            "vocab": vocabularies(),
+            "padding_size": st.sampled_from([1, 8, 64]),
+            "tied": st.booleans(),
+            "bias": st.booleans(),
+        },
+        every_token,
+        (ParallelLMHead,),
+    ),
+    "attention": Subject(
+        Attend,
+        {"layout": head_layouts(), "bias": st.booleans()},
+        x_of(6),
+        (QKVParallelLinear, Attention, RotaryEmbedding),
+    ),
+    "mlp": Subject(
+        MLP,
+        {"inner": features(), "bias": st.booleans(), "gelu": st.booleans()},
+        x_of(6),
+        (SiluAndMul, GeluAndMul),
+    ),
+    "plain": Subject(
+        Plain,
+        {"width": features(1)},
+        lambda module: (torch.randn(4, module.offset.shape[0]),),
+    ),
+}
+
+
+def parameter_subject(cls: type[BasevLLMParameter]) -> Subject:
+    """Return a layer that holds a parameter of class ``cls``."""
+    return Subject(Held, {"layout": parameter_layouts(cls)}, None)
+
+
+PARAMETERS: dict[str, Subject] = {
+    cls.__name__: parameter_subject(cls) for cls in parameter_classes()
+}
+
+MODELS: dict[str, Subject] = {
+    name: Subject(model_class([name]), {"config": model_configs(name)}, None)
+    for name in architectures()
+}
+
+SUBJECTS = LAYERS | PARAMETERS | MODELS

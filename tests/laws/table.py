@@ -1,0 +1,80 @@
+"""Hold every law against every subject at length, and print what was tried: ``make laws``.
+
+Cases are new each time; a failure prints the code that replays it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from hypothesis import Phase, settings
+
+from vllm_module import testing
+
+_HERE = Path(__file__).parent
+_SUBJECTS = runpy.run_path(str(_HERE / "subjects.py"))["SUBJECTS"]
+_FAULTS = {fault.name: fault for fault in runpy.run_path(str(_HERE / "faults.py"))["FAULTS"]}
+_LAWS = {law.__name__: law for law in testing.LAWS}
+
+
+def prepare(examples: int) -> None:
+    torch.set_num_threads(1)
+    settings.register_profile("laws", max_examples=examples, deadline=None, print_blob=True)
+    settings.register_profile(
+        "faults", max_examples=50, deadline=None, derandomize=True, phases=[Phase.generate]
+    )
+
+
+def hold(law: str, subject: str) -> tuple[str, int]:
+    """Return the law and how many cases it was tried on; raise if it does not hold."""
+    settings.load_profile("laws")
+    return law, _SUBJECTS[subject].hold(_LAWS[law])
+
+
+def catches(law: str, fault: str) -> tuple[str, str, bool]:
+    """Return whether the law fails with this fault in the running code."""
+    settings.load_profile("faults")
+    with _FAULTS[fault].applied():
+        try:
+            _SUBJECTS[_FAULTS[fault].subject].hold(_LAWS[law])
+        except Exception:
+            return law, fault, True
+    return law, fault, False
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=300, help="cases of a law and subject")
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(os.cpu_count(), prepare, (options.examples,), maxtasksperchild=20) as pool:
+        caught = pool.starmap(catches, [(law, f) for law in _LAWS for f in _FAULTS], chunksize=1)
+        tried = pool.starmap(hold, [(law, s) for law in _LAWS for s in _SUBJECTS], chunksize=1)
+    by = {law: {f for of, f, was in caught if of == law and was} for law in _LAWS}
+    missed = _FAULTS.keys() - set().union(*by.values())
+    print(f"{len(_SUBJECTS)} subjects, {options.examples} cases each; {len(_FAULTS)} faults\n")
+    print("| law | cases tried | faults caught | no other law caught |\n|---|---|---|---|")
+    for number, law in enumerate(_LAWS, 1):
+        cases = sum(count for of, count in tried if of == law)
+        others = set().union(*(faults for other, faults in by.items() if other != law))
+        print(
+            f"| {number} `{law}` | {cases} | {len(by[law])} | {len(by[law] - others)} |",
+        )
+    total = sum(count for _, count in tried)
+    print(f"| all | {total} | {len(_FAULTS) - len(missed)} of {len(_FAULTS)} | |")
+    print(f"\n{(time.monotonic() - began) / 60:.1f} minutes on {os.cpu_count()} cores")
+    if missed:
+        sys.exit(f"faults that no law caught: {', '.join(sorted(missed))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The laws of loading, held against every class of typed parameters."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from vllm_module import vLLMModule
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import ShardingError
+from vllm_module.parameters import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ColumnvLLMParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedColumnParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+)
+from vllm_module.testing import (
+    LAWS,
+    Law,
+    ParameterLayout,
+    parameter_layouts,
+    random_weights,
+    tp_sizes,
+)
+from vllm_module.testing.sharding import reassemble
+
+PARAMETERS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))["PARAMETERS"]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_parameter_keeps_the_law(name: str, law: Law) -> None:
+    """Whatever its layout and however many ranks share it, the law holds."""
+    PARAMETERS[name].hold(law)
+
+
+def units(layout: ParameterLayout) -> tuple[int, int]:
+    """Return how many output and input features lie in one unit of the parameter."""
+    entries = layout.entries
+    if layout.cls is PackedvLLMParameter:
+        factor = entries["packed_factor"]
+        return (1, factor) if entries["packed_dim"] else (factor, 1)
+    if layout.cls is PackedColumnParameter:
+        return entries["packed_factor"], 1
+    if layout.cls is GroupQuantScaleParameter:
+        return 1, entries["group_size"]
+    return entries.get("block", (1, 1))
+
+
+class Scaled(vLLMModule):
+    """A weight, and a parameter that counts the weight's features in units."""
+
+    def __init__(self, layout: ParameterLayout) -> None:
+        super().__init__()
+        of_weight = ColumnvLLMParameter if layout.input is None else ModelWeightParameter
+        self.weight = replace(layout, cls=of_weight, entries={}, dtype=torch.float32).build()
+        self.scale = layout.build()
+        self.shard_names = tuple(name for name in self.weight.slots if name)
+        self.units = units(layout)
+
+    def scaled(self) -> torch.Tensor:
+        """Multiply every element of the weight with the unit that it lies in."""
+        scale = self.scale.detach().double()
+        if isinstance(self.scale, PerTensorScaleParameter):
+            rooms = torch.tensor([shard.room for shard in self.weight.shards[0]])
+            return self.weight * scale.repeat_interleave(rooms)
+        if isinstance(self.scale, ChannelQuantScaleParameter):
+            return self.weight * scale.squeeze(1)
+        for dim, features in enumerate(self.weight.shape):
+            scale = scale.index_select(dim, torch.arange(features) // self.units[dim])
+        return self.weight * scale
+
+
+UNITS = (
+    PackedvLLMParameter,
+    PackedColumnParameter,
+    PerTensorScaleParameter,
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    BlockQuantScaleParameter,
+)
+
+
+@pytest.mark.parametrize("cls", UNITS)
+@given(data=st.data(), size=tp_sizes())
+def test_units_stay_with_their_features(cls: type, data: st.DataObject, size: int) -> None:
+    """Every rank's features meet the very packed elements and scales they meet unsharded."""
+    layout = data.draw(parameter_layouts(cls))
+    whole = Scaled(layout)
+    tensors = random_weights(whole.expected_weights())
+    whole.load_weights(tensors)
+    ranks = []
+    for rank in range(size):
+        with tensor_parallel(rank=rank, size=size):
+            try:
+                ranks.append(Scaled(layout))
+            except ShardingError:
+                assume(False)
+    for module in ranks:
+        module.load_weights(tensors)
+    shards = [module.scaled() for module in ranks]
+    together = reassemble(ranks[0].weight, shards, "the scaled weight")
+    expected = reassemble(whole.weight, [whole.scaled()], "the scaled weight")
+    assert together.keys() == expected.keys()
+    for slot, tensor in expected.items():
+        assert tensor.count_nonzero() == tensor.numel()
+        assert torch.equal(together[slot], tensor), slot

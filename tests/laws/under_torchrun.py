@@ -1,0 +1,42 @@
+"""One rank's part of the law of sharding, run under torchrun: ``under_torchrun.py DIRECTORY``.
+
+With a file ``fault`` in the directory, the running code has the fault of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from hypothesis import settings
+
+from vllm_module.testing import assert_sharding_equivalent
+
+FAULTS = runpy.run_path(str(Path(__file__).with_name("faults.py")))["FAULTS"]
+SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))["SUBJECTS"]
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    # All ranks draw the same cases, and hold each of them together.
+    settings.register_profile("ranks", derandomize=True, deadline=None, max_examples=15)
+    settings.load_profile("ranks")
+    faulty = nullcontext()
+    if (file := directory / "fault").exists():
+        (faulty,) = [each.applied() for each in FAULTS if each.name == file.read_text()]
+    dist.init_process_group("gloo")
+    try:
+        with faulty:
+            tried = {name: s.hold(assert_sharding_equivalent) for name, s in SUBJECTS.items()}
+        (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(tried))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

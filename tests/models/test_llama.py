@@ -1,0 +1,12 @@
+"""Llama keeps the laws of loading."""
+
+import pytest
+
+from vllm_module.models.llama import LlamaForCausalLM
+from vllm_module.testing import LAWS, model_configs
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_llama_keeps_the_law(law) -> None:
+    """Whatever the configuration and however many ranks share it, the law holds."""
+    law(LlamaForCausalLM, model_configs("LlamaForCausalLM"))

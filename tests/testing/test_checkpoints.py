@@ -1,0 +1,136 @@
+"""Checkpoints made up and written, and sources that fail or watch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from safetensors.torch import load_file
+
+from vllm_module import ModelConfig, get_model, vLLMModule
+from vllm_module.errors import ModelNotReadyError
+from vllm_module.layers import MergedColumnParallelLinear, ParallelLMHead, VocabParallelEmbedding
+from vllm_module.models.llama import LlamaForCausalLM
+from vllm_module.testing import (
+    failing_reads,
+    failing_stream,
+    model_configs,
+    random_weights,
+    write_checkpoint,
+)
+from vllm_module.testing.checkpoints import Fused, Names, fuse
+from vllm_module.weights import open_checkpoint
+
+
+class Tied(vLLMModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(5, 4)
+        self.up = MergedColumnParallelLinear(4, [2, 3], bias=True, shard_names=["gate", "fold"])
+        self.head = ParallelLMHead(5, 4)
+        self.head.tie_weights(self.embed)
+
+
+EXPECTED = {
+    "embed.weight": [5, 4],
+    "gate.weight": [2, 4],
+    "fold.weight": [3, 4],
+    "gate.bias": [2],
+    "fold.bias": [3],
+}
+
+
+def test_a_module_says_what_a_whole_checkpoint_holds() -> None:
+    """Slots stand under their own names, tied tensors once, whole on every rank."""
+    expected = Tied().expected_weights()
+    assert {name: list(tensor.shape) for name, tensor in expected.items()} == EXPECTED
+    assert all(tensor.is_meta for tensor in expected.values())
+
+
+def test_random_weights_load() -> None:
+    """They are of the shapes and dtypes asked for, differ by seed and nowhere repeat."""
+    model = Tied()
+    expected = model.expected_weights()
+    one, other = random_weights(expected), random_weights(expected, seed=1)
+    model.load_weights(one)
+    for name, tensor in one.items():
+        assert tensor.shape == expected[name].shape
+        assert tensor.unique().numel() == tensor.numel()
+        assert not torch.equal(tensor, other[name])
+    assert torch.equal(random_weights(expected)["gate.bias"], one["gate.bias"])
+
+
+def test_the_names_that_a_module_knows_are_read_off_it() -> None:
+    """Fused layers in the order of shard_names; the other names of a tied tensor."""
+    names = Names.of(Tied())
+    assert names.tied == {"embed.weight": ("head.weight",)}
+    assert names.fused == (
+        Fused("up.weight", ("gate.weight", "fold.weight"), 0),
+        Fused("up.bias", ("gate.bias", "fold.bias"), 0),
+    )
+    fused = fuse(random_weights(Tied().expected_weights()), names.fused[:1])
+    assert fused["up.weight"].shape == (5, 4)
+    assert fused.keys() == {"embed.weight", "up.weight", "gate.bias", "fold.bias"}
+
+
+@pytest.mark.parametrize("files", [1, 2, 4])
+def test_a_written_checkpoint_is_read_back(tmp_path: Path, files: int) -> None:
+    """Split into files, fused and renamed as asked, and otherwise as given."""
+    tensors = random_weights(Tied().expected_weights())
+    layers = Names.of(Tied()).fused[:1]
+    renamed = {"embed.weight": "head.weight"}
+    folder = write_checkpoint(
+        tmp_path / "new", tensors, files=files, fused=layers, renamed=renamed, config={"a": 1}
+    )
+    assert len(list(folder.glob("*.safetensors"))) == files
+    assert (folder / "model.safetensors.index.json").exists() == (files > 1)
+    assert (folder / "config.json").read_text() == '{\n  "a": 1\n}'
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.keys() == {"head.weight", "up.weight", "gate.bias", "fold.bias"}
+    model = Tied()
+    model.load_weights(checkpoint.items())
+    assert torch.equal(model.up.weight, torch.cat([tensors["gate.weight"], tensors["fold.weight"]]))
+    stored = {}
+    for file in folder.glob("*.safetensors"):  # the reference implementation reads the same
+        stored |= load_file(file)
+    assert all(torch.equal(stored[name], handle.read()) for name, handle in checkpoint.items())
+
+
+@given(model_configs("LlamaForCausalLM"))
+def test_a_drawn_configuration_makes_a_loadable_checkpoint(tmp_path_factory, config) -> None:
+    """A drawn config.json with random weights is a folder that get_model loads."""
+    folder = tmp_path_factory.mktemp("drawn")
+    tensors = random_weights(LlamaForCausalLM(config).expected_weights())
+    write_checkpoint(folder, tensors, config=config.model_dump())
+    get_model(model_config=ModelConfig(model=str(folder))).check_ready()
+
+
+def test_a_stream_fails_where_it_is_told_to() -> None:
+    """The pairs before come through; a fault that returns lets the rest through too."""
+    tensors = random_weights(Tied().expected_weights())
+    for after in (0, 2, len(tensors)):
+        seen: list[str] = []
+        stream = failing_stream(tensors, after, OSError("gone"))
+        with pytest.raises(OSError, match="gone"):
+            seen.extend(name for name, _ in stream)
+        assert seen == list(tensors)[:after]
+    happened = []
+    pairs = list(failing_stream(tensors, 1, lambda: happened.append("waited")))
+    assert dict(pairs).keys() == tensors.keys()
+    assert happened == ["waited"]
+
+
+def test_reads_fail_where_they_are_told_to() -> None:
+    """Handles can be looked at and narrowed; reading one of those named fails the load."""
+    tensors = random_weights(Tied().expected_weights())
+    model = Tied()
+    with pytest.raises(OSError, match="disk"):
+        model.load_weights(failing_reads(tensors, ["fold.weight"], OSError("disk")))
+    with pytest.raises(ModelNotReadyError, match="OSError: disk"):
+        model.check_ready()
+    model.load_weights(failing_reads(tensors, ["fold.weight"], lambda: None))
+    model.check_ready()
+    with pytest.raises(ValueError, match="no weights are called nope"):
+        failing_reads(tensors, ["nope"], OSError())

@@ -1,0 +1,197 @@
+"""The toolkit as a model author meets it: mistakes are found, made small, and named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from vllm_module import vLLMModule
+from vllm_module.layers import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    SiluAndMul,
+)
+from vllm_module.parameters import Dim, ModelWeightParameter
+from vllm_module.testing import (
+    LAWS,
+    assert_accounting_exact,
+    assert_memory_bounded,
+    assert_order_independent,
+    assert_pure,
+    assert_sharding_equivalent,
+    features,
+)
+
+
+def x(module: vLLMModule) -> tuple[torch.Tensor]:
+    return (torch.randn(2, 4),)
+
+
+class MLP(vLLMModule):
+    """Right, unless a test makes it wrong."""
+
+    def __init__(self, inner: int, **wrong: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            4, [inner, inner], bias=False, shard_names=["gate_proj", "up_proj"]
+        )
+        self.act_fn = SiluAndMul()
+        self.down_proj = RowParallelLinear(inner, 4, bias=False, **wrong)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_right_module_keeps_the_law(law) -> None:
+    """A module that is wired rightly passes, and the law says how many cases it was tried on."""
+    assert law(MLP, inner=features(), inputs=x) >= 10
+
+
+def test_a_forgotten_reduction_is_found_and_made_small() -> None:
+    """Outputs that differ are told with the smallest size that shows it."""
+    with pytest.raises(AssertionError, match="output 0 of rank 0 of 2 differs by") as failed:
+        assert_sharding_equivalent(MLP, inner=features(), reduce_results=False, inputs=x)
+    notes = "\n".join(failed.value.__notes__)
+    assert "Draw 1 (inner): 2" in notes
+    assert "Draw 2 (tensor-parallel size): 2" in notes
+
+
+class RankZero(vLLMModule):
+    """A layer whose parameter always takes itself for rank 0."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        group = ColumnParallelLinear(1, size).tp_group
+        self.weight = ModelWeightParameter(
+            Dim.cut(size, group.size), Dim.whole(2), tp_rank=0, tp_size=group.size,
+            dtype=torch.float32,
+        )  # fmt: skip
+
+
+def test_a_wrong_rank_is_found_and_the_parameter_named() -> None:
+    """Right in shape and wrong in value: put together, the shards are not the checkpoint."""
+    with pytest.raises(AssertionError, match="weight over 2 ranks, put together, is not"):
+        assert_sharding_equivalent(RankZero, size=features())
+
+
+class Uneven(vLLMModule):
+    """A module that some ranks cannot build."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        group = ColumnParallelLinear(1, 840).tp_group
+        self.layer = ColumnParallelLinear(2, 840 + group.rank)
+
+
+def test_ranks_that_disagree_about_a_size_are_found() -> None:
+    """A size is refused by every rank or by none."""
+    with pytest.raises(AssertionError, match="ranks refuses"):
+        assert_sharding_equivalent(Uneven)
+
+
+class Careless(RMSNorm):
+    """A norm whose load_weights passes over what it does not know."""
+
+    def load_weights(self, weights):
+        return super().load_weights([(n, w) for n, w in weights if n == "weight"])
+
+
+def test_an_override_that_passes_over_names_is_found() -> None:
+    """Every name that the checkpoint has is accounted for."""
+    with pytest.raises(AssertionError, match="a damaged checkpoint was loaded"):
+        assert_accounting_exact(Careless, hidden_size=features())
+
+
+class Hoarding(RMSNorm):
+    """A norm that keeps what it was given."""
+
+    def load_weights(self, weights):
+        self.kept = [*getattr(self, "kept", []), *weights]
+        return super().load_weights(self.kept[-1:])
+
+
+class Pair(vLLMModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = Hoarding(width), Hoarding(width)
+
+
+def test_an_override_that_keeps_tensors_is_found() -> None:
+    """Streamed tensors are let go."""
+    with pytest.raises(AssertionError, match="2 streamed tensors are held at a time"):
+        assert_memory_bounded(Pair, width=4)
+
+
+class PlusOne(RMSNorm):
+    """A norm that is stored less one."""
+
+    def load_weights(self, weights):
+        return super().load_weights((name, self.read(weight) + 1) for name, weight in weights)
+
+    @staticmethod
+    def read(weight):
+        return weight if isinstance(weight, torch.Tensor) else weight.read()
+
+
+@pytest.mark.parametrize("law", [assert_sharding_equivalent, assert_order_independent, assert_pure])
+def test_an_override_that_transforms_keeps_the_laws(law) -> None:
+    """What a load_weights makes of the checkpoint's values is its own; ranks and orders agree."""
+    assert law(PlusOne, 4, inputs=x) > 0
+
+
+class Blind(RMSNorm):
+    """A norm that takes for granted that it is given tensors."""
+
+    def load_weights(self, weights):
+        return super().load_weights((name, weight + 1) for name, weight in weights)
+
+
+def test_an_override_that_does_not_know_handles_is_found() -> None:
+    """Weights of a file are handles until they are read."""
+    with pytest.raises(TypeError, match="SafetensorsHandle"):
+        assert_order_independent(Blind, 4)
+
+
+def test_a_forward_without_inputs_is_asked_for_them() -> None:
+    """What forward takes can be guessed for language models alone."""
+    with pytest.raises(ValueError, match="MLP is no causal language model: say what its forward"):
+        assert_sharding_equivalent(MLP, inner=4)
+
+
+def test_values_may_stand_where_strategies_may() -> None:
+    """What is no strategy is passed on as it is."""
+    assert assert_sharding_equivalent(MLP, 8, inputs=x) > 0
+    assert assert_sharding_equivalent(MLP, st.just(8), inputs=x) > 0
+
+
+@pytest.fixture
+def few() -> Iterator[None]:
+    """Three cases a law."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("few", settings.get_profile(before), max_examples=3)
+    settings.load_profile("few")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.mark.usefixtures("few")
+def test_settings_say_how_many_cases() -> None:
+    """Hypothesis' profile in force when the law is called decides."""
+    assert assert_pure(MLP, inner=features(), inputs=x) == 3
+
+
+def test_without_hypothesis_the_extra_is_named() -> None:
+    """Who has not installed the extra is told which."""
+    code = "import sys; sys.modules['hypothesis'] = None; import vllm_module.testing"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "pip install 'vllm-module[testing]'" in result.stderr

@@ -1,0 +1,90 @@
+"""The model author's toolkit: the laws of loading, to be held against any module.
+
+A whole test file::
+
+    import pytest
+    from my_package import MyForCausalLM
+    from vllm_module.testing import LAWS, model_configs
+
+    @pytest.mark.parametrize("law", LAWS)
+    def test_my_model_keeps_the_law(law):
+        law(MyForCausalLM, model_configs())
+
+Hypothesis draws the cases and its settings say how many.
+"""
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401  # to say what is missing
+except ImportError as error:
+    raise ImportError(
+        "vllm_module.testing draws its cases with Hypothesis: pip install 'vllm-module[testing]'"
+    ) from error
+
+from vllm_module.testing.accounting import assert_accounting_exact, assert_order_independent
+from vllm_module.testing.case import Law
+from vllm_module.testing.checkpoints import random_weights, write_checkpoint
+from vllm_module.testing.cost import (
+    assert_cost_linear,
+    assert_memory_bounded,
+    assert_reads_what_it_keeps,
+)
+from vllm_module.testing.life import assert_meta_first, assert_pure, assert_reload_in_place
+from vllm_module.testing.poison import poisoned_memory
+from vllm_module.testing.sharding import assert_routed_exactly, assert_sharding_equivalent
+from vllm_module.testing.sources import failing_reads, failing_stream
+from vllm_module.testing.strategies import (
+    HeadLayout,
+    ParameterLayout,
+    dim_layouts,
+    dtypes,
+    features,
+    head_layouts,
+    model_configs,
+    parameter_layouts,
+    tp_sizes,
+    vocabularies,
+)
+
+# In the order of the laws, 1 to 10.
+LAWS: tuple[Law, ...] = (
+    assert_accounting_exact,
+    assert_order_independent,
+    assert_sharding_equivalent,
+    assert_routed_exactly,
+    assert_pure,
+    assert_meta_first,
+    assert_memory_bounded,
+    assert_reads_what_it_keeps,
+    assert_reload_in_place,
+    assert_cost_linear,
+)
+
+__all__ = [
+    "LAWS",
+    "HeadLayout",
+    "Law",
+    "ParameterLayout",
+    "assert_accounting_exact",
+    "assert_cost_linear",
+    "assert_memory_bounded",
+    "assert_meta_first",
+    "assert_order_independent",
+    "assert_pure",
+    "assert_reads_what_it_keeps",
+    "assert_reload_in_place",
+    "assert_routed_exactly",
+    "assert_sharding_equivalent",
+    "dim_layouts",
+    "dtypes",
+    "failing_reads",
+    "failing_stream",
+    "features",
+    "head_layouts",
+    "model_configs",
+    "parameter_layouts",
+    "poisoned_memory",
+    "random_weights",
+    "tp_sizes",
+    "vocabularies",
+    "write_checkpoint",
+]

@@ -1,0 +1,171 @@
+"""Checkpoints made up for a module: their values, the forms they come in, and files of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+
+def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Tensors:
+    """Return a tensor of random values for each name, of the shape and dtype given with it.
+
+    ``expected`` is what :meth:`vLLMModule.expected_weights` returns. Matrices are normal, scaled by
+    the root of their last dimension, so that outputs stay of the order of inputs; vectors are
+    positive, for they may be variances.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _random(like, generator) for name, like in expected.items()}
+
+
+def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if like.dtype.is_floating_point:
+        if like.dim() < 2 or like.dtype.itemsize == 1:  # some 8-bit formats have no sign
+            return (torch.rand(like.shape, generator=generator) + 0.5).to(like.dtype)
+        values = torch.randn(like.shape, generator=generator)
+        return (values / like.shape[-1] ** 0.5).to(like.dtype)
+    most = 2 if like.dtype == torch.bool else 127
+    return torch.randint(1, most, like.shape, generator=generator).to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused parameter: its own name, and the names and dimension that its parts are stored by."""
+
+    name: str
+    parts: tuple[str, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names a checkpoint of a module may use, beside those it expects.
+
+    Attributes:
+        fused: the fused parameters, which may be stored as one tensor each.
+        tied: for each expected name of a tied tensor, the other names of the same tensor.
+        skipped: names that some owner's rule leaves out.
+
+    """
+
+    fused: tuple[Fused, ...]
+    tied: Mapping[str, tuple[str, ...]]
+    skipped: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: vLLMModule) -> Names:
+        """Read them off what the modules of a tree declare."""
+        fused: list[Fused] = []
+        skipped: list[str] = []
+        tied: dict[str, tuple[str, ...]] = {}
+        first: dict[int, str] = {}
+        for prefix, owner in module.named_modules():
+            at = f"{prefix}." if prefix else ""
+            for attr, tensor in owner.named_parameters(recurse=False, remove_duplicate=False):
+                name = f"{at}{attr}"
+                if id(tensor) in first:
+                    tied[first[id(tensor)]] = (*tied.get(first[id(tensor)], ()), name)
+                    continue
+                first[id(tensor)] = name
+                if isinstance(tensor, BasevLLMParameter) and any(tensor.slots):
+                    assert isinstance(owner, vLLMModule), f"{name} has slots that nobody declares"
+                    # The layer's declaration has the order, which the parameter has to follow.
+                    parts = tuple(part_name(name, slot) for slot in owner.shard_names)
+                    fused.append(Fused(name, parts, tensor.slot_dim))
+            if isinstance(owner, vLLMModule):
+                skipped += [f"{at}{component}" for component in owner.skipped_weights]
+        return cls(tuple(fused), tied, tuple(skipped))
+
+
+def part_name(path: str, slot: str) -> str:
+    """Return the name by which a checkpoint stores slot ``slot`` of the parameter at ``path``.
+
+    ``layers.0.qkv_proj.weight`` and ``q_proj`` give ``layers.0.q_proj.weight``: a part is stored
+    where its layer is.
+    """
+    above, _, attr = path.rpartition(".")
+    layers, dot, _ = above.rpartition(".")
+    return f"{layers}{dot}{slot}.{attr}"
+
+
+def fuse(tensors: Mapping[str, torch.Tensor], layers: Sequence[Fused]) -> Tensors:
+    """Return ``tensors`` with the parts of each of ``layers`` stored as the one fused tensor."""
+    stored = dict(tensors)
+    for layer in layers:
+        parts = [stored.pop(part) for part in layer.parts]
+        stored[layer.name] = torch.cat(parts, dim=layer.dim)
+    return stored
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    files: int = 1,
+    fused: Sequence[Fused] = (),
+    renamed: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint in Hugging Face's layout into ``folder``, and return it.
+
+    Args:
+        folder: is made if it is not there.
+        tensors: by name, in the order in which they are stored; tensors that share memory are
+            stored each on their own.
+        files: how many files they are dealt out to; several get an index.
+        fused: layers whose parts are stored as one tensor.
+        renamed: other names for some of the tensors.
+        config: the entries of ``config.json``, which is not written without them.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    renamed = renamed or {}
+    stored = {
+        renamed.get(name, name): tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in fuse(tensors, fused).items()
+    }
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(dict(config), indent=2))
+    if files == 1:
+        save_file(stored, folder / "model.safetensors")
+        return folder
+    weight_map: dict[str, str] = {}
+    names = list(stored)
+    for index in range(files):
+        file = f"model-{index + 1:05}-of-{files:05}.safetensors"
+        held = names[index::files]
+        save_file({name: stored[name] for name in held}, folder / file)
+        weight_map |= dict.fromkeys(held, file)
+    index_file = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
+    return folder
+
+
+def state(module: nn.Module) -> Tensors:
+    """Return a copy of every parameter and persistent buffer, by path."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are alike in shape, dtype and every bit, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def assert_same_state(got: Tensors, expected: Tensors, what: str) -> None:
+    """Compare two models' tensors bit by bit; ``what`` ends the message."""
+    assert got.keys() == expected.keys(), f"{sorted(got.keys() ^ expected.keys())} {what}"
+    for path, tensor in expected.items():
+        assert same_bits(got[path], tensor), f"{path} has other bits {what}"

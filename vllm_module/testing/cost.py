@@ -1,0 +1,130 @@
+"""Laws of what a load costs: memory, bytes read, and the work of routing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter, Slot
+from vllm_module.testing.case import Case, law
+from vllm_module.testing.sources import WatchedSource, WatchedStream
+
+
+@law
+def assert_reads_what_it_keeps(case: Case) -> None:
+    """Law 8: a rank reads what it keeps, once, and not before every name has found its place."""
+    module = case.build(case.rank, case.size)
+    source = WatchedSource(case.tensors)
+    module.load_weights(source)
+    watch = source.watch
+    assert watch.routed, "a byte was read before every name was routed"
+    kept = sum(map(_kept, _loaded(module)))
+    read = sum(prod(shape) for _, _, shape in watch.reads)
+    assert read == kept, f"{case.at()} keeps {kept} elements and reads {read}"
+    for part, times in Counter(watch.reads).items():
+        assert times == 1, f"{case.at()} reads {part[0]} from {part[1]}, {part[2]}, {times} times"
+
+
+def _loaded(module: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that a checkpoint fills, tied ones once."""
+    persistent = module.state_dict().keys()
+    buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
+    return [*module.parameters(), *buffers]
+
+
+def _kept(tensor: torch.Tensor) -> int:
+    """Return how many elements come from the checkpoint: all but padding."""
+    if not isinstance(tensor, BasevLLMParameter):
+        return tensor.numel()
+    return prod(
+        sum(_length(slot, tensor.tp_rank, tensor.tp_size) for slot in dim.slots)
+        for dim in tensor.dims
+    )
+
+
+def _length(slot: Slot, tp_rank: int, tp_size: int) -> int:
+    """Return the features of ``slot`` that a rank keeps, counted one by one."""
+    each, ranks_a_part = slot.padded // slot.parts, tp_size // slot.parts
+    mine = [feature // each == tp_rank // ranks_a_part for feature in range(slot.size)]
+    return sum(mine)
+
+
+@law
+def assert_memory_bounded(case: Case) -> None:
+    """Law 7: a load takes the final size, and a stream one tensor at a time.
+
+    No streamed tensor is held while the next one is made, and all memory that is allocated on
+    the way, at its peak, is the parameters' own and one tensor of the checkpoint.
+    """
+    module = case.build(case.rank, case.size)
+    stream = WatchedStream(case.tensors)
+    with _Allocations() as allocations:
+        module.load_weights(stream)
+    held = 1 if case.overridden else 0  # an override's own loop holds what it handed down
+    assert stream.most_held <= held, f"{stream.most_held} streamed tensors are held at a time"
+    final = sum(tensor.nbytes for tensor in _loaded(module))
+    largest = max(tensor.nbytes for tensor in case.tensors.values())
+    assert allocations.peak <= final + (1 + held) * largest, (
+        f"loading {final} bytes, of which the largest tensor has {largest} in the checkpoint, "
+        f"took {allocations.peak}"
+    )
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as PyTorch has it
+    """Follows the memory that PyTorch allocates in this thread; ``peak`` is the most, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._live = {key: of for key, of in self._live.items() if not of[0].expired()}
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                alive: Any = StorageWeakRef
+                self._live[storage._cdata] = alive(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+@law
+def assert_cost_linear(case: Case) -> None:
+    """Law 10: routing costs as much for each name in a large tree as in a small one, in any order.
+
+    Counted in function calls, names of different modules taking turns.
+    """
+    few, many = _routing_calls(case, 3), _routing_calls(case, 12)
+    assert many <= 4.2 * few, f"four times the names take {many / few:.1f} times the calls"
+
+
+def _routing_calls(case: Case, copies: int) -> int:
+    forest = vLLMModule()
+    forest.trees = nn.ModuleList(vLLMModule() for _ in range(copies))
+    for each in forest.trees:
+        each.tree = case.build()
+    expected = forest.expected_weights()
+    pairs = [(name, expected[name]) for name in sorted(expected, key=lambda name: name[::-1])]
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        forest.plan_weights(pairs)
+    finally:
+        sys.setprofile(before)
+    return calls

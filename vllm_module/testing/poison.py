@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill new memory with NaN (integers: their largest value), so that what nobody wrote shows.
+
+    PyTorch does it itself in deterministic mode, for ``torch.empty`` and everything like it.
+    """
+    before = torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings():
+        # An operation that has no deterministic form is no news here.
+        warnings.filterwarnings("ignore", ".*deterministic", UserWarning)
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)

@@ -1,0 +1,191 @@
+"""Laws of where weights go: each to its slot, by its whole name, and to the ranks that keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from vllm_module.errors import UnexpectedWeightError
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter, Slot
+from vllm_module.testing.case import Case, law, refusal
+from vllm_module.testing.checkpoints import (
+    Names,
+    Tensors,
+    assert_same_state,
+    fuse,
+    part_name,
+    same_bits,
+    state,
+)
+
+# How far sharded outputs may be from unsharded ones, as a part of the largest: sums are taken in
+# another order. float64 models normalize and rotate in float32.
+_WITHIN = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@law
+def assert_sharding_equivalent(case: Case) -> None:
+    """Law 3: the ranks' shards cover every tensor, and all ranks together compute the same.
+
+    Put together again, they give the checkpoint bit for bit: replicas agree, padding is zero,
+    nothing is left out. Then, where the module has a ``forward``, every rank's outputs are those
+    of the unsharded module, up to the order of sums.
+    """
+    size, whole, tensors = case.size, case.build(), case.tensors
+    assert_covers(case)
+    inputs = case.inputs
+    whole.load_weights(tensors)
+    if inputs is None:
+        return
+    expected = case.run(whole)
+    assert all(output.isfinite().all() for output in expected), "unsharded outputs are not finite"
+
+    def outputs(module: vLLMModule) -> list[torch.Tensor]:
+        module.load_weights(tensors)
+        return case.run(module)
+
+    for rank, got in enumerate(case.on_every_rank(outputs)):
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            where = f"output {index} of rank {rank} of {size}"
+            assert one.shape == other.shape, f"{where}: {list(one.shape)}, not {list(other.shape)}"
+            error, most = (one - other).abs().max().item(), other.abs().max().item()
+            assert error <= _WITHIN[other.dtype] * most, (
+                f"{where} differs by {error:.3g} from the unsharded module's, whose largest is "
+                f"{most:.3g}"
+            )
+
+
+def assert_covers(case: Case) -> None:
+    """Put the ranks' parameters together and compare them with the checkpoint, bit by bit."""
+    size, tensors = case.size, case.tensors
+
+    def load(module: vLLMModule) -> Tensors:
+        module.load_weights(tensors)
+        # Processes exchange tensors by pickle, which knows no floats of 8 bits.
+        return {
+            path: tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+            for path, tensor in state(module).items()
+        }
+
+    whole = case.build()
+    whole.load_weights(tensors)
+    together = _stored(case.build(0, size), case.on_every_rank(load), f"over {size} ranks")
+    alone = _stored(case.whole, [state(whole)], "on one rank")
+    assert together.keys() == alone.keys(), f"{sorted(together.keys() ^ alone.keys())}"
+    tied = {name for names in Names.of(case.whole).tied.values() for name in names}
+    for name, (path, tensor) in alone.items():
+        assert same_bits(together[name][1], tensor), (
+            f"{path} over {size} ranks, put together, is not what one rank holds of {name}"
+        )
+        if name in tied or case.overridden:
+            continue
+        assert name in tensors, f"{path} keeps {name}, which a whole checkpoint does not hold"
+        given = tensors[name].to(tensor.dtype)
+        assert same_bits(tensor, given.reshape(tensor.shape)), (
+            f"{path} on one rank is not the checkpoint's {name}"
+        )
+
+
+def _stored(
+    module: vLLMModule, ranks: list[Tensors], where: str
+) -> dict[str, tuple[str, torch.Tensor]]:
+    """Return what the ranks' states make up together, by checkpoint name, each with its path."""
+    declared = dict(module.named_parameters(remove_duplicate=False))
+    found = {}
+    for path in ranks[0]:
+        parameter = declared.get(path)
+        tensors = [rank[path] for rank in ranks]
+        if isinstance(parameter, BasevLLMParameter):
+            tensors = [tensor.view(parameter.dtype) for tensor in tensors]
+            for slot, tensor in reassemble(parameter, tensors, f"{path} {where}").items():
+                found[part_name(path, slot) if slot else path] = path, tensor
+            continue
+        for rank, tensor in enumerate(tensors):
+            assert same_bits(tensor, tensors[0]), f"{path} {where}: rank {rank} is not rank 0"
+        found[path] = path, tensors[0]
+    return found
+
+
+def reassemble(
+    parameter: BasevLLMParameter, ranks: Sequence[torch.Tensor], what: str
+) -> dict[str, torch.Tensor]:
+    """Put all ranks' tensors of one parameter together: a tensor for each slot, as stored.
+
+    Works from the declared dimensions alone, so that it shares no arithmetic with what cut them.
+    Raises ``AssertionError`` where replicas differ or padding is not zero; ``what`` names it.
+    """
+    stored = {}
+    at = 0
+    for slot in parameter.dims[parameter.slot_dim].slots:
+        room = slot.padded // slot.parts
+        pieces = [tensor.narrow(parameter.slot_dim, at, room) for tensor in ranks]
+        at += room
+        for dim, declared in enumerate(parameter.dims):
+            of_dim = slot if dim == parameter.slot_dim else declared.slots[0]
+            if of_dim.parts > 1:
+                pieces = [_joined(pieces, of_dim, dim, f"slot {slot.name!r} of {what}")]
+        for rank, piece in enumerate(pieces):
+            assert same_bits(piece, pieces[0]), f"{what}: slot {slot.name!r}: rank {rank} differs"
+        whole = pieces[0]
+        for dim, declared in enumerate(parameter.dims):
+            size = (slot if dim == parameter.slot_dim else declared.slots[0]).size
+            padding = whole.narrow(dim, size, whole.shape[dim] - size)
+            assert not padding.to(torch.float64).count_nonzero(), f"{what}: padding is not zero"
+            whole = whole.narrow(dim, 0, size)
+        stored[slot.name] = whole
+    assert at == ranks[0].shape[parameter.slot_dim], f"{what}: its slots do not fill it"
+    return stored
+
+
+def _joined(pieces: list[torch.Tensor], slot: Slot, dim: int, what: str) -> torch.Tensor:
+    """Join the parts along ``dim``; neighbouring ranks share one where there are more ranks."""
+    share = len(pieces) // slot.parts
+    for rank, piece in enumerate(pieces):
+        first = rank // share * share
+        assert same_bits(piece, pieces[first]), f"{what}: rank {rank} is no copy of rank {first}"
+    return torch.cat(pieces[::share], dim=dim)
+
+
+@law
+def assert_routed_exactly(case: Case) -> None:
+    """Law 4: a name reaches the one slot that it names, whole components compared, and no other.
+
+    A fused layer that is stored as one tensor, its parts in the order of ``shard_names``, loads
+    like its parts: cut by slot first and by rank then. A name that only resembles one that the
+    module knows, or that belongs elsewhere in the tree, is unexpected.
+    """
+    names = Names.of(case.whole)
+    split, whole = case.build(case.rank, case.size), case.build(case.rank, case.size)
+    split.load_weights(case.tensors)
+    whole.load_weights(fuse(case.tensors, names.fused))
+    assert_same_state(state(whole), state(split), f"on {case.at()} when it is stored fused")
+
+    known = {*case.tensors, *(layer.name for layer in names.fused), *names.skipped}
+    known = known.union(*names.tied.values())
+    name = case.draw(st.sampled_from(sorted(case.tensors)), "name")
+    similar = case.draw(st.sampled_from(sorted(_resembling(name, known))), "similar name")
+    module = case.build(case.rank, case.size)
+    error = refusal(
+        UnexpectedWeightError,
+        lambda: module.load_weights(case.tensors | {similar: case.tensors[name]}),
+        f"{similar!r}, which only resembles {name!r}, was not refused",
+    )
+    assert error.report is not None
+    assert [problem.name for problem in error.report.unexpected] == [similar], str(error)
+
+
+def _resembling(name: str, known: set[str]) -> set[str]:
+    """Return names that differ from ``name`` in one component, none of them a known one."""
+    components = name.split(".")
+    others = {component for other in known for component in other.split(".")}
+    similar = set()
+    for at, component in enumerate(components):
+        variants = {component + component, component[:-1], component + "s", "x" + component}
+        variants |= {component.swapcase(), "0" + component, "", " " + component} | others
+        for variant in variants - {component}:
+            similar.add(".".join((*components[:at], variant, *components[at + 1 :])))
+        similar.add(".".join((*components[:at], *components[at + 1 :])))
+    return similar - known

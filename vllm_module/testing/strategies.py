@@ -1,0 +1,296 @@
+"""What the laws are held against: sizes, layouts, dtypes, parameters and model configurations.
+
+Everything shrinks towards the plainest: one rank, one head, the smallest features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from vllm_module.config import HFConfig
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ColumnvLLMParameter,
+    Dim,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedColumnParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+    RowvLLMParameter,
+    Slot,
+)
+
+
+def tp_sizes(most: int = 8) -> st.SearchStrategy[int]:
+    """Draw a tensor-parallel size, a power of two or not."""
+    return st.integers(1, most)
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    """Draw a dtype that a weight is stored and held in without being quantized."""
+    return st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+def features(most: int = 3) -> st.SearchStrategy[int]:
+    """Draw a number of features that many tensor-parallel sizes divide."""
+    factors = st.tuples(st.integers(1, most), st.sampled_from([1, 2, 6, 8, 24]))
+    return factors.map(lambda pair: pair[0] * pair[1])
+
+
+def vocabularies(most: int = 150) -> st.SearchStrategy[int]:
+    """Draw a vocabulary: nearly every one needs padding, and ranks may hold padding alone."""
+    return st.integers(1, most)
+
+
+class HeadLayout(NamedTuple):
+    """Query heads, the key-value heads they share, and the features of each."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+@st.composite
+def head_layouts(draw: st.DrawFn) -> HeadLayout:
+    """Draw heads; where there are fewer key-value heads than ranks, ranks replicate them."""
+    heads = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12]))
+    kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    return HeadLayout(heads, kv_heads, draw(st.sampled_from([2, 4, 6])))
+
+
+class SlotLayout(NamedTuple):
+    """A slot whatever the tensor-parallel size: ``most_parts`` are the most it can be cut into."""
+
+    name: str
+    size: int
+    most_parts: int
+    padded: int
+
+    def at(self, tp_size: int) -> Slot:
+        """Return the slot for one size."""
+        return Slot(self.name, self.size, min(self.most_parts, tp_size), self.padded)
+
+
+DimLayout = tuple[SlotLayout, ...]
+
+
+@st.composite
+def dim_layouts(
+    draw: st.DrawFn, *, unit: int = 1, cut: bool = True, fused: bool = True, partial: bool = False
+) -> DimLayout:
+    """Draw a dimension: one slot, padded or not, or several with names, some of them replicated.
+
+    Args:
+        unit: features that no edge may fall between, such as those of a packed element.
+        cut: whether ranks share it; else every rank keeps it whole.
+        fused: whether it may have several slots.
+        partial: whether the last unit may be incomplete where nothing is cut, as blocks may.
+
+    """
+    count = draw(st.integers(1, 3)) if fused else 1
+    slots = []
+    for name in ("q_proj", "k_proj", "v_proj")[:count] if count > 1 else ("",):
+        most_parts = draw(st.sampled_from([32, 8, 4, 2])) if cut else 1
+        padded = unit * (draw(st.sampled_from([24, 30, 48])) if cut else draw(st.integers(1, 5)))
+        size = padded
+        if cut and count == 1 and draw(st.booleans()):
+            size = draw(st.integers(1, padded))
+        slots.append(SlotLayout(name, size, most_parts, padded))
+    if partial and not cut:
+        name, size, parts, _ = slots[-1]
+        size -= draw(st.integers(0, unit - 1))
+        slots[-1] = SlotLayout(name, size, parts, size)
+    return tuple(slots)
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """A typed parameter, whatever the tensor-parallel size: ``build`` makes it for one.
+
+    Attributes:
+        cls: its class.
+        output, input: the features of the layer it belongs to; ``None`` where it has none.
+        entries: further arguments of the constructor.
+        dtype: of the parameter.
+
+    """
+
+    cls: type[BasevLLMParameter]
+    output: DimLayout | None
+    input: DimLayout | None
+    entries: Mapping[str, Any]
+    dtype: torch.dtype
+
+    def build(self) -> BasevLLMParameter:
+        """Return the parameter of the rank whose tensor-parallel group surrounds the call."""
+        group = tensor_parallel_group()
+        dims = [
+            Dim(tuple(slot.at(group.size) for slot in dim))
+            for dim in (self.output, self.input)
+            if dim is not None
+        ]
+        return self.cls(
+            *dims, **self.entries, tp_rank=group.rank, tp_size=group.size, dtype=self.dtype
+        )
+
+
+@st.composite
+def _weights(
+    draw: st.DrawFn,
+    /,
+    cls: type[BasevLLMParameter],
+    dtypes: st.SearchStrategy[torch.dtype],
+    units: tuple[int, int] = (1, 1),
+    partial: bool = False,
+    **entries: Any,
+) -> ParameterLayout:
+    """Draw ``[output, input]``, of which ranks share one: they lie on one axis."""
+    column = draw(st.booleans())
+    output = draw(dim_layouts(unit=units[0], cut=column, partial=partial))
+    inputs = draw(dim_layouts(unit=units[1], cut=not column, fused=False, partial=partial))
+    return ParameterLayout(cls, output, inputs, entries, draw(dtypes))
+
+
+def _outputs(
+    cls: type[BasevLLMParameter],
+    dtypes: st.SearchStrategy[torch.dtype],
+    unit: int = 1,
+    **entries: Any,
+) -> st.SearchStrategy[ParameterLayout]:
+    output = st.booleans().flatmap(lambda cut: dim_layouts(unit=unit, cut=cut))
+    return st.builds(ParameterLayout, st.just(cls), output, st.none(), st.just(entries), dtypes)
+
+
+_PACKED = st.sampled_from([torch.int32, torch.uint8])
+_SCALES = st.sampled_from([torch.float32, torch.bfloat16])
+_FACTORS = st.sampled_from([2, 8])
+_WEIGHTS = st.one_of(
+    dtypes(), st.sampled_from([torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool])
+)
+
+_LAYOUTS: Mapping[type[BasevLLMParameter], st.SearchStrategy[ParameterLayout]] = {
+    BasevLLMParameter: _weights(BasevLLMParameter, _WEIGHTS),
+    ModelWeightParameter: _weights(ModelWeightParameter, _WEIGHTS),
+    ColumnvLLMParameter: _outputs(ColumnvLLMParameter, dtypes()),
+    RowvLLMParameter: st.builds(
+        ParameterLayout,
+        st.just(RowvLLMParameter),
+        st.none(),
+        st.booleans().flatmap(lambda cut: dim_layouts(cut=cut, fused=False)),
+        st.just({}),
+        st.sampled_from([torch.int32, torch.float32]),
+    ),
+    PackedvLLMParameter: st.tuples(st.integers(0, 1), _FACTORS).flatmap(
+        lambda drawn: _weights(
+            PackedvLLMParameter,
+            _PACKED,
+            units=(1, drawn[1]) if drawn[0] else (drawn[1], 1),
+            packed_dim=drawn[0],
+            packed_factor=drawn[1],
+        )
+    ),
+    PackedColumnParameter: _FACTORS.flatmap(
+        lambda factor: _outputs(PackedColumnParameter, _PACKED, factor, packed_factor=factor)
+    ),
+    PerTensorScaleParameter: _outputs(PerTensorScaleParameter, _SCALES),
+    ChannelQuantScaleParameter: _outputs(ChannelQuantScaleParameter, _SCALES),
+    GroupQuantScaleParameter: st.sampled_from([2, 32]).flatmap(
+        lambda size: _weights(
+            GroupQuantScaleParameter, _SCALES, (1, size), partial=True, group_size=size
+        )
+    ),
+    BlockQuantScaleParameter: st.tuples(*[st.sampled_from([1, 4, 16])] * 2).flatmap(
+        lambda block: _weights(BlockQuantScaleParameter, _SCALES, block, partial=True, block=block)
+    ),
+}
+
+
+def parameter_classes() -> tuple[type[BasevLLMParameter], ...]:
+    """Return the parameter classes that :func:`parameter_layouts` can draw."""
+    return tuple(_LAYOUTS)
+
+
+def parameter_layouts(cls: type[BasevLLMParameter]) -> st.SearchStrategy[ParameterLayout]:
+    """Draw a layout of parameters of class ``cls``."""
+    return _LAYOUTS[cls]
+
+
+_ACTIVATIONS = st.sampled_from(["silu", "gelu_pytorch_tanh"])
+_WINDOWS = st.none() | st.integers(1, 4)
+_ROPE = st.sampled_from(
+    [
+        {"rope_type": "default", "rope_theta": 100.0},
+        {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+    ]
+)
+_QWEN_WINDOWS: Mapping[str, st.SearchStrategy[Any]] = {
+    "use_sliding_window": st.booleans(),
+    "sliding_window": st.integers(1, 4),
+    "max_window_layers": st.integers(0, 2),
+}
+
+_ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
+    "GraniteForCausalLM": {
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "embedding_multiplier": st.sampled_from([1.0, 3.0]),
+        "residual_multiplier": st.sampled_from([1.0, 0.5]),
+        "attention_multiplier": st.sampled_from([1.0, 0.25]),
+        "logits_scaling": st.sampled_from([1.0, 4.0]),
+    },
+    "LlamaForCausalLM": {
+        "attention_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "hidden_act": _ACTIVATIONS,
+    },
+    "MistralForCausalLM": {"sliding_window": _WINDOWS},
+    "Qwen2ForCausalLM": _QWEN_WINDOWS,
+    "Qwen3ForCausalLM": {"attention_bias": st.booleans(), **_QWEN_WINDOWS},
+}
+
+
+def architectures() -> tuple[str, ...]:
+    """Return the architectures that :func:`model_configs` knows by name."""
+    return tuple(_ARCHITECTURES)
+
+
+@st.composite
+def model_configs(
+    draw: st.DrawFn, architecture: str | None = None, /, **entries: st.SearchStrategy[Any]
+) -> HFConfig:
+    """Draw a whole tiny ``config.json`` of a causal language model.
+
+    Args:
+        architecture: a registered one, whose own entries are drawn too.
+        **entries: strategies for further entries, or in place of those drawn here.
+
+    """
+    layout = draw(head_layouts())
+    drawn: dict[str, Any] = {
+        "architectures": [architecture or "TestForCausalLM"],
+        "num_hidden_layers": draw(st.integers(1, 2)),
+        "hidden_size": draw(st.sampled_from([4, 6, 8])),
+        "num_attention_heads": layout.heads,
+        "num_key_value_heads": layout.kv_heads,
+        "head_dim": layout.head_size,
+        # Sizes that divide the heads should divide this too, or else every case is a refusal.
+        "intermediate_size": layout.heads * draw(st.integers(1, 3)),
+        "vocab_size": draw(vocabularies()),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": draw(_ROPE),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+    }
+    chosen = dict(_ARCHITECTURES[architecture]) if architecture else {}
+    drawn |= {name: draw(strategy) for name, strategy in (chosen | entries).items()}
+    return HFConfig(**drawn)
