@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from vllm_module.testing import LAWS, assert_sharding_equivalent
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -18,11 +21,35 @@ def test_the_model_of_the_readme_loads_at_every_size(capsys: pytest.CaptureFixtu
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     shown = re.search(r"```text\n(.*?)```", README, re.DOTALL)
     assert shown is not None
-    namespace: dict[str, object] = {"__name__": "readme"}
-    for block in blocks[:2]:
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks[:3]:
         exec(compile(block, "README.md", "exec"), namespace)
     assert capsys.readouterr().out == shown.group(1)
     assert len(blocks[0].splitlines()) < 35
+    assert len(blocks[2].splitlines()) <= 10
+    for law in LAWS:
+        namespace["test_my_model_keeps_the_law"](law)
+
+
+def test_the_mistake_of_the_readme_is_told_as_shown() -> None:
+    """A forgotten reduction is reported with the message and the numbers that the README prints."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shown = re.findall(r"```text\n(.*?)```", README, re.DOTALL)[1]
+    wrong = blocks[0].replace(
+        "inner, hidden, bias=False)", "inner, hidden, bias=False, reduce_results=False)"
+    )
+    assert wrong != blocks[0]
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for block in (wrong, "import torch", blocks[2]):
+        exec(compile(block, "README.md", "exec"), namespace)
+    with pytest.raises(AssertionError) as failed:
+        namespace["test_my_model_keeps_the_law"](assert_sharding_equivalent)
+    told = [f"AssertionError: {failed.value}", *"\n".join(failed.value.__notes__).splitlines()]
+    told = [line.partition("  #")[0] for line in told if line.startswith(("Assertion", "Draw"))]
+    # How far outputs differ depends on the last bits of a matmul.
+    assert [re.sub(r"0\.\d+", "x", line) for line in told] == [
+        re.sub(r"0\.\d+", "x", line) for line in shown.splitlines()
+    ]
 
 
 def test_transformers_warns_of_a_missing_weight_and_goes_on(

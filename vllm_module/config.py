@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PositiveFloat,
     PositiveInt,
     TypeAdapter,
     ValidationError,
@@ -44,10 +45,13 @@ class LoadConfig(_Closed):
 
     Attributes:
         show_progress: draw a progress bar with bytes and rate on standard error.
+        timeout: seconds that a rank in a process of its own, once it is done, waits for the
+            others to find (and download) the checkpoint, and then to load it.
 
     """
 
     show_progress: bool = False
+    timeout: PositiveFloat = Field(default=600.0, allow_inf_nan=False)
 
 
 class DeviceConfig(_Closed):

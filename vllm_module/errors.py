@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,3 +51,11 @@ class UnsupportedModelError(WeightLoadError):
 
 class ModelNotReadyError(RuntimeError):
     """A module was run before its weights were complete, or after an update broke midway."""
+
+
+class RankError(RuntimeError):
+    """Ranks of the group ended, hang, refused or differ; ``ranks`` has their numbers in it."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(sorted(ranks))

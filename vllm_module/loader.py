@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vllm_module.config import DeviceConfig, HFConfig, LoadConfig, ModelConfig
-from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.distributed import ProcessGroup, tensor_parallel_group, together
+from vllm_module.errors import CheckpointFormatError, RankError, UnsupportedModelError
 from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter
 from vllm_module.registry import model_class
-from vllm_module.weights import Checkpoint, open_checkpoint, resolve
+from vllm_module.weights import Checkpoint, open_checkpoint, read_json, resolve
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+T = TypeVar("T")
 
 # The default dtype is the process's, and simulated ranks build in threads of their own.
 _one_default_dtype = threading.Lock()
@@ -34,44 +41,140 @@ def get_model(
 ) -> vLLMModule:
     """Build the model a checkpoint describes, load it, and return it in evaluation mode.
 
-    The rank and size are those of the surrounding :func:`tensor_parallel` or process group.
+    The rank and size are those of the surrounding :func:`tensor_parallel` or process group. The
+    ranks of a process group load together: all of them get their model, or none does.
 
     Raises:
         WeightLoadError: the checkpoint, its configuration or its architecture is refused.
+        RankError: other ranks refused, ended or hang, or have another checkpoint.
 
     """
-    folder = resolve(model_config.model, model_config.revision)
-    config = read_config(folder, model_config)
-    with open_checkpoint(folder) as checkpoint:
-        dtype = parameter_dtype(model_config, config, checkpoint)
+    load_config = load_config or LoadConfig()
+    timeout = load_config.timeout
+
+    def find() -> tuple[HFConfig, torch.dtype, Checkpoint]:
+        folder = resolve(model_config.model, model_config.revision)
+        config = read_config(folder, model_config)
+        checkpoint = open_checkpoint(folder)
+        return config, parameter_dtype(model_config, config, checkpoint), checkpoint
+
+    config, dtype, checkpoint = in_step(find, lambda found: describe(*found), timeout)
+
+    def load() -> vLLMModule:
         model = build_model(config, dtype, (device_config or DeviceConfig()).torch_device)
-        shown = load_config is not None and load_config.show_progress
-        with progress(model, checkpoint) if shown else nullcontext():
+        with progress(model, checkpoint) if load_config.show_progress else nullcontext():
             model.load_weights(checkpoint.items())  # pairs, as an override expects them
-    return model.eval()
+        return model
+
+    with checkpoint:
+        return in_step(load, digests, timeout).eval()
+
+
+def in_step(work: Callable[[], T], describe: Callable[[T], Mapping[str, str]], timeout: float) -> T:
+    """Do ``work``; in a process group, on every rank, with results that are described alike.
+
+    Raises what ``work`` raises here, and ``RankError`` for what other ranks did instead.
+    """
+    group = tensor_parallel_group()
+    if not isinstance(group, ProcessGroup) or group.size == 1:
+        return work()
+    results = []
+
+    def described() -> Mapping[str, str]:
+        results.append(work())
+        return describe(results[0])
+
+    demand_alike(together(described, timeout=timeout))
+    return results[0]
+
+
+def demand_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``RankError``, naming ranks whose description is not that of most, and what differs."""
+    alike: dict[frozenset[tuple[str, str]], list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        alike.setdefault(frozenset(description.items()), []).append(rank)
+    if len(alike) == 1:
+        return
+    most, *others = sorted(alike.values(), key=len, reverse=True)
+    tie = len(most) == len(others[0])
+    ranks = [rank for few in ([most, *others] if tie else others) for rank in few]
+    versus = " and ".join(map(_ranks, [most, *others] if tie else others))
+    differ = "differ" if tie else f"differ{'s' if len(ranks) == 1 else ''} from the others"
+    lines = [f"{versus} of {len(descriptions)} {differ}:"]
+    for name in dict.fromkeys(name for description in descriptions for name in description):
+        said: dict[str, list[int]] = {}
+        for rank, description in enumerate(descriptions):
+            said.setdefault(description.get(name, "not there"), []).append(rank)
+        if len(said) > 1:
+            values = "; ".join(f"{_brief(value)} on {_ranks(of)}" for value, of in said.items())
+            lines.append(f"  {name}: {values}")
+    if len(lines) > 12:
+        lines[12:] = [f"  and {len(lines) - 12} more"]
+    lines.append("Give every rank the same checkpoint, configuration and dtype.")
+    raise RankError("\n".join(lines), ranks)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _brief(value: str) -> str:
+    return value if len(value) <= 50 else f"{value[:20]}..."
+
+
+def describe(config: HFConfig, dtype: torch.dtype, checkpoint: Checkpoint) -> dict[str, str]:
+    """Say what a model is made from, so that ranks can compare it before they read a tensor."""
+    entries = config.model_dump()
+    said = {
+        f"config.json's {name}": json.dumps(entries[name], sort_keys=True, default=repr)
+        for name in sorted(entries)
+    }
+    return {"checkpoint files": checkpoint.fingerprint, "dtype": str(dtype)} | said
+
+
+def digests(model: vLLMModule) -> dict[str, str]:
+    """Return a digest of each tensor of ``model`` that every rank keeps whole, by its name."""
+    stored = model.state_dict(keep_vars=True)  # without buffers that no checkpoint holds
+    tensors = {name: t for name, t in stored.items() if isinstance(t, torch.Tensor)}
+    return {f"{name} after loading": _digest(t) for name, t in tensors.items() if _is_whole(t)}
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, BasevLLMParameter):
+        return True
+    return all(slot.parts == 1 for dim in tensor.dims for slot in dim.slots)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    if not data.numel():
+        return ""
+    held = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+    return hashlib.sha256(held).hexdigest()[:32]
 
 
 def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     """Read and check ``config.json`` in ``folder``, with the overrides of ``model_config``."""
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointFormatError(
             f"{folder} has no config.json: expected a folder in Hugging Face layout with "
             "config.json beside the .safetensors files"
         )
-    try:
-        entries = json.loads(path.read_bytes())
-        if not isinstance(entries, dict):
-            raise ValueError("expected an object at the top level")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"{path} is not valid JSON: {error}") from None
-    entries |= model_config.hf_overrides
+    entries: dict[str, Any] = read_json(path, folder) | model_config.hf_overrides
     try:
         config = HFConfig(**entries)
     except ValidationError as error:
-        problems = "; ".join(map(_in_words, error.errors()))
+        problems = "; ".join(map(_in_words, error.errors()))[:1000]  # values of any length in it
         raise CheckpointFormatError(f"{path} does not describe a model: {problems}") from None
-    limit = config.context_length
+    try:
+        limit = config.context_length
+    except (ArithmeticError, TypeError, ValueError):
+        limit = -1
+    if limit is not None and (type(limit) is not int or limit < 0):
+        raise CheckpointFormatError(
+            f"{path}: max_position_embeddings and rope scaling give no number of positions"
+        )
     if limit and model_config.max_model_len and model_config.max_model_len > limit:
         raise UnsupportedModelError(
             f"max_model_len {model_config.max_model_len} exceeds the {limit} positions of {path}: "

@@ -87,6 +87,22 @@ def test_under_torchrun_each_process_loads_its_rank(run: Run, folder: Path, tmp_
     assert "leave --tp 4 out" in first["usage"]["err"]
 
 
+def test_torchrun_fails_when_a_rank_dies(folder: Path, tmp_path: Path) -> None:
+    """The rank that is left names the one that was killed, and torchrun's exit code is not 0."""
+    support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+    (tmp_path / "folder").write_text(str(folder))
+    script = Path(__file__).with_name("dying_under_torchrun.py")
+    port, interval = support["free_port"](), 5  # or torchrun could end the other rank at once
+    launcher = support["start_torchrun"](2, script, tmp_path, port=port, interval=interval)
+    output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 1, output
+    assert "Signal 9 (SIGKILL)" in output
+    assert not (tmp_path / "rank0.json").exists()
+    left = json.loads((tmp_path / "rank1.json").read_text())
+    assert (left["code"], left["out"]) == (1, "")
+    assert left["err"] == "error: rank 0 of 2 ended, or left: its connection is closed\n"
+
+
 def test_a_device_that_is_not_there(run: Run, folder: Path) -> None:
     """The message says what there is."""
     for device in ("meta", "nonsense", *([] if torch.cuda.is_available() else ["cuda"])):

@@ -40,7 +40,7 @@ def compute() -> dict[str, torch.Tensor]:
         "joined integers": group.all_gather(torch.tensor([group.rank])),
     }
     up = MergedColumnParallelLinear(
-        5, [6, 12], gather_output=True, shard_names=["gate_proj", "up_proj"]
+        5, [12, 24], gather_output=True, shard_names=["gate_proj", "up_proj"]
     )
     names = ("weight", "bias")
     up.load_weights(
@@ -50,7 +50,7 @@ def compute() -> dict[str, torch.Tensor]:
             for name in names
         }
     )
-    down = RowParallelLinear(18, 5, input_is_parallel=False)
+    down = RowParallelLinear(36, 5, input_is_parallel=False)
     embedding, head = VocabParallelEmbedding(200, 5), ParallelLMHead(200, 5, bias=True)
     for layer in (down, embedding, head):
         shapes = {n: p.checkpoint_shape("") for n, p in layer.named_parameters()}

@@ -11,33 +11,36 @@ import torch
 from vllm_module.distributed import run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
-SIZE = 3
 torchrun = runpy.run_path(str(SCRIPT.parents[1] / "support.py"))["torchrun"]
+Ranks = list[dict[str, torch.Tensor]]
+
+# Ranks, and the hosts (torchrun agents) they are on.
+LAYOUTS = {"2 on 2 hosts": (2, 2), "3 on one host": (3, 1), "4 on 2 hosts": (4, 2)}
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What the script computes in processes that torchrun starts."""
+    size, hosts = request.param
     folder = tmp_path_factory.mktemp("processes")
-    torchrun(SIZE, SCRIPT, folder)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(SIZE)]
+    torchrun(size, SCRIPT, folder, hosts=hosts)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 
-def test_processes_compute_what_simulated_ranks_do(
-    processes: list[dict[str, torch.Tensor]],
-) -> None:
+def test_processes_compute_what_simulated_ranks_do(processes: Ranks) -> None:
     """Collectives, and the layers that use them, give a process what they give a simulated rank."""
     compute = runpy.run_path(str(SCRIPT))["compute"]
-    simulated = run_ranks(SIZE, lambda rank: compute())
+    size = len(processes)
+    simulated = run_ranks(size, lambda rank: compute())
     for rank, (real, expected) in enumerate(zip(processes, simulated, strict=True)):
-        assert real["place"].tolist() == [rank, SIZE]
+        assert real["place"].tolist() == [rank, size]
         assert real.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(real[name], tensor), (rank, name)
 
 
-def test_processes_compute_what_one_rank_does(processes: list[dict[str, torch.Tensor]]) -> None:
-    """The layers give each of three processes the exact numbers of the unsharded layer."""
+def test_processes_compute_what_one_rank_does(processes: Ranks) -> None:
+    """The layers give each of the processes the exact numbers of the unsharded layer."""
     alone = runpy.run_path(str(SCRIPT))["compute"]()
     for real in processes:
         for name in ("hidden", "up", "down", "logits"):

@@ -60,21 +60,16 @@ def test_without_an_index_the_single_file_then_all_but_consolidated(tmp_path: Pa
     assert list(open_checkpoint(tmp_path / "z.safetensors")) == ["z"]
 
 
-def test_links_as_in_the_hubs_cache_work(folder: Path, tmp_path_factory) -> None:
-    snapshot = tmp_path_factory.mktemp("snapshot")
-    for path in folder.iterdir():
-        (snapshot / path.name).symlink_to(path)
-    assert sorted(open_checkpoint(snapshot)) == ["a", "b", "c"]
-
-
 def test_a_broken_link_is_refused_and_not_worked_around(folder: Path) -> None:
     (folder / INDEX).rename(folder / "gone")
     (folder / INDEX).symlink_to("nowhere")
-    with pytest.raises(CheckpointFormatError, match=r"index\.json cannot be read"):
+    with pytest.raises(CheckpointFormatError, match=r"index\.json is a link that leads nowhere"):
         open_checkpoint(folder)
     (folder / INDEX).unlink()
     (folder / "model.safetensors").symlink_to("nowhere")
-    with pytest.raises(CheckpointFormatError, match=r"model\.safetensors is not a file"):
+    with pytest.raises(
+        CheckpointFormatError, match=r"model\.safetensors is a link that leads nowhere"
+    ):
         open_checkpoint(folder)
 
 
@@ -110,7 +105,7 @@ def test_an_index_that_does_not_fit_is_refused(folder: Path, weight_map, message
     ("text", "message"),
     [
         ("{", "not valid JSON"),
-        ("[]", "should be a JSON object"),
+        ("[]", "is not a JSON object but"),
         ("{}", "weight_map should map"),
         ('{"weight_map": {}, "weight_map": {}}', "'weight_map' stands there twice"),
         (f'{{"weight_map": {{"a": "{ONE}", "a": "{TWO}"}}}}', "'a' stands there twice"),

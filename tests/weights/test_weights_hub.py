@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +64,7 @@ def hub_error(kind: type[Exception]) -> Exception:
         (errors.OfflineModeIsEnabled, "the hub cannot be reached"),
         (errors.HfHubHTTPError, r"the download failed \(hub\); try again"),
         (ConnectionError, "the download failed"),
+        (RuntimeError, r"the download failed \(hub\); try again"),  # as its client for Xet raises
     ],
 )
 def test_an_error_of_the_hub_says_what_to_do(kind, message: str, monkeypatch) -> None:
@@ -71,6 +74,24 @@ def test_an_error_of_the_hub_says_what_to_do(kind, message: str, monkeypatch) ->
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(CheckpointFormatError, match=message):
         resolve("owner/name", "v1")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_called_one(code: int, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointFormatError, match=f"{os.strerror(code)}.*; free space") as full:
+        resolve("owner/name", None)
+    assert "'owner/name'" in str(full.value)
+
+
+def test_a_name_that_no_disk_can_hold_is_no_crash() -> None:
+    for model in ("/" + "x" * 5000, "./a\0b", "/\ud800\x1b[2J"):
+        with pytest.raises(CheckpointFormatError, match="does not exist") as refusal:
+            resolve(model, None)
+        assert str(refusal.value).isprintable()
 
 
 def test_an_invalid_id_is_refused_by_the_real_hub_client() -> None:

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.weights import file_bytes
+from vllm_module.weights import file_bytes, lease, runs
 from vllm_module.weights.safetensors import SafetensorsFile, SafetensorsHandle
+
+TAKE_LEASE = lease.ReadLease._take
 
 DTYPES = [
     torch.float64,
@@ -83,10 +85,14 @@ def narrowed(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int, int]
     return shape, draw(st.integers(0, 7)), steps
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=narrowed(), dtype=st.sampled_from(DTYPES), long_run=st.sampled_from([1, 64 << 10]))
-def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, long_run) -> None:
-    """Any chain of narrows, by either way of reading, at any alignment; bytes are counted."""
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    case=narrowed(),
+    dtype=st.sampled_from(DTYPES),
+    way=st.sampled_from(["runs", "rows", "mapped", "staged"]),
+)
+def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, way) -> None:
+    """Any chain of narrows, by each way of reading, at any alignment; bytes are counted."""
     shape, padding, steps = case
     expected = values(*shape, dtype=dtype)
     raw = bytes(expected.reshape(-1).view(torch.uint8).tolist())
@@ -104,22 +110,25 @@ def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, long_run) 
         },
         b"x" * padding + raw,
     )
-    monkeypatch.setattr(file_bytes, "_LONG_RUN", long_run)
+    monkeypatch.setattr(file_bytes, "_LONG_RUN", 1 if way == "runs" else 64 << 10)
+    monkeypatch.setattr(file_bytes, "_LONGEST_ROW", 1 if way == "rows" else 1 << 20)
+    take = TAKE_LEASE if way == "mapped" else lambda _: False
+    monkeypatch.setattr(lease.ReadLease, "_take", take)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
-    monkeypatch.setattr(file_bytes, "_SERIAL_ELEMENTS", 9)
+    monkeypatch.setattr(runs, "_SERIAL_ELEMENTS", 9)
     file = SafetensorsFile(path)
     handle = file["w"]
     for step in steps:
         handle, expected = handle.narrow(*step), expected.narrow(*step)
     assert same(handle.read(), expected)
     assert file.bytes_read == handle.nbytes == expected.nbytes
-    runs = list(handle.runs())
-    assert sum(run.length * run.count for run in runs) == handle.nbytes
-    if runs:
-        last = runs[-1]
+    pieces = list(handle.runs())
+    assert sum(run.length * run.count for run in pieces) == handle.nbytes
+    if pieces:
+        last = pieces[-1]
         end = last.offset + (last.count - 1) * last.stride + last.length
-        assert handle.byte_range == (runs[0].offset, end)
-    assert handle.contiguous == (len(runs) <= 1 and all(run.count == 1 for run in runs))
+        assert handle.byte_range == (pieces[0].offset, end)
+    assert handle.contiguous == (len(pieces) <= 1 and all(run.count == 1 for run in pieces))
 
 
 def test_a_matrix_cut_by_columns_is_one_strided_run(tmp_path: Path) -> None:
@@ -287,6 +296,18 @@ def test_a_file_cut_off_under_the_mapping_is_an_error_and_no_crash(
     handle = save(tmp_path, values(4096, 64)).narrow(1, 0, 8)
     handle.narrow(0, 0, 2).read()
     os.truncate(handle.file, 8192)
-    monkeypatch.setattr(file_bytes.FileBytes, "_check_unchanged", lambda _: None)
+    monkeypatch.setattr(file_bytes.FileBytes, "check_unchanged", lambda _: None)
     with pytest.raises(WeightReadError, match="failed: Bad address"):
         handle.read()
+
+
+@pytest.mark.parametrize("value", [2, 255])
+def test_a_byte_that_is_no_bool_is_refused(write_file, value: int) -> None:
+    """Two operations of torch can disagree on whether such a value is true."""
+    header = {"w": {"dtype": "BOOL", "shape": [2, 2], "data_offsets": [0, 4]}}
+    handle = SafetensorsFile(write_file(header, bytes([0, 1, 1, value])))["w"]
+    destination = torch.zeros(2, 2, dtype=torch.bool)
+    with pytest.raises(WeightReadError, match=r"w .* bytes other than 0 and 1"):
+        handle.read_into(destination)
+    assert destination.count_nonzero() == 0
+    assert handle.narrow(0, 0, 1).read().tolist() == [[False, True]]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -19,11 +20,14 @@ from vllm_module.cli.options import (
 )
 from vllm_module.cli.output import print_json
 from vllm_module.cli.ranks import (
+    TIMEOUT,
+    TimeoutOption,
+    find_alike,
     is_first_rank,
+    on_every_rank,
     process_group,
     rank_device,
     tensor_parallel_size,
-    together,
     under_torchrun,
 )
 from vllm_module.distributed import run_ranks
@@ -46,6 +50,7 @@ def generate(
     ] = 64,
     dtype: DTypeOption = DType.auto,
     device: DeviceOption = "auto",
+    timeout: TimeoutOption = TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
     """Go on from prompts, printing text as it comes.
@@ -67,7 +72,12 @@ def generate(
     quiet = as_json or not is_first_rank()
     if under_torchrun():
         with process_group(target):
-            job = _run_own_rank(source, dtype, target, completions, max_new_tokens, quiet)
+            find_alike(source, dtype, timeout)
+
+            def prepare() -> Job:
+                return Job.prepare(source, dtype, completions, max_new_tokens, quiet)
+
+            job = _run_own_rank(prepare, target, timeout)
     else:
         job = Job.prepare(source, dtype, completions, max_new_tokens, quiet)
         run_ranks(tp_size, lambda rank: job.run(job.begin(target, rank), printing=rank == 0))
@@ -85,21 +95,14 @@ def generate(
         )
 
 
-def _run_own_rank(
-    source: str,
-    dtype: DType,
-    device: torch.device,
-    completions: list[Completion],
-    max_new_tokens: int,
-    quiet: bool,
-) -> Job:
+def _run_own_rank(prepare: Callable[[], Job], device: torch.device, timeout: float) -> Job:
     begun = []
 
     def begin() -> None:
-        job = Job.prepare(source, dtype, completions, max_new_tokens, quiet)
+        job = prepare()
         begun.append((job, job.begin(device, dist.get_rank())))
 
-    together(begin)
+    on_every_rank(begin, timeout)
     job, steps = begun[0]
     job.run(steps, printing=True)
     return job

@@ -21,14 +21,20 @@ from vllm_module.cli.options import (
 from vllm_module.cli.output import console, print_json, print_table, size
 from vllm_module.cli.progress import load_weights
 from vllm_module.cli.ranks import (
+    TIMEOUT,
+    TimeoutOption,
+    find_alike,
     is_first_rank,
+    on_every_rank,
     process_group,
     rank_device,
+    same,
     tensor_parallel_size,
-    together,
     under_torchrun,
 )
 from vllm_module.distributed import tensor_parallel
+from vllm_module.loader import digests
+from vllm_module.module import vLLMModule
 from vllm_module.report import LoadReport
 
 
@@ -66,6 +72,7 @@ def load(
     ] = None,
     dtype: DTypeOption = DType.auto,
     device: DeviceOption = "auto",
+    timeout: TimeoutOption = TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint and report bytes, time and memory.
@@ -85,13 +92,13 @@ def load(
     target = rank_device(torch_device(device))
     if under_torchrun():
         with process_group(target):
-            found, report, loads = _load_own_rank(source, dtype, target)
+            found, report, loads = _load_own_rank(source, dtype, target, timeout)
     else:
         found = ModelSource.find(source, dtype)
         loads = []
         for each in range(tp_size) if rank is None else (rank,):
             with tensor_parallel(rank=each, size=tp_size):
-                measured, report = load_rank(found, target, each, shown=True)
+                measured, report = load_rank(found, target, each, shown=True)[:2]
             loads.append(measured)
     if not is_first_rank():
         return
@@ -120,8 +127,8 @@ def load(
 
 def load_rank(
     source: ModelSource, device: torch.device, rank: int, *, shown: bool
-) -> tuple[RankLoad, LoadReport]:
-    """Build and load this rank's model, drop it, and return what that took."""
+) -> tuple[RankLoad, LoadReport, vLLMModule]:
+    """Build and load this rank's model, and return what that took and the model."""
     with source.open() as checkpoint:
         model = source.build(device)
         before = reset_peaks(device)
@@ -130,16 +137,18 @@ def load_rank(
     assert model.load_report is not None
     peaks = peak_resident(), peak_cuda(device)
     measured = RankLoad(rank, nbytes, seconds, nbytes / seconds, before, *peaks)
-    return measured, model.load_report
+    return measured, model.load_report, model
 
 
 def _load_own_rank(
-    source: str, dtype: DType, device: torch.device
+    source: str, dtype: DType, device: torch.device, timeout: float
 ) -> tuple[ModelSource, LoadReport, list[RankLoad]]:
-    def work() -> tuple[ModelSource, LoadReport, RankLoad]:
-        found = ModelSource.find(source, dtype)
-        measured, report = load_rank(found, device, dist.get_rank(), shown=is_first_rank())
-        return found, report, measured
+    found = find_alike(source, dtype, timeout)
 
-    results = together(work)
-    return results[0][0], results[0][1], [result[2] for result in results]
+    def work() -> tuple[RankLoad, LoadReport, dict[str, str]]:
+        measured, report, model = load_rank(found, device, dist.get_rank(), shown=is_first_rank())
+        return measured, report, digests(model)
+
+    loads, reports, described = zip(*on_every_rank(work, timeout), strict=True)
+    same(described)
+    return found, reports[0], list(loads)

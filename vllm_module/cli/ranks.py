@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import typer
 
+from vllm_module.cli.model_source import ModelSource
+from vllm_module.cli.options import DType
 from vllm_module.cli.output import REFUSALS, CommandError
+from vllm_module.config import LoadConfig
+from vllm_module.distributed import together
+from vllm_module.errors import RankError
+from vllm_module.loader import demand_alike, describe
 
 T = TypeVar("T")
+TIMEOUT = LoadConfig().timeout
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        min=0.1,
+        metavar="SECONDS",
+        help="Under torchrun: how long ranks wait for each other to finish loading.",
+    ),
+]
 
 
 def under_torchrun() -> bool:
@@ -49,33 +65,74 @@ def rank_device(device: torch.device) -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Join torchrun's other ranks, over NCCL on CUDA, else gloo; a group that is there stays."""
+    """Join torchrun's other ranks, over gloo, and NCCL on CUDA; a group that is there stays."""
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # On CUDA too there is a gloo, by which ranks tell each other how they fare.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def together(work: Callable[[], T]) -> list[T]:
+def find_alike(source: str, dtype: DType, timeout: float) -> ModelSource:
+    """Return what every rank of the process group finds, if all of them find the same."""
+
+    def find() -> tuple[ModelSource, dict[str, str]]:
+        found = ModelSource.find(source, dtype)
+        with found.open() as checkpoint:
+            return found, describe(found.config, found.dtype, checkpoint)
+
+    found = on_every_rank(find, timeout)
+    same([description for _, description in found])
+    return found[dist.get_rank()][0]
+
+
+def same(descriptions: Sequence[Mapping[str, str]]) -> None:
+    """Refuse, in one rank's words, if ranks described the same thing differently."""
+    with _one_speaks():
+        demand_alike(descriptions)
+
+
+def on_every_rank(work: Callable[[], T], timeout: float) -> list[T]:
     """Run ``work`` on every rank of the process group and return all results, by rank.
 
     If any rank refuses, all do: the first one that can print shows what the first refusal was.
     """
-    outcome: tuple[Any, str | None]
-    try:
-        outcome = (work(), None)
-    except REFUSALS as error:
-        outcome = (None, str(error) or type(error).__name__)
-    outcomes: list[tuple[Any, str | None]] = [outcome] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    refusal: str | None = None
+
+    def attempt() -> tuple[Any, str | None]:
+        nonlocal refusal
+        try:
+            return work(), None
+        except REFUSALS as error:
+            refusal = str(error) or type(error).__name__
+            return None, refusal
+
+    with _one_speaks(lambda: refusal):
+        outcomes = together(attempt, timeout=timeout)
     refusals = {rank: message for rank, (_, message) in enumerate(outcomes) if message is not None}
     if refusals:
-        if not is_first_rank():
+        if dist.get_rank() != 0:
             raise typer.Exit(1)
         rank, message = next(iter(refusals.items()))
         raise CommandError(message if len(refusals) == len(outcomes) else f"rank {rank}: {message}")
     return [result for result, _ in outcomes]
+
+
+@contextmanager
+def _one_speaks(refusal: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Let the first rank that is well say which are not; a refusal of this one's is said too."""
+    rank = dist.get_rank()
+    try:
+        yield
+    except RankError as error:
+        speaker = min(set(range(dist.get_world_size())) - set(error.ranks), default=0)
+        said = [f"rank {rank}: {own}"] if (own := refusal()) is not None else []
+        if rank == speaker:
+            said.append(str(error))
+        if said:
+            raise CommandError("\n".join(said)) from error
+        raise typer.Exit(1) from error

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
+from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights import read_file, read_json
 
 _CUT = "\ufffd"  # stands for bytes that are no character, or not one yet
 _MOST_CUT = 3  # bytes of a character that can have come before its last one
@@ -19,13 +21,14 @@ class Tokenizer:
         from tokenizers import Tokenizer as FastTokenizer
 
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise CheckpointFormatError(
                 f"{folder} has no tokenizer.json, so text cannot be encoded: give token ids "
                 "instead, or save the tokenizer beside the weights"
             )
+        data = read_file(path, folder)
         try:
-            self._tokenizer = FastTokenizer.from_file(str(path))
+            self._tokenizer = FastTokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointFormatError(f"{path} cannot be read: {error}") from None
 
@@ -93,14 +96,8 @@ def stop_tokens(folder: Path) -> set[int]:
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        if path.is_file():
-            try:
-                entries = json.loads(path.read_bytes())
-            except ValueError as error:
-                raise CheckpointFormatError(f"{path} is not valid JSON: {error}") from None
-            if not isinstance(entries, dict):
-                raise CheckpointFormatError(f"{path} is not a JSON object")
-            eos = entries.get("eos_token_id")
+        if os.path.lexists(path):
+            eos: Any = read_json(path, folder).get("eos_token_id")
             if eos is not None:
                 return set(eos) if isinstance(eos, list) else {eos}
     return set()

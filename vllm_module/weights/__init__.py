@@ -5,6 +5,8 @@ from vllm_module.weights.handle import Handle, Weight, read_into
 from vllm_module.weights.hub import resolve
 from vllm_module.weights.pages import prefer_huge_pages
 from vllm_module.weights.reading import read_all
+from vllm_module.weights.regular_file import read_file
+from vllm_module.weights.strict_json import read_json
 
 __all__ = [
     "Checkpoint",
@@ -13,6 +15,8 @@ __all__ = [
     "open_checkpoint",
     "prefer_huge_pages",
     "read_all",
+    "read_file",
     "read_into",
+    "read_json",
     "resolve",
 ]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -7,8 +8,10 @@ from pathlib import Path
 from types import TracebackType
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights.regular_file import read_file
 from vllm_module.weights.safetensors import SafetensorsFile, SafetensorsHandle
-from vllm_module.weights.strict_json import parse_object, shorten
+from vllm_module.weights.strict_json import parse_object
+from vllm_module.weights.wording import printable, printable_name, shorten
 
 _INDEX = "model.safetensors.index.json"
 _UNSUPPORTED = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pt", ".pth")
@@ -30,8 +33,9 @@ class Checkpoint(Mapping[str, SafetensorsHandle]):
                 other = self._owner.setdefault(name, file)
                 if other is not file:
                     raise CheckpointFormatError(
-                        f"{file.path}: tensor {shorten(name)} is in {other.path} too; keep one of "
-                        "the two files, or add an index that names the right ones"
+                        f"{printable(file.path)}: tensor {shorten(name)} is in "
+                        f"{printable(other.path)} too; keep one of the two files, or add an index "
+                        "that names the right ones"
                     )
 
     @property
@@ -48,6 +52,20 @@ class Checkpoint(Mapping[str, SafetensorsHandle]):
     def bytes_read(self) -> int:
         """Bytes of tensors read so far."""
         return sum(file.bytes_read for file in self._files)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex SHA-256 by which two hosts see whether they opened the same checkpoint.
+
+        It covers each file's name, size and whole header, and 64 bytes at 16 evenly spaced
+        places of its data, wherever the folder is. It cannot see a value that changed between
+        those places, nor what is not in the files (the index, config.json). The samples are not
+        counted in ``bytes_read``. A file that changed or was closed is a WeightReadError.
+        """
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(file.fingerprint())
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Close the files; handles can no longer be read."""
@@ -85,16 +103,17 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     CheckpointFormatError.
     """
     path = Path(os.path.expanduser(folder))
-    weight_map: dict[str, str] | None = None
-    if path.is_dir():
+    names_in: dict[str, set[str]] | None = None  # by file, as the index says
+    inside: Path | None = path
+    if os.path.isdir(path):
         if os.path.lexists(path / _INDEX):  # a broken link is no reason to do without
-            weight_map = _read_index(path / _INDEX)
-            paths = [path / name for name in sorted(set(weight_map.values()))]
+            names_in = _read_index(path / _INDEX)
+            paths = [path / name for name in sorted(names_in)]
         else:
             paths = _find_files(path)
     elif path.suffix == ".safetensors":
-        paths = [path]
-    elif path.exists():
+        paths, inside = [path], None  # the user's own link, which leads where it leads
+    elif os.path.exists(path):
         raise CheckpointFormatError(
             f"{path} is not a .safetensors file, the only format that is read; convert it"
         )
@@ -104,32 +123,31 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     with ExitStack() as opened:
         files = []
         for file_path in paths:
-            if weight_map is not None and not file_path.is_file():
+            if names_in is not None and not os.path.lexists(file_path):
                 raise CheckpointFormatError(
-                    f"{path / _INDEX} names {file_path.name}, which is not there. {_DAMAGED}"
+                    f"{path / _INDEX} names {printable_name(file_path.name)}, which is not there. "
+                    f"{_DAMAGED}"
                 )
-            files.append(SafetensorsFile(file_path))
+            files.append(SafetensorsFile(file_path, inside))
             opened.callback(files[-1].close)
-        if weight_map is not None:
+        if names_in is not None:
             for file in files:
-                _check_against_index(path / _INDEX, weight_map, file)
+                _check_against_index(path / _INDEX, names_in, file)
         checkpoint = Checkpoint(tuple(files))
         opened.pop_all()
     return checkpoint
 
 
-def _read_index(index: Path) -> dict[str, str]:
-    """Parse the index: tensor name to the plain name of a file beside it."""
-    try:
-        data = index.read_bytes()
-    except OSError as error:
-        raise CheckpointFormatError(f"{index} cannot be read: {error.strerror}") from error
+def _read_index(index: Path) -> dict[str, set[str]]:
+    """Parse the index: the names of tensors by the plain name of the file beside it."""
+    data = read_file(index, index.parent)
     weight_map = parse_object(data, str(index), _DAMAGED).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFormatError(
             f"{index}: weight_map should map names of tensors to files, and is "
             f"{shorten(weight_map)}. {_DAMAGED}"
         )
+    names_in: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         # The file may be a link (Hugging Face's cache is made of them); its name may not lead
         # out of the folder. \ separates folders on Windows, where : follows a drive.
@@ -139,26 +157,34 @@ def _read_index(index: Path) -> dict[str, str]:
                 f"{index}: tensor {shorten(name)} should be in a .safetensors file of the same "
                 f"folder, and is in {shorten(file)}; do not load it unless you trust its author"
             )
-    return weight_map
+        names_in.setdefault(file, set()).add(name)
+    return names_in
 
 
-def _check_against_index(index: Path, weight_map: dict[str, str], file: SafetensorsFile) -> None:
-    expected = {name for name, owner in weight_map.items() if owner == file.path.name}
+def _check_against_index(index: Path, names_in: dict[str, set[str]], file: SafetensorsFile) -> None:
+    expected, where = names_in[file.path.name], printable(file.path)
     for name in sorted(file.keys() - expected):
-        indexed = f"says it is in {weight_map[name]}" if name in weight_map else "does not know it"
+        owner = next((other for other, names in names_in.items() if name in names), None)
+        indexed = "does not know it" if owner is None else f"says it is in {printable_name(owner)}"
         raise CheckpointFormatError(
-            f"{file.path}: tensor {shorten(name)} is here, and {index.name} {indexed}. {_DAMAGED}"
+            f"{where}: tensor {shorten(name)} is here, and {index.name} {indexed}. {_DAMAGED}"
         )
     for name in sorted(expected - file.keys()):
         raise CheckpointFormatError(
-            f"{index}: tensor {shorten(name)} should be in {file.path.name}, and is not. {_DAMAGED}"
+            f"{index}: tensor {shorten(name)} should be in {printable_name(file.path.name)}, "
+            f"and is not. {_DAMAGED}"
         )
 
 
 def _find_files(folder: Path) -> list[Path]:
     if os.path.lexists(folder / "model.safetensors"):
         return [folder / "model.safetensors"]
-    present = sorted(folder.iterdir())
+    try:
+        present = sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointFormatError(
+            f"{folder} cannot be listed: {error.strerror}; check its permissions"
+        ) from error
     files = [
         path
         for path in present
@@ -167,11 +193,12 @@ def _find_files(folder: Path) -> list[Path]:
     if not files:
         unsupported = [path.name for path in present if path.suffix in _UNSUPPORTED]
         advice = (
-            f"{unsupported[0]} is in a format that is not supported; convert it to safetensors"
+            f"{printable(unsupported[0])} is in a format that is not supported; "
+            "convert it to safetensors"
             if unsupported
             else "check the path, or download the checkpoint again"
         )
-        names = ", ".join(path.name for path in present[:20]) or "nothing"
+        names = ", ".join(printable(path.name) for path in present[:20]) or "nothing"
         more = f" and {len(present) - 20} more" if len(present) > 20 else ""
         raise CheckpointFormatError(
             f"{folder} holds no *.safetensors file; there is {names}{more}. {advice}"

@@ -1,44 +1,28 @@
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from errno import EINVAL
-from math import gcd
 from pathlib import Path
 
 import torch
 
-from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.errors import WeightReadError
 from vllm_module.weights import pages
+from vllm_module.weights.lease import ReadLease
+from vllm_module.weights.regular_file import open_regular
+from vllm_module.weights.runs import Run, copy_run, view_of
+from vllm_module.weights.wording import printable
 
 # A system call a run costs about 1 µs and the GIL: from this length on it no longer shows.
 _LONG_RUN = 64 << 10
 # Bytes of the file whose pages are mapped by one madvise: large enough to hide the call, small
 # enough that the pages are still cached when they are copied.
 _WINDOW = 16 << 20
-# torch starts its own threads for a copy of this many elements: readers are threads already.
-_SERIAL_ELEMENTS = 32768
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_memory_view.restype = ctypes.py_object
-_PYBUF_WRITE = 0x200
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """``count`` pieces of ``length`` bytes, the first at ``offset``, one every ``stride`` bytes."""
-
-    offset: int
-    length: int
-    stride: int
-    count: int
+_LONGEST_ROW = 1 << 20
 
 
 class FileBytes:
@@ -46,22 +30,18 @@ class FileBytes:
 
     Long runs are read by ``preadv``. Short ones, a few hundred bytes of each row, are copied
     out of a mapping: a system call for each would cost more than the bytes, and reading whole
-    rows would move all that is not kept. A file that cannot be opened is a
+    rows moves all that is not kept, which is done only where no lease makes a mapping safe. A file
+    that cannot be opened is a
     CheckpointFormatError, one that cannot be read or has changed a WeightReadError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
         self.path = path
-        if not path.is_file():
-            raise CheckpointFormatError(f"{path} is not a file; check the path, or download it")
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointFormatError(
-                f"{path} cannot be opened: {error.strerror}; check its permissions"
-            ) from error
+        self._where = printable(path)
+        self._fd = open_regular(path, folder)
         self._finalizer = weakref.finalize(self, os.close, self._fd)
         self._identity = self._stat()
+        self._lease = ReadLease(self._fd)
         self._lock = threading.Lock()
         self._bytes_read = 0
         self._map: torch.Tensor | None = None
@@ -87,18 +67,31 @@ class FileBytes:
         self._read(offset, memoryview(data))
         return bytes(data)
 
+    def check_unchanged(self) -> None:
+        """Refuse to go on with a file that was closed, or written to since it was opened."""
+        if not self._finalizer.alive:
+            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
+        now = self._stat()
+        if now != self._identity:
+            raise WeightReadError(
+                f"{self._where} was changed since it was opened (it had {self.size} bytes and now "
+                f"has {now[0]}); open the checkpoint again when nobody writes to it"
+            )
+
     def read_runs(self, runs: Iterable[Run], address: int) -> None:
         """Fill the memory at ``address`` with the runs, one after the other without gaps."""
-        self._check_unchanged()
+        self.check_unchanged()
         position = address
         for run in runs:
-            if run.count > 1 and run.length < _LONG_RUN:
-                self._copy_mapped(run, position)
+            # A call of a microsecond for each row costs less than a row of this many bytes.
+            if run.count > 1 and run.length < _LONG_RUN and run.stride < _LONGEST_ROW:
+                self._copy_short(run, position)
             else:
                 for index in range(run.count):
-                    view = _view(position + index * run.length, run.length)
+                    view = view_of(position + index * run.length, run.length)
                     self._read(run.offset + index * run.stride, view)
             position += run.length * run.count
+        self.check_unchanged()  # what was written meanwhile is a mixture
         with self._lock:
             self._bytes_read += position - address
 
@@ -110,32 +103,31 @@ class FileBytes:
                 raise self._failure(offset, str(error)) from error
             if count == 0:
                 raise WeightReadError(
-                    f"{self.path} ends at byte {offset}, where {len(view)} more should follow: "
+                    f"{self._where} ends at byte {offset}, where {len(view)} more should follow: "
                     "it was cut off while it was read; load again from a file that stays as it is"
                 )
             view, offset = view[count:], offset + count
 
+    def _copy_short(self, run: Run, address: int) -> None:
+        window = max(1, _WINDOW // run.stride)
+        for first in range(0, run.count, window):
+            offset, count = run.offset + first * run.stride, min(window, run.count - first)
+            part, to = Run(offset, run.length, run.stride, count), address + first * run.length
+            with self._lease.hold() as held:
+                if held:
+                    self.check_unchanged()  # from here on nobody can cut it off
+                    self._copy_mapped(part, to)
+            if not held:
+                scratch = torch.empty(part.span, dtype=torch.uint8)
+                self._read(part.offset, view_of(scratch.data_ptr(), part.span))
+                copy_run(scratch, part, to)
+
     def _copy_mapped(self, run: Run, address: int) -> None:
         # The slice keeps the mapping alive, should another thread close the file meanwhile.
-        span = (run.count - 1) * run.stride + run.length
-        source = self._mapping()[run.offset : run.offset + span]
-        unit = gcd(8, run.offset, run.length, run.stride, address)
-        dtype, columns = _UNITS[unit], run.length // unit
-        rows_from = source.view(dtype).as_strided((run.count, columns), (run.stride // unit, 1))
-        rows_to = torch.frombuffer(_view(address, run.count * run.length), dtype=dtype)
-        rows_to = rows_to.view(run.count, columns)
-        window = max(1, _WINDOW // run.stride)
-        step = max(1, (_SERIAL_ELEMENTS - 1) // columns)
-        for first in range(0, run.count, window):
-            last = min(first + window, run.count)
-            start = first * run.stride
-            length = (last - first - 1) * run.stride + run.length
-            begin = source.data_ptr() + start
-            self._advise(begin, run.offset + start, length, pages.POPULATE_READ)
-            for row in range(first, last, step):
-                stop = min(row + step, last)
-                rows_to[row:stop].copy_(rows_from[row:stop])
-            self._advise(begin, run.offset + start, length, pages.DONTNEED)
+        source = self._mapping()[run.offset : run.offset + run.span]
+        self._advise(source, run.offset, pages.POPULATE_READ)
+        copy_run(source, run, address)
+        self._advise(source, run.offset, pages.DONTNEED)
 
     def _mapping(self) -> torch.Tensor:
         with self._lock:
@@ -148,36 +140,24 @@ class FileBytes:
                 self._map = torch.frombuffer(mapped, dtype=torch.uint8)
             return self._map
 
-    def _advise(self, address: int, offset: int, length: int, advice: int) -> None:
+    def _advise(self, source: torch.Tensor, offset: int, advice: int) -> None:
         """Map pages at once, and get an error where touching them is a SIGBUS; or let them go.
 
         Pages let go stay in the page cache, but no longer count as this process's memory.
         """
-        code = pages.advise(address, length, advice)
+        code = pages.advise(source.data_ptr(), source.numel(), advice)
         if code not in (0, EINVAL):  # on an older kernel the copy itself faults the pages in
             raise self._failure(offset, os.strerror(code))
 
     def _stat(self) -> tuple[int, int]:
-        stat = os.fstat(self._fd)
+        try:
+            stat = os.fstat(self._fd)
+        except OSError as error:  # closed by another thread, or gone from its server
+            raise self._failure(0, str(error)) from error
         return stat.st_size, stat.st_mtime_ns
-
-    def _check_unchanged(self) -> None:
-        if not self._finalizer.alive:
-            raise WeightReadError(f"{self.path} was closed; open the checkpoint again")
-        if self._stat() != self._identity:
-            raise WeightReadError(
-                f"{self.path} was changed since it was opened (it had {self.size} bytes and now "
-                f"has {self._stat()[0]}); open the checkpoint again when nobody writes to it"
-            )
 
     def _failure(self, offset: int, reason: str) -> WeightReadError:
         return WeightReadError(
-            f"{self.path}: reading at byte {offset} failed: {reason}; check the disk or the "
+            f"{self._where}: reading at byte {offset} failed: {reason}; check the disk or the "
             "network file system that holds it, and load again"
         )
-
-
-def _view(address: int, length: int) -> memoryview:
-    """See the memory at ``address`` as a writable buffer, which a tensor does not offer."""
-    view: memoryview = _memory_view(address, length, _PYBUF_WRITE)
-    return view

@@ -15,11 +15,16 @@ from typing import NamedTuple, NoReturn, TypeGuard
 import torch
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.weights.strict_json import parse_object, shorten
+from vllm_module.weights.strict_json import parse_object
+from vllm_module.weights.wording import printable, shorten
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
 DAMAGED = "The file is damaged or incomplete: download it again."
+
+# Neither has an end in the format, but in torch (whose kernels take 64 dimensions) and in messages.
+_MAX_DIMS = 64
+_MAX_NAME = 1024
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -56,10 +61,11 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """All that a file says of itself: its tensors by name and its free-form metadata."""
+    """All that a file says of itself: its tensors by name, its free-form metadata, its data."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
+    start: int  # of the data: bytes from the start of the file
 
 
 def read_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> Header:
@@ -68,51 +74,55 @@ def read_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> Hea
     ``read(offset, length)`` gives bytes of the file. Anything that is not as the format says is
     a CheckpointFormatError.
     """
+    where = printable(path)
     if size < LENGTH_BYTES:
         raise CheckpointFormatError(
-            f"{path}: {size} bytes, where a safetensors file has at least {LENGTH_BYTES}. {DAMAGED}"
+            f"{where}: {size} bytes, where a safetensors file has at least {LENGTH_BYTES}. "
+            f"{DAMAGED}"
         )
     first = read(0, LENGTH_BYTES)
     if first == b"version ":
         raise CheckpointFormatError(
-            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull`"
+            f"{where} is a Git LFS pointer, not the file itself; run `git lfs pull`"
         )
     length = int.from_bytes(first, "little")
     start = LENGTH_BYTES + length
     if length > MAX_HEADER_BYTES or start > size:
         raise CheckpointFormatError(
-            f"{path}: its header should be {length} bytes, where the file has {size} and at most "
+            f"{where}: its header should be {length} bytes, where the file has {size} and at most "
             f"{MAX_HEADER_BYTES} are accepted. Not a safetensors file, or a damaged one: "
             "download it again."
         )
     text = read(LENGTH_BYTES, length)
     if not text.startswith(b"{"):
         raise CheckpointFormatError(
-            f"{path}: its header should begin with '{{', and begins with {text[:1]!r}. {DAMAGED}"
+            f"{where}: its header should begin with '{{', and begins with {text[:1]!r}. {DAMAGED}"
         )
-    fields = parse_object(text, f"{path}: its header", DAMAGED)
-    metadata = _metadata(path, fields.pop("__metadata__", {}))
-    entries = {name: _entry(path, name, value, start) for name, value in fields.items()}
-    _check_cover(path, entries, start, size)
-    return Header(entries, metadata)
+    fields = parse_object(text, f"{where}: its header", DAMAGED)
+    metadata = _metadata(where, fields.pop("__metadata__", {}))
+    entries = {name: _entry(where, name, value, start) for name, value in fields.items()}
+    _check_cover(where, entries, start, size)
+    return Header(entries, metadata, start)
 
 
-def _metadata(path: Path, value: object) -> dict[str, str]:
+def _metadata(where: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise CheckpointFormatError(
-            f"{path}: __metadata__ should map strings to strings, and is {shorten(value)}. "
+            f"{where}: __metadata__ should map strings to strings, and is {shorten(value)}. "
             f"{DAMAGED}"
         )
     return value
 
 
-def _entry(path: Path, name: str, value: object, start: int) -> Entry:
+def _entry(where: str, name: str, value: object, start: int) -> Entry:
     def refuse(what: str, expected: str, came: object) -> NoReturn:
         raise CheckpointFormatError(
-            f"{path}: tensor {shorten(name)}: {what} should be {expected}, and is "
+            f"{where}: tensor {shorten(name)}: {what} should be {expected}, and is "
             f"{shorten(came)}. {DAMAGED}"
         )
 
+    if len(name) > _MAX_NAME:
+        refuse("its name", f"at most {_MAX_NAME} characters", len(name))
     if not isinstance(value, dict) or not value.keys() >= _FIELDS:
         refuse("its entry", "an object with dtype, shape and data_offsets", value)
     name_of_dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -123,6 +133,9 @@ def _entry(path: Path, name: str, value: object, start: int) -> Entry:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         refuse("data_offsets", "[begin, end] with 0 <= begin <= end", offsets)
     dtype = DTYPES[name_of_dtype]
+    # torch multiplies all sizes for the strides, also where one of them is 0.
+    if len(shape) > _MAX_DIMS or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63:
+        refuse("shape", f"at most {_MAX_DIMS} sizes, less than 2**63 bytes together", shape)
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
         refuse("data_offsets", f"{nbytes} bytes apart ({name_of_dtype} of shape {shape})", offsets)
@@ -134,24 +147,24 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _check_cover(path: Path, entries: dict[str, Entry], start: int, size: int) -> None:
+def _check_cover(where: str, entries: dict[str, Entry], start: int, size: int) -> None:
     """Refuse tensors that, in the order of their bytes, do not follow each other to the end."""
     expected, previous = start, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != expected:
             kind = "overlaps" if entry.begin < expected else "leaves a hole after"
             raise CheckpointFormatError(
-                f"{path}: tensor {shorten(name)} {kind} {shorten(previous)}: it should begin at "
+                f"{where}: tensor {shorten(name)} {kind} {shorten(previous)}: it should begin at "
                 f"byte {expected} of the file, and begins at {entry.begin}. {DAMAGED}"
             )
         if entry.end > size:
             raise CheckpointFormatError(
-                f"{path}: tensor {shorten(name)} should end at byte {entry.end}, and the file has "
+                f"{where}: tensor {shorten(name)} should end at byte {entry.end}, and the file has "
                 f"{size}: it was cut off. {DAMAGED}"
             )
         expected, previous = entry.end, name
     if expected != size:
         raise CheckpointFormatError(
-            f"{path}: should end with its last tensor at byte {expected}, and has {size} bytes. "
+            f"{where}: should end with its last tensor at byte {expected}, and has {size} bytes. "
             f"{DAMAGED}"
         )

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights.wording import printable, printable_name
 
 # Weights, configuration and tokenizer. Not subfolders (other formats of the same weights) nor
 # Mistral's consolidated file, which holds them all once more.
@@ -19,10 +21,10 @@ def resolve(model: str, revision: str | None) -> Path:
     CheckpointFormatError that says what to do.
     """
     path = Path(os.path.expanduser(model))
-    if path.exists():
+    if os.path.exists(path):
         return path
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise CheckpointFormatError(f"the folder {path} does not exist; check the path")
+        raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
 
     # Imported here because it takes long, and local folders do not need it.
     from huggingface_hub import errors, snapshot_download
@@ -53,6 +55,8 @@ def resolve(model: str, revision: str | None) -> Path:
             "no such folder here, and the hub cannot be reached; check the network, or download "
             "the model where there is one and pass its folder",
         ) from error
-    except OSError as error:
-        raise refuse(f"the download failed ({error}); try again") from error
+    except Exception as error:  # those of its clients for HTTP and Xet share nothing narrower
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free space, or name another disk in HF_HOME" if full else "try again"
+        raise refuse(f"the download failed ({printable_name(str(error))}); {advice}") from error
     return Path(folder)

@@ -88,7 +88,11 @@ class _Readers:
         self.check()
         while len(self._threads) < self._helpers:
             thread = Thread(target=self._work, name="weight-reader", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads or memory: those that run, and this one, read
+                self._helpers = len(self._threads)
+                break
             self._threads.append(thread)
         try:
             self._queue.put_nowait(batch)

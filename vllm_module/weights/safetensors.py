@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -7,9 +9,17 @@ from typing import NoReturn
 
 import torch
 
+from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights.casting import check_destination, copy_checked
-from vllm_module.weights.file_bytes import FileBytes, Run
-from vllm_module.weights.header import read_header
+from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.header import DAMAGED, read_header
+from vllm_module.weights.runs import Run
+from vllm_module.weights.wording import printable, printable_name
+
+# Of the data, a fingerprint covers this many places of this many bytes.
+_SAMPLES = 16
+_SAMPLE = 64
+_HASHED = 1 << 20  # bytes of a header that are hashed at a time
 
 
 class SafetensorsHandle:
@@ -104,14 +114,22 @@ class SafetensorsHandle:
         """Read into ``destination``: the same shape; any strides, dtype and device.
 
         Memory of the same dtype without gaps is filled from the file directly; anything else
-        goes through one host copy of the region. Raises as ``read_into`` of this package does.
+        goes through one host copy of the region. Raises as ``read_into`` of this package does; a
+        byte that is no bool is a WeightReadError too.
         """
         check_destination(self.shape, destination, self)
-        if destination.dtype == self.dtype and destination.is_cpu and destination.is_contiguous():
+        direct = destination.dtype == self.dtype != torch.bool and destination.is_cpu
+        if direct and destination.is_contiguous():
             self._bytes.read_runs(self.runs(), destination.data_ptr())
             return
         staged = torch.empty(self.shape, dtype=self.dtype, pin_memory=destination.is_cuda)
         self._bytes.read_runs(self.runs(), staged.data_ptr())
+        # What torch makes of a bool of another byte depends on the operation.
+        if self.dtype == torch.bool and bool((staged.view(torch.uint8) > 1).any()):
+            raise WeightReadError(
+                f"{self} holds bytes other than 0 and 1, which are no bools; the file is damaged, "
+                "or was written wrongly: download it again"
+            )
         copy_checked(staged, destination, self)
 
     def read(self) -> torch.Tensor:
@@ -121,7 +139,8 @@ class SafetensorsHandle:
         return destination
 
     def __repr__(self) -> str:
-        return f"{self.name} ({self.dtype}, shape {list(self.shape)}, in {self.file})"
+        name, file = printable_name(self.name), printable(self.file)
+        return f"{name} ({self.dtype}, shape {list(self.shape)}, in {file})"
 
     def __getattr__(self, attribute: str) -> NoReturn:
         advice = "; call .read() first" if hasattr(torch.Tensor, attribute) else ""
@@ -133,19 +152,24 @@ class SafetensorsHandle:
 class SafetensorsFile(Mapping[str, SafetensorsHandle]):
     """The tensors of one safetensors file by name; its whole header is checked when it is opened.
 
-    A header that is not as the format says is a CheckpointFormatError.
+    ``folder`` is the checkpoint it belongs to, outside of which no link may lead. A header that is
+    not as the format says is a CheckpointFormatError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
         self.path = path
-        self._bytes = FileBytes(path)
+        self._bytes = FileBytes(path, folder)
         try:
-            self._entries, self.metadata = read_header(
-                path, self._bytes.size, self._bytes.read_bytes
-            )
+            header = read_header(path, self._bytes.size, self._bytes.read_bytes)
+        except MemoryError as error:
+            self._bytes.close()
+            raise CheckpointFormatError(
+                f"{printable(path)}: its header does not fit into memory. {DAMAGED}"
+            ) from error
         except BaseException:
             self._bytes.close()
             raise
+        self._entries, self.metadata, self._start = header
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +180,25 @@ class SafetensorsFile(Mapping[str, SafetensorsHandle]):
     def bytes_read(self) -> int:
         """Bytes of tensors read from the file so far."""
         return self._bytes.bytes_read
+
+    def fingerprint(self) -> bytes:
+        """Digest the file's name, size, header and samples of its data (SHA-256)."""
+        size = self._bytes.size
+        digest = hashlib.sha256(os.fsencode(self.path.name))
+        digest.update(b"\0%d\0" % size)  # no name has a NUL: nothing runs into another
+        spans = [(at, min(at + _HASHED, self._start)) for at in range(0, self._start, _HASHED)]
+        last = size - _SAMPLE  # where the last sample begins
+        if last - self._start < _SAMPLES * _SAMPLE:
+            spans.append((self._start, size))
+        else:
+            places = [
+                self._start + (last - self._start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)
+            ]
+            spans += [(place, place + _SAMPLE) for place in places]
+        self._bytes.check_unchanged()
+        for begin, end in spans:
+            digest.update(self._bytes.read_bytes(begin, end - begin))
+        return digest.digest()
 
     def close(self) -> None:
         """Close the file; handles of it can no longer be read."""

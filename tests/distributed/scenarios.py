@@ -1,0 +1,127 @@
+"""What ranks go through in processes of their own, forked from one that has imported torch.
+
+``scenarios.py DIRECTORY NAMES...`` runs scenarios, a few at once, from those of the files beside
+it. Each rank leaves ``DIRECTORY/<scenario>/rank<R>.json``: what it returned or raised, and when.
+Prints how long after what happened the last of the others named it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import vllm_module.cli  # noqa: F401  # imported once, for all forks
+
+free_port = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["free_port"]
+AT_ONCE = 4
+LATE = 7.0  # ranks that hang stay away longer
+LIMIT = 60.0  # seconds after which a rank counts as hanging
+
+
+def run_rank(directory: Path, rank: int, scenario: Any) -> None:
+    """Run one rank of ``scenario`` and write down what came of it."""
+    note: dict[str, Any] = {}
+    try:
+        note["returned"] = scenario(directory, rank)
+    except BaseException as error:
+        note["raised"] = type(error).__name__
+        note["message"] = str(error)
+        note["ranks"] = list(getattr(error, "ranks", ()))
+        raise  # and leave as a crash would, without destroying the group
+    finally:
+        note["at"] = time.time()
+        (directory / f"rank{rank}.json").write_text(json.dumps(note))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(note["returned"].get("code") if isinstance(note["returned"], dict) else 0)
+
+
+class Running:
+    """A scenario's ranks: processes that end, or are ended."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.size = size
+        self.begun = time.time()
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int | str] = {}
+        self.port = free_port()
+
+    def fork(self) -> int | None:
+        """Start the ranks; in each of them, return which it is."""
+        for rank in range(self.size):
+            pid = os.fork()
+            if pid == 0:
+                os.environ |= {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(self.size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(self.port),
+                }
+                log = os.open(self.directory / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                return rank
+            self.pids[rank] = pid
+        return None
+
+    def look(self) -> bool:
+        """Note which ranks have ended; tell whether all have."""
+        for rank, pid in self.pids.items():
+            if rank not in self.codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+                elif time.time() - self.begun > LIMIT:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    self.codes[rank] = "hung"
+        if len(self.codes) < self.size:
+            return False
+        (self.directory / "codes.json").write_text(json.dumps(self.codes))
+        events = [float(path.read_text()) for path in self.directory.glob("event*")]
+        notes = [json.loads(path.read_text()) for path in self.directory.glob("rank*.json")]
+        named = [note["at"] for note in notes if note.get("raised") == "RankError"]
+        named = [at for at in named if at < max(events, default=0) + LATE]
+        if events and named:
+            sys.stdout.write(f"{max(named) - max(events):6.2f} s  {self.directory.name}\n")
+        return True
+
+
+def main(directory: Path, names: list[str]) -> None:
+    scenarios: dict[str, tuple[int, Any]] = {}
+    for file in ("working_together.py", "loading_together.py", "commands_together.py"):
+        found = runpy.run_path(str(Path(__file__).with_name(file)))
+        scenarios |= found["SCENARIOS"]
+        found.get("prepare", lambda _: None)(directory)
+    gc.collect()
+    gc.freeze()  # what is shared by the forks is neither walked nor copied when they end
+    waiting = names or list(scenarios)
+    running: list[Running] = []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            name = waiting.pop(0)
+            size, scenario = scenarios[name]
+            running.append(Running(directory / name, size))
+            rank = running[-1].fork()
+            if rank is not None:
+                run_rank(directory / name, rank, scenario)
+                return
+        running = [each for each in running if not each.look()]
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2:])

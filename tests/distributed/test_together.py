@@ -1,0 +1,268 @@
+"""Processes that work together: one dies, hangs, refuses or differs, and the others name it."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from vllm_module import ModelConfig, get_model
+from vllm_module.distributed import run_ranks
+
+HERE = Path(__file__).parent
+TIMEOUT = runpy.run_path(str(HERE / "working_together.py"))["TIMEOUT"]
+MARGIN = 10.0  # of a machine that does something else meanwhile
+
+DIED = {
+    "first_dies": [0],
+    "last_dies": [3],
+    "one_of_two_dies": [0],
+    "two_die": [0, 2],
+    "one_dies_before_it_comes": [1],
+    "one_dies_when_it_has_told_one_other": [0],
+    "load_first_dies": [0],
+    "load_last_dies": [1],
+}
+HANG = {"one_hangs": [0], "one_is_stopped": [1], "one_never_comes": [1], "load_one_hangs": [1]}
+REFUSE = {
+    "one_refuses": ([1], "ValueError: refused by 1\nand a second line"),
+    "two_refuse": ([0, 3], "ValueError: refused by 3"),
+    "one_is_interrupted_while_it_waits": ([1], "stopped: KeyboardInterrupt"),
+    "one_leaves_by_sys_exit": ([1], "SystemExit: 3"),
+    "load_one_file_damaged": ([2], "CheckpointFormatError: "),
+    "load_one_folder_missing": ([1], "CheckpointFormatError: "),
+    "load_one_shard_differs": ([3], "DuplicateWeightError: model.embed_tokens.weight"),
+}
+DIFFER = {
+    "load_other_names": ([1], "rank 1 of 3 differs from the others:\n  checkpoint files: "),
+    "load_other_values": ([3], "rank 3 of 4 differs from the others:\n  checkpoint files: "),
+    "load_other_value_unseen": ([0], "model.norm.weight after loading: "),
+    "load_other_config": ([0, 1], "config.json's rms_norm_eps: 1e-06 on rank 0; 1e-05 on rank 1"),
+    "load_other_dtype": ([2], "dtype: torch.float32 on ranks 0, 1; torch.float16 on rank 2"),
+}
+
+
+class Outcome(NamedTuple):
+    """What one scenario left behind: exit codes and notes, by rank, and when it happened."""
+
+    codes: dict[int, int | str]
+    notes: dict[int, dict[str, Any]]
+    event: float
+
+    def survivors(self, failed: Iterable[int]) -> dict[int, dict[str, Any]]:
+        return {rank: note for rank, note in self.notes.items() if rank not in failed}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all scenarios, each rank of each in a process of its own; pytest's workers share them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return run_scenarios(tmp_path_factory.mktemp("scenarios"))
+    directory = tmp_path_factory.getbasetemp().parent / "scenarios"
+    done = directory.with_name("scenarios.done")
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + 300
+        while not done.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert done.exists(), "the worker that runs the scenarios did not finish"
+        return directory
+    run_scenarios(directory)
+    done.touch()
+    return directory
+
+
+def run_scenarios(directory: Path) -> Path:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "scenarios.py"), str(directory)]
+    subprocess.run(command, check=True, timeout=300, env=environment)
+    return directory
+
+
+@pytest.fixture
+def outcome(directory: Path, request: pytest.FixtureRequest) -> Outcome:
+    """What came of the scenario that the test asks for."""
+    folder = directory / request.param
+    codes = json.loads((folder / "codes.json").read_text())
+    notes = {rank: folder / f"rank{rank}.json" for rank in map(int, codes)}
+    return Outcome(
+        {int(rank): code for rank, code in codes.items()},
+        {rank: json.loads(path.read_text()) for rank, path in notes.items() if path.exists()},
+        max((float(path.read_text()) for path in folder.glob("event*")), default=0.0),
+    )
+
+
+def check_survivors(outcome: Outcome, failed: list[int], within: float) -> None:
+    survivors = outcome.survivors(failed)
+    assert len(survivors) + len(failed) == len(outcome.codes)
+    for rank, note in survivors.items():
+        assert note["raised"] == "RankError", note
+        assert note["ranks"] == failed, note
+        assert note["at"] - outcome.event < within + MARGIN
+        assert outcome.codes[rank] == 1  # and neither hung nor aborted while it ended
+
+
+@pytest.mark.parametrize(("outcome", "failed"), DIED.items(), ids=DIED, indirect=["outcome"])
+def test_a_rank_that_dies_is_named_by_every_survivor(outcome: Outcome, failed: list[int]) -> None:
+    """A killed process is named at once, whenever it dies, and no survivor is blamed."""
+    check_survivors(outcome, failed, 0)
+    assert [outcome.codes[rank] for rank in failed] == [-9] * len(failed)
+    for note in outcome.survivors(failed).values():
+        for rank in failed:
+            assert f"rank {rank} of {len(outcome.codes)} ended" in note["message"]
+
+
+@pytest.mark.parametrize(("outcome", "failed"), HANG.items(), ids=HANG, indirect=["outcome"])
+def test_a_rank_that_hangs_is_named_within_the_timeout(outcome: Outcome, failed: list[int]) -> None:
+    """Survivors wait as long as they were told, and not much longer; the late rank stops too."""
+    check_survivors(outcome, failed, TIMEOUT + 2)
+    for note in outcome.survivors(failed).values():
+        assert note["at"] - outcome.event > TIMEOUT * 0.9
+        assert f"had not finished {TIMEOUT:g} s after rank" in note["message"]
+    for rank in failed:
+        assert outcome.notes[rank]["raised"] == "RankError"
+        assert outcome.codes[rank] == 1
+
+
+@pytest.mark.parametrize("outcome", ["one_dies_one_hangs"], indirect=True)
+def test_all_that_failed_are_named(outcome: Outcome) -> None:
+    """One that dies does not hide another that hangs."""
+    check_survivors(outcome, [1, 2], TIMEOUT)
+
+
+@pytest.mark.parametrize("outcome", ["one_refuses_one_dies"], indirect=True)
+def test_a_refusal_does_not_hide_a_death(outcome: Outcome) -> None:
+    """A survivor names both the rank that refused and the one that died."""
+    check_survivors(outcome, [0, 2], 0)
+    assert outcome.notes[0]["raised"] == "ValueError"
+
+
+@pytest.mark.parametrize(("outcome", "expected"), REFUSE.items(), ids=REFUSE, indirect=["outcome"])
+def test_a_rank_that_raises_says_why_to_all(
+    outcome: Outcome, expected: tuple[list[int], str]
+) -> None:
+    """The rank raises what it met; the others name it and say what that was."""
+    failed, words = expected
+    check_survivors(outcome, failed, TIMEOUT if outcome.event else float("inf"))
+    for note in outcome.survivors(failed).values():
+        assert words in note["message"]
+    for rank in failed:
+        assert outcome.notes[rank]["raised"] != "RankError"
+        assert outcome.codes[rank] in (1, 3, -2)
+
+
+@pytest.mark.parametrize(("outcome", "expected"), DIFFER.items(), ids=DIFFER, indirect=["outcome"])
+def test_ranks_with_another_checkpoint_are_named_on_all(
+    outcome: Outcome, expected: tuple[list[int], str]
+) -> None:
+    """Every rank, that one too, says which ranks differ from most and in what."""
+    for rank, note in outcome.notes.items():
+        assert note["raised"] == "RankError", note
+        assert note["ranks"] == expected[0]
+        assert expected[1] in note["message"]
+        assert outcome.codes[rank] == 1
+
+
+@pytest.mark.parametrize("outcome", ["one_is_slow"], indirect=True)
+def test_a_slow_rank_is_waited_for(outcome: Outcome) -> None:
+    """Within the timeout nothing is wrong."""
+    assert [note["returned"] for note in outcome.notes.values()] == [[0, 1, "slow"]] * 3
+    assert set(outcome.codes.values()) == {0}
+
+
+@pytest.mark.parametrize("outcome", ["results_of_all_kinds"], indirect=True)
+def test_results_reach_every_rank(outcome: Outcome) -> None:
+    """Whatever their size, type, turn, level or group; no thread is left over."""
+    assert [note["returned"] for note in outcome.notes.values()] == [[]] * 4
+    assert set(outcome.codes.values()) == {0}
+
+
+@pytest.mark.parametrize("outcome", ["refusals_of_all_kinds"], indirect=True)
+def test_whatever_is_raised_can_be_told(outcome: Outcome) -> None:
+    """Exceptions without words, with too many, that cannot be sent, or that end a process."""
+    expected = [
+        ("ValueError", "failed: ValueError"),
+        ("ValueError", "failed: ValueError: long long"),
+        ("ValueError", "\n11 ..."),
+        ("ValueError", "? is no character"),
+        ("_BrokenError", "_BrokenError: (its message is broken: KeyError)"),
+        ("Local", "Local: of a class that cannot be pickled"),
+        ("KeyboardInterrupt", "failed: KeyboardInterrupt"),
+        ("SystemExit", "failed: SystemExit: 5"),
+        ("TypeError", "cannot be sent to the other ranks: TypeError"),
+    ]
+    assert set(outcome.codes.values()) == {0}
+    for rank, note in outcome.notes.items():
+        for turn, (raised, words) in enumerate(expected):
+            name, ranks, *message = note["returned"][turn]
+            if turn % 3 == rank:
+                assert name == raised
+            else:
+                assert (name, ranks) == ("RankError", [turn % 3])
+                assert words in message[0]
+                assert len(message[0]) < 2500
+
+
+@pytest.mark.parametrize("outcome", ["one_of_a_subgroup_dies"], indirect=True)
+def test_a_subgroup_numbers_its_own_ranks(outcome: Outcome) -> None:
+    """Its members name the rank of the group, and of the world; another group is unharmed."""
+    assert [outcome.notes[rank]["returned"] for rank in (0, 2)] == [[0, 2]] * 2
+    assert outcome.notes[1]["ranks"] == [1]
+    assert "rank 1 of 2 (rank 3 of the world) ended" in outcome.notes[1]["message"]
+    assert outcome.codes == {0: 0, 1: 1, 2: 0, 3: -9}
+
+
+@pytest.mark.parametrize("outcome", ["a_group_without_a_cpu"], indirect=True)
+def test_a_group_that_cannot_talk_says_what_to_initialize(outcome: Outcome) -> None:
+    """A group of a GPU backend alone is refused before the work, with what to write instead."""
+    for note in outcome.notes.values():
+        assert note["raised"] == "ValueError"
+        assert "init_process_group('cpu:gloo,cuda:nccl')" in note["message"]
+
+
+def test_processes_load_what_simulated_ranks_do(directory: Path) -> None:
+    """get_model gives 1, 2, 3 and 4 processes the model it gives simulated ranks."""
+    total = runpy.run_path(str(HERE / "loading_together.py"))["total"]
+    for size in (1, 2, 3, 4):
+        config = ModelConfig(model=str(directory / "good"))
+        expected = run_ranks(size, lambda rank, c=config: total(get_model(model_config=c)))
+        for rank in range(size):
+            note = json.loads((directory / f"load_at_{size}/rank{rank}.json").read_text())
+            assert note["returned"] == pytest.approx(expected[rank], rel=1e-5)
+
+
+def test_one_rank_speaks_for_a_command(directory: Path) -> None:
+    """Exit codes are 1 on all that survive, and the first of them says why in one message."""
+    expected = {
+        "command_first_dies": {1: "error: rank 0 of 3 ended"},
+        "command_one_hangs": {0: "error: rank 1 of 2 had not finished"},
+        "command_all_refuse": {0: "error: "},
+        "command_one_refuses": {0: "error: rank 3: model.embed_tokens.weight and"},
+        "command_one_refuses_first_dies": {
+            1: "error: rank 0 of 3 ended", 2: "error: rank 2: model.embed_tokens.weight and",
+        },
+        "command_other_config": {0: "error: rank 1 of 3 differs"},
+        "command_other_value_unseen": {1: "error: rank 0 of 3 differs"},
+    }  # fmt: skip
+    for name, said in expected.items():
+        codes = json.loads((directory / name / "codes.json").read_text())
+        for rank, code in codes.items():
+            path = directory / name / f"rank{rank}.json"
+            if not path.exists():
+                assert code == -9
+                continue
+            result = json.loads(path.read_text())["returned"]
+            assert code == result["code"] == 1, (name, rank, result)
+            assert result["out"] == ""
+            assert result["err"].startswith(said.get(int(rank), "")), (name, rank, result)
+            assert bool(result["err"]) == (int(rank) in said), (name, rank, result)
+            assert "Traceback" not in result["err"]

@@ -1,0 +1,234 @@
+"""Scenarios of :func:`vllm_module.distributed.together`, for ``scenarios.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.distributed import exchange, together
+from vllm_module.errors import RankError
+
+SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
+TIMEOUT = 2.0
+
+
+def scenario(size: int) -> Callable[[Callable[[Path, int], Any]], Callable[[Path, int], Any]]:
+    def enter(function: Callable[[Path, int], Any]) -> Callable[[Path, int], Any]:
+        def run(directory: Path, rank: int) -> Any:
+            dist.init_process_group("gloo")
+            dist.barrier()
+            return function(directory, rank)
+
+        SCENARIOS[function.__name__] = (size, run)
+        return function
+
+    return enter
+
+
+def happens(directory: Path) -> None:
+    (directory / f"event{os.getpid()}").write_text(str(time.time()))
+
+
+def die(directory: Path) -> NoReturn:
+    happens(directory)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def hang(directory: Path) -> None:
+    happens(directory)
+    time.sleep(TIMEOUT + 6)  # then it is too late
+
+
+def deeds(size: int, **of_ranks: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
+    def run(directory: Path, rank: int) -> Any:
+        deed = of_ranks.get(f"rank{rank}")
+        return together(lambda: deed(directory) if deed else rank, timeout=TIMEOUT)
+
+    return run
+
+
+def refuse(directory: Path) -> None:
+    happens(directory)
+    raise ValueError(f"refused by {os.environ['RANK']}\nand a second line")
+
+
+def stop(directory: Path) -> None:
+    """Be stopped by a signal, as a debugger or a full terminal would, and go on too late."""
+    happens(directory)
+    if os.fork() == 0:
+        time.sleep(TIMEOUT + 6)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def be_slow(directory: Path) -> str:
+    time.sleep(TIMEOUT / 2)
+    return "slow"
+
+
+for name, size, ranks in (
+    ("first_dies", 3, {"rank0": die}),
+    ("last_dies", 4, {"rank3": die}),
+    ("one_of_two_dies", 2, {"rank0": die}),
+    ("two_die", 4, {"rank0": die, "rank2": die}),
+    ("one_hangs", 3, {"rank0": hang}),
+    ("one_is_stopped", 3, {"rank1": stop}),
+    ("one_dies_one_hangs", 4, {"rank1": die, "rank2": hang}),
+    ("one_refuses", 3, {"rank1": refuse}),
+    ("two_refuse", 4, {"rank0": refuse, "rank3": refuse}),
+    ("one_refuses_one_dies", 3, {"rank0": refuse, "rank2": die}),
+    ("one_is_slow", 3, {"rank2": be_slow}),
+):
+    function = deeds(size, **ranks)
+    function.__name__ = name
+    scenario(size)(function)
+
+
+@scenario(3)
+def one_never_comes(directory: Path, rank: int) -> Any:
+    if rank == 1:
+        hang(directory)
+    return together(lambda: rank, timeout=TIMEOUT)
+
+
+@scenario(3)
+def one_dies_before_it_comes(directory: Path, rank: int) -> Any:
+    if rank == 1:
+        die(directory)
+    return together(lambda: rank, timeout=TIMEOUT)
+
+
+@scenario(4)
+def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
+    """The hardest moment: rank 1 knows that rank 0 was done, and the others never will."""
+    if rank == 0:
+        tell = exchange._Peer.tell
+
+        def tell_one(self: Any, message: bytes) -> None:
+            if self.rank == 2:
+                die(directory)
+            tell(self, message)
+            time.sleep(0.2)
+
+        exchange._Peer.tell = tell_one  # type: ignore[method-assign]
+    return together(lambda: rank, timeout=TIMEOUT)
+
+
+@scenario(3)
+def one_is_interrupted_while_it_waits(directory: Path, rank: int) -> Any:
+    if rank == 1:
+        threading.Timer(0.5, lambda: (happens(directory), os.kill(os.getpid(), 2))).start()
+    return together(lambda: time.sleep(1.5 if rank == 2 else 0), timeout=TIMEOUT)
+
+
+@scenario(3)
+def one_leaves_by_sys_exit(directory: Path, rank: int) -> Any:
+    def work() -> None:
+        if rank == 1:
+            happens(directory)
+            raise SystemExit(3)
+
+    return together(work, timeout=TIMEOUT)
+
+
+@scenario(4)
+def one_of_a_subgroup_dies(directory: Path, rank: int) -> Any:
+    """Ranks 1 and 3 of the world are 0 and 1 of a group; 0 and 2 of another."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pairs[rank % 2]
+    with contextlib.suppress(ValueError):
+        together(lambda: 0, timeout=TIMEOUT, group=pairs[1 - rank % 2])
+        raise AssertionError("a rank outside of the group took part in it")
+
+    def work() -> int:
+        if rank == 3:
+            die(directory)
+        return rank
+
+    return together(work, timeout=TIMEOUT, group=mine)
+
+
+class _BrokenError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+@scenario(3)
+def refusals_of_all_kinds(directory: Path, rank: int) -> Any:
+    """What a refusal does to its group leaves other groups of the same ranks alone."""
+    local = type("Local", (Exception,), {"__reduce__": None})
+    kinds: list[Callable[[], Any]] = [
+        lambda: _raise(ValueError()),
+        lambda: _raise(ValueError("long " * 200_000)),
+        lambda: _raise(ValueError("\n".join(map(str, range(1000))))),
+        lambda: _raise(ValueError("\ud800 is no character")),
+        lambda: _raise(_BrokenError()),
+        lambda: _raise(local("of a class that cannot be pickled")),
+        lambda: _raise(KeyboardInterrupt()),
+        lambda: _raise(SystemExit(5)),
+        lambda: threading.Lock(),  # a result that cannot be pickled
+    ]
+    said = []
+    groups = [dist.new_group() for _ in kinds]
+    for turn, (kind, group) in enumerate(zip(kinds, groups, strict=True)):
+        failing = turn % 3
+        try:
+            together(kind if rank == failing else lambda: None, timeout=10, group=group)
+        except BaseException as error:
+            said.append([type(error).__name__, list(getattr(error, "ranks", ()))])
+            if isinstance(error, RankError):
+                said[-1].append(str(error))
+        assert together(lambda t=turn: (t, rank), timeout=10) == [(turn, r) for r in range(3)]
+    return said
+
+
+@scenario(4)
+def results_of_all_kinds(directory: Path, rank: int) -> Any:
+    """Small and large, of different types, time after time, inside each other and in subgroups."""
+    mine = [None, "text", b"x" * 3_000_000, {"tensor": torch.arange(5)}][rank]
+    for _ in range(3):
+        none, text, large, table = together(lambda: mine, timeout=10)
+        assert (none, text, large) == (None, "text", b"x" * 3_000_000)
+        assert torch.equal(table["tensor"], torch.arange(5))
+    for size in (4080, 4087, 4088, 4089, 5000):  # where a message needs a second part
+        assert together(lambda n=size: b"y" * (n - 40), timeout=10) == [b"y" * (size - 40)] * 4
+
+    pair = [dist.new_group([0, 3]), dist.new_group([2, 1])][rank in (1, 2)]
+
+    def nested() -> Any:
+        with torch.device("meta"), torch.inference_mode():
+            inner = together(lambda: rank, timeout=10, group=pair)
+        return inner, together(lambda: together(lambda: rank + 1, timeout=10), timeout=10)
+
+    each = [([0, 3], [[1, 2, 3, 4]] * 4), ([1, 2], [[1, 2, 3, 4]] * 4)]
+    expected = [each[0], each[1], each[1], each[0]]
+    assert sorted(together(nested, timeout=10)[rank][0]) == expected[rank][0]
+    busy = [dist.isend(torch.tensor([rank]), dst=(rank + 1) % 4)]  # of the user's own
+    assert together(lambda: rank, timeout=10) == [0, 1, 2, 3]
+    got = torch.zeros(1, dtype=torch.int64)
+    dist.recv(got, src=(rank - 1) % 4)
+    busy[0].wait()
+    assert got.item() == (rank - 1) % 4
+    time.sleep(0.1)
+    return [t.name for t in threading.enumerate() if t.name.startswith("together")]
+
+
+@scenario(2)
+def a_group_without_a_cpu(directory: Path, rank: int) -> Any:
+    group = dist.new_group(backend="cuda:gloo")
+    return together(lambda: rank, timeout=TIMEOUT, group=group)

@@ -1,0 +1,177 @@
+"""Mutations of a checkpoint that keep most of it valid, so that fuzzing gets past the JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from random import Random
+from typing import Any
+
+CUT = b"\n---\n"
+DTYPES = ["U8", "I8", "BOOL", "F16", "BF16", "I32", "F32", "F64", "C64", "F8_E4M3", "F4", "", "u8"]
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+    8,
+    16,
+    64,
+    255,
+    -1,
+    2**31,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+]
+OTHERS: list[Any] = [None, True, False, 1.0, -0.0, 1e300, "", "x", [], {}, [[]], {"": 0}, "\ud800"]
+NAMES = ["w", "v", "", "__metadata__", "a.b", "\0", "\ud800", "é", "\x1b[2J", "weight.__class__"]
+FILES = ["a.safetensors", "b.safetensors", "c.safetensors", "../a.safetensors", "/etc/passwd", ""]
+# What json.dumps does not write, and where in the text it goes.
+TEXTS = ["-0", "1e3", "NaN", "Infinity", "0x1", "01", "9" * 400, "[" * 2000, "\\ud800", "\\u0000"]
+WIDTHS = {"F64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
+
+Mutate = Callable[[bytes, int], bytes]
+
+
+def mutate_file(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate a safetensors file: its header as JSON, its layout, its text or its bytes."""
+    rng = Random(seed)
+    header, rest = data[8:], b""
+    length = int.from_bytes(data[:8], "little")
+    if length <= len(header):
+        header, rest = header[:length], header[length:]
+    kind = rng.randrange(8)
+    if kind == 0:
+        return blind(data, most)
+    try:
+        tree = json.loads(header)
+        assert isinstance(tree, dict)
+    except (ValueError, AssertionError, RecursionError):
+        tree = {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
+    if kind <= 2:
+        rest = lay_out(tree, rng)
+    elif kind == 3:
+        rest = blind(rest, 64) if rest else b"1234"
+    else:
+        change(tree, rng)
+        if kind >= 6:
+            rest = lay_out(tree, rng)
+    text = json.dumps(tree).encode()
+    if kind == 5:
+        text = rewrite(text, rng) if rng.random() < 0.5 else blind(text, most)
+    return (len(text).to_bytes(8, "little") + text + rest)[:most]
+
+
+def mutate_folder(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate one of the parts of a folder, or make the index fit its files."""
+    rng = Random(seed)
+    parts = [*data.split(CUT, 2), b"", b""][:3]
+    kind = rng.randrange(4)
+    if kind == 0:
+        parts[0] = mutate_json(parts[0], most, seed, blind)
+    else:
+        at = rng.choice([1, 2])
+        parts[at] = mutate_file(parts[at], most // 3, seed, blind)
+        if kind > 1:
+            weight_map = {}
+            for part, name in ((parts[1], FILES[0]), (parts[2], FILES[1])):
+                length = int.from_bytes(part[:8], "little")
+                try:
+                    names = json.loads(part[8 : 8 + length])
+                    weight_map |= {n: name for n in names if n != "__metadata__"}
+                except (ValueError, TypeError, RecursionError):
+                    continue
+            if kind == 3 and weight_map:
+                weight_map[rng.choice([*weight_map, *NAMES])] = rng.choice(FILES)
+            parts[0] = json.dumps({"weight_map": weight_map}).encode()
+    return CUT.join(parts)[:most]
+
+
+def mutate_json(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate JSON as a tree, as text or as bytes."""
+    rng = Random(seed)
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError):
+        return blind(data, most)
+    kind = rng.randrange(6)
+    if kind == 0:
+        return blind(data, most)
+    change(tree, rng)
+    text = json.dumps(tree).encode()
+    return (rewrite(text, rng) if kind == 1 else text)[:most]
+
+
+def change(tree: Any, rng: Random) -> None:
+    """Change a place or two of a JSON tree."""
+    for _ in range(rng.randint(1, 2)):
+        places = list(_places(tree))
+        if not places:
+            return
+        holder, key = rng.choice(places)
+        action = rng.randrange(6)
+        if action == 0:
+            del holder[key]
+        elif action == 1 and isinstance(holder, dict):
+            holder[rng.choice(NAMES)] = deepcopy(holder[key])
+        elif action == 2 and isinstance(holder, list):
+            holder.insert(key, rng.choice(NUMBERS))
+        elif action == 3:
+            holder[key] = deepcopy(rng.choice(OTHERS))
+        elif isinstance(holder[key], str):
+            holder[key] = rng.choice(DTYPES + FILES)
+        else:
+            holder[key] = rng.choice(NUMBERS)
+
+
+def _places(tree: Any) -> Any:
+    items: Any = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
+    for key, value in list(items):
+        yield tree, key
+        yield from _places(value)
+
+
+def lay_out(tree: dict[str, Any], rng: Random) -> bytes:
+    """Give every entry that could be a tensor the offsets that it should have, and the data."""
+    if rng.random() < 0.3:
+        shape = [rng.choice([0, 1, 2, 3, 5]) for _ in range(rng.randrange(5))]
+        tree[rng.choice(NAMES)] = {"dtype": rng.choice(DTYPES[:10]), "shape": shape}
+    end = 0
+    for name, entry in tree.items():
+        if name == "__metadata__" or not isinstance(entry, dict):
+            continue
+        nbytes = WIDTHS.get(str(entry.get("dtype")), 1)
+        shape = entry.get("shape")
+        for size in shape if isinstance(shape, list) else ():
+            nbytes *= size if isinstance(size, int) and 0 <= size < 9 else 1
+        nbytes = min(nbytes, 512)
+        entry["data_offsets"] = [end, end + nbytes]
+        end += nbytes
+    return bytes(index % 2 for index in range(end))
+
+
+def rewrite(text: bytes, rng: Random) -> bytes:
+    """Put in what only text can hold: other numbers, a part twice, space."""
+    at = rng.randrange(len(text) + 1)
+    stop = rng.randrange(at, min(len(text), at + 40) + 1)
+    action = rng.randrange(4)
+    if action == 0:
+        return text[:at] + rng.choice(TEXTS).encode() + text[stop:]
+    if action == 1:
+        digits = [index for index, byte in enumerate(text) if chr(byte).isdigit()]
+        at = rng.choice(digits) if digits else at
+        return text[:at] + rng.choice(TEXTS).encode() + text[at + 1 :]
+    if action == 2:
+        return text + b" " * rng.randrange(4)
+    return text[:stop] + text[at:stop] + text[stop:]

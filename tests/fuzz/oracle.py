@@ -1,0 +1,155 @@
+"""What must hold of any bytes that are called a checkpoint; fuzzing and tests ask the same.
+
+``FILE``, ``FOLDER`` and ``CONFIG`` give the functions by the kind of input. Each raises
+``AssertionError``, or whatever else was not expected, if the bytes broke something.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors
+import torch
+
+from vllm_module.config import ModelConfig
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
+from vllm_module.loader import read_config
+from vllm_module.registry import model_class
+from vllm_module.weights import Checkpoint, open_checkpoint
+from vllm_module.weights.header import DTYPES
+from vllm_module.weights.safetensors import SafetensorsHandle
+
+# Between the index and the files a.safetensors and b.safetensors of a folder.
+CUT = b"\n---\n"
+MOST_WORDS = 4000
+
+_watched: list[str] = []  # the folder in which files may be opened, while one is checked
+_hooked = False
+
+
+def check_file(folder: Path, data: bytes) -> None:
+    """Check ``data`` as the one file of a checkpoint."""
+    (folder / "model.safetensors").write_bytes(data)
+    _check(folder, [data])
+
+
+def check_folder(folder: Path, data: bytes) -> None:
+    """Check ``data`` as an index and two files."""
+    index, first, second = [*data.split(CUT, 2), b"", b""][:3]
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    (folder / "a.safetensors").write_bytes(first)
+    (folder / "b.safetensors").write_bytes(second)
+    _check(folder, [first, second])
+
+
+def check_config(folder: Path, data: bytes) -> None:
+    """Check ``data`` as a configuration: it names a class that exists, or is refused."""
+    (folder / "config.json").write_bytes(data)
+    try:
+        with _only_inside(folder):
+            config = read_config(folder, ModelConfig(model=str(folder)))
+        model_class(config.architectures)
+    except UnsupportedModelError:
+        return
+    except CheckpointFormatError as error:
+        _check_words(error)
+        return
+    assert config.context_length is None or type(config.context_length) is int
+
+
+def _check(folder: Path, files: list[bytes]) -> None:
+    try:
+        with _only_inside(folder), open_checkpoint(folder) as checkpoint:
+            readable = _check_tensors(checkpoint)
+            opened = [files[path.name == "b.safetensors"] for path in checkpoint.files]
+            stored = _by_the_library(opened)
+            assert stored.keys() == set(checkpoint), "the library finds other names"
+            for name, (dtype, shape, raw) in stored.items():
+                handle = checkpoint[name]
+                assert (DTYPES[dtype], shape) == (handle.dtype, list(handle.shape))
+                assert name not in readable or _bytes(handle.read()) == raw
+            assert checkpoint.nbytes == sum(len(raw) for _, _, raw in stored.values())
+            assert len(checkpoint.fingerprint) == 64
+    except CheckpointFormatError as error:
+        _check_words(error)
+
+
+def _check_tensors(checkpoint: Checkpoint) -> set[str]:
+    """Every tensor can be read whole and in parts, which give the same, or refuses to be read."""
+    readable = set()
+    for name, handle in checkpoint.items():
+        assert handle.name == name
+        try:
+            whole = handle.read()
+        except WeightReadError as error:
+            _check_words(error)
+            assert handle.dtype == torch.bool, "only a byte that is no bool cannot be read"
+            continue
+        readable.add(name)
+        assert (whole.shape, whole.dtype) == (handle.shape, handle.dtype)
+        begin, end = handle.byte_range
+        assert end - begin == handle.nbytes
+        for dim, size in enumerate(handle.shape[:3]):
+            half = size // 2
+            parts: list[SafetensorsHandle] = [
+                handle.narrow(dim, 0, half),
+                handle.narrow(dim, half, size - half),
+            ]
+            for part, start in zip(parts, (0, half), strict=True):
+                expected = whole.narrow(dim, start, part.shape[dim])
+                assert _bytes(part.read()) == _bytes(expected)
+    return readable
+
+
+def _by_the_library(files: list[bytes]) -> dict[str, tuple[str, list[int], bytes]]:
+    """Read the files by the reference; what it refuses and we accept is a finding."""
+    found = {}
+    for data in files:
+        for name, tensor in safetensors.deserialize(data):
+            found[name] = (tensor["dtype"], list(tensor["shape"]), bytes(tensor["data"]))
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+def _check_words(error: Exception) -> None:
+    words = str(error)
+    words.encode()
+    assert words.isprintable(), ascii(words)
+    assert len(words) < MOST_WORDS, words[:200]
+
+
+@contextmanager
+def _only_inside(folder: Path) -> Iterator[None]:
+    """Fail if any file outside of ``folder`` is opened."""
+    global _hooked
+    if not _hooked:  # a hook stays for good: one that does nothing while nothing is watched
+        sys.addaudithook(_on_event)
+        _hooked = True
+    _watched.append(os.path.realpath(folder))
+    try:
+        yield
+    finally:
+        _watched.clear()
+
+
+def _on_event(event: str, args: tuple[object, ...]) -> None:
+    if _watched and event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+        path = os.path.realpath(os.fsdecode(args[0]))
+        if path.endswith((".py", ".pyc", ".so")) or os.path.isdir(path):
+            return  # a module that is imported only now
+        assert path.startswith(_watched[0] + os.sep), f"{path} was opened"
+
+
+KINDS: dict[str, Callable[[Path, bytes], None]] = {
+    "file": check_file,
+    "folder": check_folder,
+    "config": check_config,
+}

@@ -1,0 +1,404 @@
+"""A file that changes, vanishes or fails while it is read: as it was, or an error by its name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from vllm_module import vLLMModule
+from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, WeightReadError
+from vllm_module.weights import file_bytes, open_checkpoint, pages, read_all, reading
+from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.lease import ReadLease
+
+ROWS, COLUMNS = 600, 64
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, 400)
+
+
+def cut_last_byte(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def rewrite(path: Path) -> None:
+    """Write other values in place: the same size, another time."""
+    with path.open("r+b") as file:
+        file.seek(400)
+        file.write(b"\7" * 4096)
+    os.utime(path, ns=(1, 1))  # clocks of file systems tick in milliseconds
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    save_file({"w": torch.full((ROWS, COLUMNS), 7.0)}, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+HARMFUL = [shrink, cut_last_byte, grow, rewrite]
+HARMLESS = [delete, replace]
+
+
+@pytest.fixture(params=["preadv", "mapped", "staged"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Read long runs; short ones out of a mapping; short ones where there is no lease."""
+    monkeypatch.setattr(reading, "_PIECE", 4096)
+    monkeypatch.setattr(reading, "_BATCH", 4096)
+    monkeypatch.setattr(file_bytes, "_WINDOW", 8192)
+    if request.param == "staged":
+        monkeypatch.setattr(ReadLease, "_take", lambda _: False)
+    return request.param
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": values()}, path)
+    return path
+
+
+def values() -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+
+
+@contextmanager
+def midway(
+    monkeypatch: pytest.MonkeyPatch, how: str, act: Callable[[], None], first: int = 4
+) -> Iterator[None]:
+    """Do ``act`` in a thread of its own when the tensor is read for the ``first`` time or so."""
+    calls, thread = [], threading.Thread(target=act)
+    name = "_copy_mapped" if how == "mapped" else "_read"
+    read, hold = getattr(FileBytes, name), ReadLease.hold
+
+    def counted(self: FileBytes, *args: object) -> None:
+        calls.append(None)
+        if len(calls) == first:
+            thread.start()
+            if how != "mapped":
+                thread.join(10)
+        read(self, *args)
+
+    @contextmanager
+    def hold_then_wait(self: ReadLease) -> Iterator[bool]:
+        with hold(self) as held:  # which ``act`` has to wait for
+            yield held
+        if thread.ident is not None:
+            thread.join(10)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileBytes, name, counted)
+        patch.setattr(ReadLease, "hold", hold_then_wait)
+        yield
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def part_of(handle, how: str):
+    return handle if how == "preadv" else handle.narrow(1, 8, 16)
+
+
+@pytest.mark.parametrize("change", HARMFUL)
+def test_a_file_written_to_while_it_is_read_is_refused(path, how, change, monkeypatch) -> None:
+    """Whichever way and however many threads read it, no mixture passes for a tensor."""
+    part = part_of(open_checkpoint(path)["w"], how)
+    refused = pytest.raises(WeightReadError, match=r"was changed since|was cut off")
+    with midway(monkeypatch, how, lambda: change(path)), refused as refusal:
+        read_all([(part, torch.empty(part.shape))])
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("change", HARMFUL)
+def test_a_file_written_to_within_one_read_is_refused(path, how, change, monkeypatch) -> None:
+    """It is not enough to look before a read: what was written during it is a mixture too."""
+    part = part_of(open_checkpoint(path)["w"], how)
+    refused = pytest.raises(WeightReadError, match=r"was changed since|was cut off")
+    with midway(monkeypatch, how, lambda: change(path), first=1), refused as refusal:
+        part.read()
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_a_file_deleted_or_replaced_is_read_as_it_was(path, how, change, monkeypatch) -> None:
+    part = part_of(open_checkpoint(path)["w"], how)
+    destination = torch.empty(part.shape)
+    with midway(monkeypatch, how, lambda: change(path)):
+        read_all([(part, destination)])
+    assert torch.equal(destination, values() if how == "preadv" else values()[:, 8:24])
+
+
+def test_a_file_closed_while_it_is_read_is_refused(path, how, monkeypatch) -> None:
+    """Its descriptor may be another file's by then."""
+    checkpoint = open_checkpoint(path)
+    part = part_of(checkpoint["w"], how)
+    with midway(monkeypatch, how, checkpoint.close), pytest.raises(WeightReadError) as refusal:
+        read_all([(part, torch.empty(part.shape))])
+    assert str(path) in str(refusal.value)
+
+
+CUT_WHILE_MAPPED = """
+import os, random, sys, threading, time, torch
+from safetensors.torch import save_file
+from vllm_module.errors import WeightReadError
+from vllm_module.weights import open_checkpoint, read_all
+from vllm_module.weights.lease import ReadLease
+
+path, lease = sys.argv[1:]
+if lease == "none":
+    ReadLease._take = lambda _: False
+torch.set_num_threads(1)
+random.seed(0)
+refused, rows = 0, 8192
+for turn in range(12):
+    save_file({"w": torch.ones(rows, 1024)}, path)
+    part = open_checkpoint(path)["w"].narrow(1, 0, 128)
+    destination = torch.zeros(rows, 128)
+    began = threading.Event()
+
+    def cut():
+        began.wait()
+        time.sleep(random.random() * 0.004)
+        os.truncate(path, 4096 * random.randrange(3))
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    began.set()
+    try:
+        for _ in range(50):
+            read_all([(part, destination)])
+            assert destination.min() == 1
+    except WeightReadError as error:
+        assert path in str(error)
+        refused += 1
+    thread.join()
+print("refused", refused)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="short runs are mapped on Linux only")
+@pytest.mark.parametrize("lease", ["held", "none"])
+def test_a_file_cut_off_at_any_moment_does_not_end_the_process(tmp_path: Path, lease: str) -> None:
+    """Touching a page of a mapping that is gone is a SIGBUS."""
+    script = [sys.executable, "-c", CUT_WHILE_MAPPED, str(tmp_path / "m.safetensors"), lease]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "refused 12\n"), result.stderr
+
+
+def test_a_lease_holds_writers_off_until_it_is_given_back(path: Path) -> None:
+    """Also from threads that want it after a writer has come: they would keep it waiting."""
+    descriptor = os.open(path, os.O_RDONLY)
+    lease = ReadLease(descriptor)
+    with lease.hold() as held:
+        if not held:
+            pytest.skip("this file system has no leases")
+        with lease.hold() as again:
+            assert again
+        writer = threading.Thread(target=os.truncate, args=(path, 3))
+        writer.start()
+        writer.join(0.1)
+        assert (writer.is_alive(), path.stat().st_size > 3) == (True, True)
+        with lease.hold() as late:
+            assert not late
+    writer.join(10)
+    assert path.stat().st_size == 3
+    with path.open("ab"), lease.hold() as beside_a_writer:
+        assert not beside_a_writer
+    with lease.hold() as held:
+        assert held
+        os.close(descriptor)  # giving it back fails silently
+    with lease.hold() as closed:
+        assert not closed
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_an_io_error_midway_names_the_file(path, how, code, monkeypatch) -> None:
+    part = part_of(open_checkpoint(path)["w"], how)
+    calls = []
+
+    def fails_the_third_time(*_: object) -> bool:
+        calls.append(None)
+        return len(calls) > 2
+
+    preadv, advise = os.preadv, pages.advise
+
+    def broken_preadv(*args: object) -> int:
+        if fails_the_third_time():
+            raise OSError(code, os.strerror(code))
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", broken_preadv)
+    monkeypatch.setattr(pages, "advise", lambda *a: code if fails_the_third_time() else advise(*a))
+    with pytest.raises(WeightReadError, match=os.strerror(code)) as refusal:
+        read_all([(part, torch.empty(part.shape))])
+    assert str(path) in str(refusal.value)
+
+
+def test_a_file_whose_server_is_gone_is_named(path: Path, monkeypatch) -> None:
+    handle = open_checkpoint(path)["w"]
+
+    def gone(_: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", gone)
+        with pytest.raises(WeightReadError, match="Stale file handle") as refusal:
+            handle.read()
+    assert str(path) in str(refusal.value)
+    assert torch.equal(handle.read(), values())
+
+
+def test_without_more_threads_the_calling_one_reads_all(path, how, monkeypatch) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    part = part_of(open_checkpoint(path)["w"], how)
+    destination = torch.empty(part.shape)
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    read_all([(part, destination)])
+    assert torch.equal(destination, values() if how == "preadv" else values()[:, 8:24])
+
+
+class Model(vLLMModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(COLUMNS, 8, bias=False)
+        self.second = nn.Linear(8, 300, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("change", HARMFUL)
+def test_a_model_whose_checkpoint_changed_midway_does_not_run(tmp_path, change, monkeypatch):
+    """It says that it is a mixture, until a load succeeds."""
+    path = tmp_path / "model.safetensors"
+    weights = {"first.weight": torch.ones(8, COLUMNS), "second.weight": torch.ones(300, 8)}
+    save_file(weights, path)
+    model, x = Model(), torch.ones(1, COLUMNS)
+    model.load_weights(open_checkpoint(path))
+    model(x)
+
+    save_file({name: 2 * weight for name, weight in weights.items()}, path)
+    checkpoint = open_checkpoint(path)
+    read = FileBytes._read
+    calls = []
+
+    def change_before_the_second(self: FileBytes, *args: object) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            change(path)
+        read(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileBytes, "_read", change_before_the_second)
+        with pytest.raises(WeightReadError) as refusal:
+            model.load_weights(checkpoint)
+    assert str(path) in str(refusal.value)
+    with pytest.raises(ModelNotReadyError, match="left a mixture") as not_ready:
+        model(x)
+    assert str(path) in str(not_ready.value)
+    with pytest.raises(WeightReadError, match="was changed"):
+        model.load_weights(checkpoint)
+    with pytest.raises(ModelNotReadyError, match="left a mixture"):
+        model(x)
+    save_file(weights, path)
+    model.load_weights(open_checkpoint(path))
+    assert model(x).unique().tolist() == [8 * COLUMNS]
+
+
+LIMITED = """
+import os, resource, sys, torch
+from safetensors.torch import save_file
+from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.weights import open_checkpoint
+
+folder = sys.argv[1]
+if sys.argv[2] == "files":
+    for index in range(200):
+        save_file({f"w{index}": torch.ones(1)}, f"{folder}/{index:03}.safetensors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        open_checkpoint(folder)
+    except CheckpointFormatError as error:
+        print(error)
+    assert len(os.listdir("/proc/self/fd")) == before
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    print(len(open_checkpoint(folder)))
+else:
+    rows = 1 << 20
+    head = '{"w":{"dtype":"U8","shape":[%d,1024],"data_offsets":[0,%d]}}' % (rows, rows << 10)
+    with open(f"{folder}/model.safetensors", "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head.encode())
+        file.truncate(file.tell() + (rows << 10))
+    handle = open_checkpoint(folder)["w"].narrow(0, 0, 100)
+    handle.narrow(1, 0, 1024).read()
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+    try:
+        handle.narrow(1, 0, 8).read()
+    except WeightReadError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(handle.narrow(1, 0, 8).read().numel())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("what", "words", "then"),
+    [
+        ("files", ["cannot be opened: Too many open files", "ulimit -n"], "200"),
+        ("memory", ["model.safetensors", "mapping it into memory failed"], "800"),
+    ],
+)
+def test_a_process_at_its_limits_is_told_which_and_goes_on(tmp_path, what, words, then) -> None:
+    script = [sys.executable, "-c", LIMITED, str(tmp_path), what]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    said, after = result.stdout.splitlines()
+    for word in [*words, str(tmp_path)]:
+        assert word in said
+    assert after == then
+
+
+def test_a_header_that_memory_does_not_hold_names_the_file(path: Path, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> object:
+        raise MemoryError
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr("json.loads", full)
+        with pytest.raises(CheckpointFormatError, match="does not fit into memory") as refusal:
+            open_checkpoint(path)
+    assert str(path) in str(refusal.value)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch) -> None:
+    def denied(_: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(CheckpointFormatError, match="cannot be listed: Permission denied") as no:
+        open_checkpoint(tmp_path)
+    assert str(tmp_path) in str(no.value)

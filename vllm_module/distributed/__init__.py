@@ -1,0 +1,21 @@
+"""Tensor-parallel groups, and processes that work together."""
+
+from vllm_module.distributed.exchange import together
+from vllm_module.distributed.groups import (
+    ProcessGroup,
+    SimulatedGroup,
+    TensorParallelGroup,
+    run_ranks,
+    tensor_parallel,
+    tensor_parallel_group,
+)
+
+__all__ = [
+    "ProcessGroup",
+    "SimulatedGroup",
+    "TensorParallelGroup",
+    "run_ranks",
+    "tensor_parallel",
+    "tensor_parallel_group",
+    "together",
+]

@@ -1,0 +1,306 @@
+"""How processes do something that all of them finish, or none.
+
+Each tells each other how its work came out, and then whom it misses: a full mesh of small messages
+over the group's CPU backend.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.errors import RankError
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def together(
+    work: Callable[[], T], *, timeout: float, group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Run ``work`` on every rank of the process group and return all ranks' results, by rank.
+
+    Every rank of ``group`` (by default the world) makes the same call. Results are pickled. What
+    ``work`` raises on this rank is raised here, once the others know of it.
+
+    Raises:
+        RankError: on every other rank, naming those of the group that raised, whose process
+            ended, or that had not finished ``timeout`` seconds after another had.
+
+    Whatever is raised, the group is of no further use then: destroy it.
+
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("this process is not a rank of the group that is to work together")
+    if size == 1:
+        return [work()]
+    if "cpu" not in (backends := dist.get_backend_config(group)):
+        raise ValueError(
+            f"the process group ({backends}) cannot carry messages between CPUs, by which its "
+            "ranks tell each other how they fare: initialize it with "
+            "torch.distributed.init_process_group() or init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    depth = _depth.get()
+    exchange = _Exchange(group, rank, size, depth)
+    token = _depth.set(depth + 1)
+    try:
+        result = work()
+        outcome = b"+" + _pickled(result)
+    except BaseException as error:
+        exchange.tell(b"-" + _first_lines(error).encode(errors="replace"))
+        exchange.tell(b"{}")
+        exchange.leave(timeout)
+        raise
+    finally:
+        _depth.reset(token)
+    exchange.tell(outcome)
+    results = exchange.settle(timeout) | {rank: result}
+    return [results[each] for each in range(size)]
+
+
+# Work may itself call together: each level has messages of its own.
+_depth: ContextVar[int] = ContextVar("together_depth", default=0)
+
+_FRAME = 4096  # bytes a rank is ready to receive while it works, even if its interpreter stands
+_TAG = 1 << 20  # the first of eight for each level
+_FOREVER = timedelta(days=365)  # threads wait; nothing but the caller's timeout ends that
+_FAREWELL = 2.0  # seconds in which ranks that give up let the others know
+
+
+def _pickled(result: object) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"what work returned cannot be sent to the other ranks: {_first_lines(error)}"
+        ) from error
+
+
+def _first_lines(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its message is broken: {type(broken).__name__})"
+    lines = text[:2000].splitlines()
+    kept = "\n".join(lines[:12])
+    cut = " ..." if len(text) > 2000 or len(lines) > 12 else ""
+    return type(error).__name__ + (f": {kept}{cut}" if kept else "")
+
+
+class _Peer:
+    """Another rank of the group: what it said so far, and whether its connection is open.
+
+    It says two things: how its work came out, and whom it blames. A wait of gloo's cannot be
+    interrupted, and one that times out closes this rank's connections to *all* others: so threads
+    wait, without a limit, and the caller watches the clock. ``gone`` is set when nothing that was
+    said is left to hear.
+    """
+
+    def __init__(
+        self, rank: int, group: dist.ProcessGroup | None, tag: int, changed: threading.Condition
+    ) -> None:
+        self.rank = rank
+        self.said: list[bytes] = []
+        self.gone = False
+        self._group, self._tag, self._changed = group, tag, changed
+        self.listening = False
+        self.telling = 0
+        self._told = 0
+        # Both are asked for now, so that what a peer says before it leaves comes during our work.
+        try:
+            frames = [self._ask(_FRAME, number) for number in (0, 1)]
+        except (RuntimeError, ValueError):
+            self.gone = True
+        else:
+            self.listening = True
+            self._start(self._listen, frames)
+
+    def _try(self, function: Callable[[list[U]], None], works: list[U]) -> bool:
+        """Tell whether the connection stays open; drop ``works``, for which gloo has its locks."""
+        try:
+            function(works)
+        except (RuntimeError, ValueError):  # it is closed, or the group was destroyed
+            return False
+        finally:
+            works.clear()
+        return True
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+        name = f"together with rank {self.rank}"
+        threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
+
+    def _ask(self, nbytes: int, tag: int) -> tuple[bytearray, dist.Work]:
+        buffer = bytearray(nbytes)
+        memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        work = dist.irecv(memory, group=self._group, group_src=self.rank, tag=self._tag + tag)
+        assert work is not None
+        return buffer, work
+
+    def _listen(self, frames: list[tuple[bytearray, dist.Work]]) -> None:
+        is_open = self._try(self._take, frames)
+        with self._changed:
+            self.listening = False
+            self.gone = not is_open
+            self._changed.notify_all()
+
+    def _take(self, frames: list[tuple[bytearray, dist.Work]]) -> None:
+        for number, (frame, arrival) in enumerate(frames):
+            arrival.wait(_FOREVER)
+            nbytes = int.from_bytes(frame[:8], "little")
+            message = bytes(frame[8 : 8 + nbytes])
+            if len(message) < nbytes:
+                rest, arrival = self._ask(nbytes - len(message), 2 + number)
+                arrival.wait(_FOREVER)
+                message += rest
+            with self._changed:
+                self.said.append(message)
+                self._changed.notify_all()
+
+    def tell(self, message: bytes) -> None:
+        """Send ``message`` without waiting for it to go out; after two, do nothing."""
+        number, self._told = self._told, self._told + 1
+        if number > 1:
+            return
+        frame = (len(message).to_bytes(8, "little") + message).ljust(_FRAME, b"\0")
+        sent = []
+        with suppress(RuntimeError, ValueError):  # if it is closed, the listener finds that out
+            for tag, part in ((number, frame[:_FRAME]), (2 + number, frame[_FRAME:])):
+                if part:
+                    memory = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                    to = {"group_dst": self.rank, "tag": self._tag + tag}
+                    sent.append((memory, dist.isend(memory, group=self._group, **to)))
+            with self._changed:
+                self.telling += 1
+            self._start(self._see_off, sent)
+
+    def _see_off(self, sent: list[tuple[torch.Tensor, dist.Work | None]]) -> None:
+        self._try(self._wait, sent)
+        with self._changed:
+            self.telling -= 1
+            self._changed.notify_all()
+
+    def _wait(self, sent: list[tuple[torch.Tensor, dist.Work | None]]) -> None:
+        for _memory, departure in sent:
+            assert departure is not None
+            departure.wait(_FOREVER)
+
+    def cut_off(self) -> None:
+        """Close this rank's connections to all others, by a wait that times out."""
+        with suppress(RuntimeError, ValueError):
+            self._ask(1, 7)[1].wait(timedelta(milliseconds=1))
+
+
+class _Exchange:
+    """One call of :func:`together`, as this rank sees it."""
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, depth: int) -> None:
+        self._group, self._rank, self._size = group, rank, size
+        self._changed = threading.Condition()
+        tag = _TAG + 8 * depth
+        others = (peer for peer in range(size) if peer != rank)
+        self._peers = [_Peer(peer, group, tag, self._changed) for peer in others]
+
+    def tell(self, message: bytes) -> None:
+        for peer in self._peers:
+            peer.tell(message)
+
+    def settle(self, timeout: float) -> dict[int, Any]:
+        """Return the others' results once every rank knows that all of them are there."""
+        results: dict[int, Any] = {}
+        try:
+            late = f"had not finished {timeout:g} s after rank {self._rank} had"
+            failures = self._hear(1, timeout, late)
+            if not failures:
+                results = {peer.rank: pickle.loads(peer.said[0][1:]) for peer in self._peers}
+            self.tell(json.dumps(failures).encode())
+            if not failures:  # here; a rank that ended may have told some of us and not others
+                late = f"fell silent for {timeout:g} s when rank {self._rank} had finished"
+                failures = self._hear(2, timeout, late)
+            if failures:
+                failures |= self._hear_out()
+        except BaseException as error:  # an interrupt, say: this rank leaves, and lets them know
+            self.tell(json.dumps({self._rank: f"stopped: {_first_lines(error)}"}).encode())
+            self.leave(_FAREWELL)
+            raise
+        if failures:
+            self.leave(_FAREWELL)
+            lines = (f"{self._name(rank)} {how}" for rank, how in sorted(failures.items()))
+            raise RankError("\n".join(lines), failures)
+        self._end_threads(self._peers, _FAREWELL)
+        return results
+
+    def _name(self, rank: int) -> str:
+        name = f"rank {rank} of {self._size}"
+        if self._group is not None and self._size < dist.get_world_size():
+            name += f" (rank {dist.get_global_rank(self._group, rank)} of the world)"
+        return name + (" (this one)" if rank == self._rank else "")
+
+    def _hear(self, count: int, timeout: float, late: str) -> dict[int, str]:
+        """Wait until every peer has said ``count`` things, and return who did not, and why."""
+
+        def know() -> bool:
+            heard = all(len(peer.said) >= count or peer.gone for peer in self._peers)
+            return heard or bool(self._blamed())
+
+        with self._changed:
+            self._changed.wait_for(know, timeout)
+            blamed = self._blamed()
+            failures = {}
+            for peer in self._peers:
+                if peer.said and peer.said[0][:1] == b"-":
+                    failures[peer.rank] = f"failed: {peer.said[0][1:].decode()}"
+                elif len(peer.said) < count and peer.gone:
+                    failures[peer.rank] = "ended, or left: its connection is closed"
+                elif len(peer.said) < count and not blamed:
+                    failures[peer.rank] = f"{late}: it hangs, or needs a longer timeout"
+        return blamed | failures
+
+    def _hear_out(self) -> dict[int, str]:
+        """Let those that finished say whom they blame: to close a connection early loses words."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(peer.gone or len(peer.said) != 1 for peer in self._peers), _FAREWELL
+            )
+            return self._blamed()
+
+    def _blamed(self) -> dict[int, str]:
+        """Return what peers say of others: they wait no longer, and neither does this rank."""
+        blamed: dict[int, str] = {}
+        for peer in self._peers:
+            if len(peer.said) > 1:
+                said: Mapping[str, str] = json.loads(peer.said[1])
+                blamed |= {int(rank): how for rank, how in said.items()}
+        return blamed
+
+    def leave(self, seconds: float) -> None:
+        """Take ``seconds`` at most to let the others know, then close all connections."""
+        try:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: all(peer.gone or not peer.telling for peer in self._peers), seconds
+                )
+        finally:
+            here = [peer for peer in self._peers if not peer.gone]
+            for peer in here:
+                peer.cut_off()
+            self._end_threads(here, 1)
+
+    def _end_threads(self, peers: list[_Peer], seconds: float) -> None:
+        """Wait for threads: one that comes back from gloo while the interpreter ends aborts it.
+
+        Not for those of peers that are gone: some of gloo's sends to them never come back.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not any(peer.listening or peer.telling for peer in peers), seconds
+            )

@@ -1,0 +1,206 @@
+"""The tensor-parallel group: real (torch.distributed), simulated in one process, or a single rank.
+
+A layer asks for :func:`tensor_parallel_group` once, when it is built, and keeps what it got.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class TensorParallelGroup(Protocol):
+    """The ranks that share one model. ``rank`` is in ``range(size)``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's ``tensor`` (same shape and dtype on all)."""
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Return every rank's ``tensor`` (same shape on all) joined along ``dim`` in rank order."""
+
+
+class ProcessGroup:
+    """Ranks in processes of their own, over torch.distributed (gloo on CPU, NCCL on GPU)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        parts = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for _ in range(self.size)
+        ]
+        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        return torch.cat(parts, dim)
+
+
+class _Meeting:
+    """Where the threads of :func:`run_ranks` exchange tensors, round after round."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._seats: dict[int, torch.Tensor] = {}  # of the round under way
+        self._ended: list[int] = []
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        with self._changed:
+            seats = self._seats
+            seats[rank] = tensor.clone()  # its owner may overwrite it before the others read it
+            if len(seats) == self.size:
+                self._seats = {}
+                self._changed.notify_all()
+            else:
+                self._changed.wait_for(lambda: len(seats) == self.size or self._ended)
+            if len(seats) < self.size:
+                raise RuntimeError(
+                    f"rank {self._ended[0]} of {self.size} has ended without taking part in a "
+                    f"collective that rank {rank} waits in: every rank must make the same calls"
+                )
+        return [seats[rank] for rank in range(self.size)]
+
+    def end(self, rank: int) -> None:
+        """Say that ``rank`` takes part in no further round."""
+        with self._changed:
+            self._ended.append(rank)
+            self._changed.notify_all()
+
+
+# Contexts, not globals: each thread of run_ranks is a rank of its own.
+_group: ContextVar[TensorParallelGroup | None] = ContextVar("tensor_parallel_group", default=None)
+_meeting: ContextVar[_Meeting | None] = ContextVar("tensor_parallel_meeting", default=None)
+
+
+class SimulatedGroup:
+    """One rank without a process; its collectives meet the others in :func:`run_ranks`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"tensor-parallel rank {rank} is outside of range({size})")
+        self.rank = rank
+        self.size = size
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if self.size == 1:
+            return [tensor]
+        meeting = _meeting.get()
+        if meeting is None:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} was built by tensor_parallel() and needs the "
+                "other ranks to reduce with: run all of them with "
+                "vllm_module.distributed.run_ranks(size, fn)"
+            )
+        if meeting.size != self.size:
+            raise RuntimeError(
+                f"a module of tensor-parallel size {self.size} runs among {meeting.size} ranks"
+            )
+        return meeting.exchange(self.rank, tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        first, *others = self._exchange(tensor)
+        total = first.clone() if others else first
+        for other in others:  # in rank order, so that every rank has the same bits
+            if other.shape != first.shape:
+                shapes = f"{list(first.shape)} and {list(other.shape)}"
+                raise RuntimeError(f"ranks reduce tensors of different shapes: {shapes}")
+            total += other
+        return total
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        parts = self._exchange(tensor)
+        return torch.cat(parts, dim) if len(parts) > 1 else tensor
+
+
+def tensor_parallel_group() -> TensorParallelGroup:
+    """Return the group a module built here and now belongs to.
+
+    That of the surrounding :func:`tensor_parallel`, else that of the initialized
+    torch.distributed process group, else a single rank.
+    """
+    group = _group.get()
+    if group is not None:
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return ProcessGroup()
+    return SimulatedGroup(0, 1)
+
+
+@contextmanager
+def tensor_parallel(*, rank: int, size: int) -> Iterator[TensorParallelGroup]:
+    """Build modules as rank ``rank`` of ``size``, without a process group.
+
+    Raises ``ValueError`` unless ``0 <= rank < size``.
+    """
+    group = SimulatedGroup(rank, size)
+    token = _group.set(group)
+    try:
+        yield group
+    finally:
+        _group.reset(token)
+
+
+def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
+    """Run ``fn(rank)`` for every rank of a simulated group, a thread each, and return the results.
+
+    Inside, ``tensor_parallel(rank=rank, size=size)`` holds and collectives meet, so a whole
+    model's ranks can be built and run in one process. What a rank raises is raised here, after
+    all threads have ended.
+    """
+    meeting = _Meeting(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    # Grad mode and default device are a thread's own in PyTorch: the ranks take the caller's.
+    grad, device = torch.is_grad_enabled(), torch.get_default_device()
+
+    def work(rank: int) -> None:
+        _meeting.set(meeting)
+        try:
+            with tensor_parallel(rank=rank, size=size), torch.set_grad_enabled(grad), device:
+                results[rank] = fn(rank)
+        except BaseException as error:
+            errors.append(error)  # the first is shown; others come from its rank having ended
+        finally:
+            meeting.end(rank)
+
+    threads = [
+        threading.Thread(target=copy_context().run, args=(work, rank), name=f"rank {rank}")
+        for rank in range(size)
+    ]
+    # Each rank's operations bring threads of their own: unshared, they would spin on each other.
+    cores = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores // size))
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        meeting.end(-1)  # interrupted here: the ranks stop at their next collective
+        raise
+    finally:
+        torch.set_num_threads(cores)
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,34 @@
+"""How things out of a file are shown in messages: short, and unable to rewrite a terminal."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from reprlib import Repr
+
+_MOST = 200
+
+_repr = Repr()
+_repr.maxlevel = 3
+_repr.maxstring = _repr.maxother = _MOST
+_repr.maxlong = 40
+_repr.maxdict = _repr.maxlist = 8
+
+
+def shorten(value: object) -> str:
+    """Show a value of a file as Python writes it, cut to some 200 characters."""
+    return _cut(_repr.repr(value))
+
+
+def printable(text: str | PathLike[str]) -> str:
+    """Show a name or a path as it is, control characters and lone surrogates escaped."""
+    text = fspath(text)
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def printable_name(name: str) -> str:
+    """Show a name as :func:`printable` does, cut to some 200 characters."""
+    return _cut(printable(name[: _MOST + 1]))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
