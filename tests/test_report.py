@@ -1,9 +1,12 @@
-"""Folding of numbered names loses none of them."""
+"""The report in words: numbered names folded without a loss, and nothing that is not printable."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from vllm_module import WeightLoadError
+from vllm_module.layers import RMSNorm
 from vllm_module.report import fold
 
 
@@ -25,3 +28,16 @@ from vllm_module.report import fold
 def test_fold(names: list[str], folded: list[str]) -> None:
     """Names that differ in numbers alone are one line, and every other name is itself."""
     assert sorted(fold(names)) == sorted(folded)
+
+
+def test_names_of_a_file_cannot_rewrite_a_terminal() -> None:
+    """Whatever a checkpoint calls its tensors, the message is printable and of bounded length."""
+    names = ["\x1b[2J\nevil", "a" * 1000, "\u202e.weight", "b" * 500 + ".weight"]
+    for count in range(1, 5):
+        with pytest.raises(WeightLoadError) as refused:
+            RMSNorm(2).load_weights({name: torch.ones(2) for name in names[:count]})
+        message = str(refused.value)
+        assert all(line.isprintable() for line in message.splitlines())
+        assert len(message) < 600 * count + 400
+        report = refused.value.report
+        assert [problem.name for problem in report.unexpected] == names[:count]

@@ -72,8 +72,9 @@ class DeviceConfig(_Closed):
         return device
 
 
-_Size = Annotated[int, Field(gt=0, lt=2**31)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Strict, because what is checked here is used as it was written: "5" * 2 is "55".
+_Size = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 
 
 class _Rope(BaseModel):

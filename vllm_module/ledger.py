@@ -17,6 +17,7 @@ from vllm_module.errors import DuplicateWeightError, WeightReadError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.report import LoadReport, Problem
 from vllm_module.weights import Weight, prefer_huge_pages, read_all, read_into
+from vllm_module.wording import shorten
 
 Mode = Literal["load", "update", "plan"]
 
@@ -106,7 +107,7 @@ class Ledger:
             first, by = self._filled[place]
             earlier = first if by == path else self._tied.get((path, filled))
             if earlier is not None:
-                detail = f"{path} is already filled by {earlier!r}"
+                detail = f"{path} is already filled by {shorten(earlier)}"
                 report.duplicated.append(Problem(name, detail))
                 return
             self._tied[path, filled] = name

@@ -35,6 +35,7 @@ from vllm_module.errors import ModelNotReadyError
 from vllm_module.ledger import Filling, Ledger, Location, Mode, expected_weights, slots_of
 from vllm_module.report import LoadReport, Problem, fold
 from vllm_module.weights import Weight
+from vllm_module.wording import shorten
 
 Weights = Mapping[str, Weight] | Iterable[tuple[str, Weight]]
 
@@ -478,4 +479,5 @@ def _no_route(module: nn.Module, component: str, routes: Mapping[str, Route]) ->
     if component in known:
         return f"{type(module).__name__}.{component} is known, but not with a name like this"
     listed = ", ".join(known) if len(known) <= 16 else f"{len(known)} other components"
-    return f"{type(module).__name__} has no {component!r}; it has {listed or 'no weights'}"
+    has = listed or "no weights"
+    return f"{type(module).__name__} has no {shorten(component)}; it has {has}"

@@ -6,6 +6,7 @@ import importlib
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.module import vLLMModule
+from vllm_module.wording import printable_name
 
 # Names, not classes: a model's file is imported when it is asked for.
 _MODELS = {
@@ -33,7 +34,8 @@ def model_class(architectures: list[str]) -> type[vLLMModule]:
             module = importlib.import_module(f"vllm_module.models.{file}")
             cls: type[vLLMModule] = getattr(module, name)
             return cls
+    named = ", ".join(map(printable_name, architectures[:8]))
     raise UnsupportedModelError(
-        f"config.json names the architecture {', '.join(architectures)}, which no model here "
+        f"config.json names the architecture {named}, which no model here "
         f"implements; supported: {', '.join(supported_architectures())}"
     )

@@ -15,6 +15,7 @@ from vllm_module.errors import (
     UnexpectedWeightError,
     WeightLoadError,
 )
+from vllm_module.wording import printable_name
 
 
 class Problem(NamedTuple):
@@ -70,7 +71,8 @@ class LoadReport:
         for name, rule in self.skipped.items():
             by_rule[rule].append(name)
         for rule, skipped in by_rule.items():
-            lines += [f"skipped {len(skipped)}: {rule}", *(f"  {n}" for n in fold(skipped))]
+            folded = map(printable_name, fold(skipped))
+            lines += [f"skipped {len(skipped)}: {rule}", *(f"  {name}" for name in folded)]
         for kind, _, meaning in self._KINDS:
             problems: list[Problem] = getattr(self, kind)
             if problems:
@@ -92,7 +94,7 @@ def _folded_lines(problems: list[Problem]) -> list[str]:
     for name, detail in problems:
         by_detail[detail].append(name)
     lines = [
-        f"  {folded}{': ' if detail else ''}{detail}"
+        f"  {printable_name(folded)}{': ' if detail else ''}{detail}"
         for detail, names in by_detail.items()
         for folded in fold(names)
     ]

@@ -102,6 +102,14 @@ def test_stop_tokens(
     assert stop_tokens(tmp_path) == expected
 
 
+@pytest.mark.parametrize("eos", ["2", [[2]], 2.5, {}, [None], True])
+def test_stop_tokens_that_are_no_tokens_are_refused(tmp_path: Path, eos: object) -> None:
+    """Anything but a token or a list of them is refused with its path."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(CheckpointFormatError, match=r"config\.json: eos_token_id should be"):
+        stop_tokens(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_a_damaged_generation_config_is_named(tmp_path: Path, text: str) -> None:
     """What is not a JSON object is refused with its path."""

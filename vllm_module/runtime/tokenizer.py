@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import read_file, read_json
+from vllm_module.wording import shorten
 
 _CUT = "\ufffd"  # stands for bytes that are no character, or not one yet
 _MOST_CUT = 3  # bytes of a character that can have come before its last one
@@ -92,12 +93,18 @@ def _whole(text: str) -> str:
 def stop_tokens(folder: Path) -> set[int]:
     """Return ``eos_token_id`` of generation_config.json or config.json; empty if neither has one.
 
-    Raises ``CheckpointFormatError`` for a file that is not a JSON object.
+    Raises ``CheckpointFormatError`` for a file that is not a JSON object, or other entries.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if os.path.lexists(path):
             eos: Any = read_json(path, folder).get("eos_token_id")
             if eos is not None:
-                return set(eos) if isinstance(eos, list) else {eos}
+                tokens = eos if isinstance(eos, list) else [eos]
+                if not all(type(token) is int for token in tokens):
+                    raise CheckpointFormatError(
+                        f"{path}: eos_token_id should be a token or a list of tokens, and is "
+                        f"{shorten(eos)}"
+                    )
+                return set(tokens)
     return set()

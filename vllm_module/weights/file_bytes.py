@@ -15,7 +15,7 @@ from vllm_module.weights import pages
 from vllm_module.weights.lease import ReadLease
 from vllm_module.weights.regular_file import open_regular
 from vllm_module.weights.runs import Run, copy_run, view_of
-from vllm_module.weights.wording import printable
+from vllm_module.wording import printable
 
 # A system call a run costs about 1 µs and the GIL: from this length on it no longer shows.
 _LONG_RUN = 64 << 10
