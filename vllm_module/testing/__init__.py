@@ -22,7 +22,12 @@ except ImportError as error:
 
 from vllm_module.testing.accounting import assert_accounting_exact, assert_order_independent
 from vllm_module.testing.case import Law
-from vllm_module.testing.checkpoints import random_weights, write_checkpoint
+from vllm_module.testing.checkpoints import (
+    CheckpointForm,
+    checkpoint_forms,
+    random_weights,
+    write_checkpoint,
+)
 from vllm_module.testing.cost import (
     assert_cost_linear,
     assert_memory_bounded,
@@ -61,6 +66,7 @@ LAWS: tuple[Law, ...] = (
 
 __all__ = [
     "LAWS",
+    "CheckpointForm",
     "HeadLayout",
     "Law",
     "ParameterLayout",
@@ -74,6 +80,7 @@ __all__ = [
     "assert_reload_in_place",
     "assert_routed_exactly",
     "assert_sharding_equivalent",
+    "checkpoint_forms",
     "dim_layouts",
     "dtypes",
     "failing_reads",

@@ -16,7 +16,7 @@ from vllm_module.testing.checkpoints import (
     Names,
     Tensors,
     assert_same_state,
-    fuse,
+    checkpoint_forms,
     state,
     write_checkpoint,
 )
@@ -158,32 +158,23 @@ _DAMAGES: dict[str, _Damage] = {
 def assert_order_independent(case: Case) -> None:
     """Law 2: any order of names, any split into files or calls and any form give the same bits.
 
-    Drawn are the order, which fused layers are stored as one tensor, by which of its names a tied
-    tensor is stored, and whether it all comes as a collection, a stream, files or several updates.
+    Drawn are how it is stored (the order, which fused layers are one tensor, by which of its names
+    a tied one goes), and whether it comes as a collection, a stream, files or several updates.
     """
     expected = case.build(case.rank, case.size)
     expected.load_weights(case.tensors)
-    names = Names.of(case.whole)
-    fused = [layer for layer in names.fused if case.draw(st.booleans(), f"{layer.name} fused")]
-    tensors = fuse(case.tensors, fused)
-    for name, others in names.tied.items():
-        stored = case.draw(
-            st.sets(st.sampled_from([name, *others]), min_size=1), f"{name} is stored as"
-        )
-        weight = tensors.pop(name)
-        tensors |= dict.fromkeys(stored, weight)
-    order = case.draw(st.permutations(sorted(tensors)), "order")
-    pairs = [(name, tensors[name]) for name in order]
+    form = case.draw(checkpoint_forms(case.whole), "stored as")
+    tensors = form.of(case.tensors)
+    pairs = list(tensors.items())
     way = case.draw(st.sampled_from(["collection", "stream", "calls", "files"]), "given as")
-    count = case.draw(st.integers(1, 4), "how many") if way in ("calls", "files") else 1
     module = case.build(case.rank, case.size)
     if way == "calls":
-        for call in range(count):
-            module.update_weights(pairs[call::count])
+        for call in range(form.files):
+            module.update_weights(pairs[call :: form.files])
         module.check_ready()
     elif way == "files":
         with tempfile.TemporaryDirectory() as folder:
-            write_checkpoint(Path(folder), dict(pairs), files=min(count, len(pairs)))
+            write_checkpoint(Path(folder), tensors, files=form.files)
             with open_checkpoint(folder) as checkpoint:
                 module.load_weights(checkpoint.items())
     else:

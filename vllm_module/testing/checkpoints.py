@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -106,6 +107,49 @@ def fuse(tensors: Mapping[str, torch.Tensor], layers: Sequence[Fused]) -> Tensor
         parts = [stored.pop(part) for part in layer.parts]
         stored[layer.name] = torch.cat(parts, dim=layer.dim)
     return stored
+
+
+@dataclass(frozen=True)
+class CheckpointForm:
+    """One of the forms in which a module's checkpoint may be stored.
+
+    Attributes:
+        fused: the layers whose parts are stored as one tensor.
+        tied: for each tied tensor, the names it is stored by.
+        order: all names, in the order in which they are stored.
+        files: how many files they are dealt out to.
+
+    """
+
+    fused: tuple[Fused, ...]
+    tied: Mapping[str, tuple[str, ...]]
+    order: tuple[str, ...]
+    files: int
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return ``tensors``, by the names the module expects, in this form."""
+        stored = fuse(tensors, self.fused)
+        for name, names in self.tied.items():
+            stored |= dict.fromkeys(names, stored.pop(name))
+        return {name: stored[name] for name in self.order}
+
+
+@st.composite
+def checkpoint_forms(draw: st.DrawFn, module: vLLMModule) -> CheckpointForm:
+    """Draw how a checkpoint of ``module`` is stored: fused or split, tied or not, order and files.
+
+    All of them have to load as the same model.
+    """
+    names = Names.of(module)
+    fused = [layer for layer in names.fused if draw(st.booleans())]
+    tied = {
+        name: tuple(sorted(draw(st.sets(st.sampled_from([name, *others]), min_size=1))))
+        for name, others in names.tied.items()
+    }
+    stored = fuse(module.expected_weights(), fused).keys() - tied.keys()
+    order = draw(st.permutations(sorted(stored.union(*tied.values()))))
+    files = draw(st.integers(1, min(4, len(order))))
+    return CheckpointForm(tuple(fused), tied, tuple(order), files)
 
 
 def write_checkpoint(
