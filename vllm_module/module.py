@@ -244,9 +244,6 @@ class vLLMModule(nn.Module):
         """Route ``weights``, whose names are relative to this module."""
         loading = _loading.get()
         assert loading is not None
-        if type(weights) is list:  # what a call from above hands down: no need to ask further
-            self._distribute(self, "", weights, loading)
-            return
         pairs: Iterable[tuple[str, Weight]]
         pairs = weights.items() if isinstance(weights, Mapping) else weights
         if isinstance(pairs, Collection):
@@ -301,9 +298,16 @@ class vLLMModule(nn.Module):
                 ledger.report.unexpected.append(Problem(prefix + name, detail))
         for component, ((attr, child, _, _), group) in groups.items():
             if isinstance(child, vLLMModule):
-                path = f"{at.path}{inside}{attr}."
-                loading.places[id(child)] = Place(path, f"{prefix}{component}.", prefix)
-                child.load_weights(group)
+                place = Place(f"{at.path}{inside}{attr}.", f"{prefix}{component}.", prefix)
+                load = child.load_weights
+                if getattr(load, "__func__", None) is vLLMModule.load_weights:
+                    # The same, without what only an override could ask for.
+                    loading.at = place
+                    child._distribute(child, "", group, loading)
+                    loading.at = at
+                else:
+                    loading.places[id(child)] = place
+                    load(group)
             elif child is not None:
                 self._distribute(child, f"{inside}{attr}.", group, loading)
 
@@ -442,6 +446,11 @@ def _routes(module: nn.Module) -> dict[str, Route]:
 
     Its own tensors need no entry. Raises ``ValueError`` where two claim one component.
     """
+    if not module._modules and not (
+        isinstance(module, vLLMModule)
+        and (module.shard_names or module.skipped_weights or module.weight_aliases)
+    ):
+        return {}
     claims: list[tuple[str, Route]] = []
     for attr, child in module._modules.items():
         if child is not None:
