@@ -85,6 +85,7 @@ class Ledger:
     # (path, slot) -> the name that reaches a tied tensor by another path
     _tied: dict[tuple[str, str], str] = field(default_factory=dict)
     _replaced: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    _misfits: set[str] = field(default_factory=set)  # names that claim a slot and do not fit it
     _copying: str | None = None  # the tensor in memory whose turn it is
     _places: dict[int, list[Location]] | None = None
 
@@ -111,9 +112,10 @@ class Ledger:
                 report.duplicated.append(Problem(name, detail))
                 return
             self._tied[path, filled] = name
-            tied_to = first
+            tied_to = first if first not in self._misfits else None
         if problem := _misfit(tensor, slot, weight, self.mode):
             report.misshapen.append(Problem(name, problem))
+            self._misfits.add(name)
             return
         report.loaded.setdefault(path, []).append(name)
         self.paths.append(path)

@@ -32,6 +32,7 @@ from vllm_module.testing import (
     HeadLayout,
     Law,
     ParameterLayout,
+    dtypes,
     features,
     head_layouts,
     model_configs,
@@ -44,12 +45,16 @@ NAMES = ["gate_proj", "up_proj", "third"]
 
 
 class Subject(NamedTuple):
-    """A module, what it is built with, what its forward takes, and the layers it stands for."""
+    """A module, what it is built with, what its forward takes, and the layers it stands for.
+
+    ``takes`` says whether it can be shared by ``size`` ranks, by its own reckoning.
+    """
 
     build: Callable[..., vLLMModule]
     arguments: Mapping[str, Any]
     inputs: Callable[[vLLMModule], tuple[Any, ...]] | None
     covers: tuple[type, ...] = ()
+    takes: Callable[..., bool] = lambda size, **arguments: True
 
     def hold(self, law: Law) -> int:
         return law(self.build, inputs=self.inputs, **self.arguments)
@@ -118,10 +123,30 @@ class Plain(vLLMModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), RMSNorm(width))
         self.register_buffer("offset", torch.zeros(width))
+        self.scale = nn.Parameter(torch.empty(1, width, dtype=torch.float64, device="meta"), False)
+        self.steps = nn.Parameter(torch.empty((), dtype=torch.int8, device="meta"), False)
         self.register_buffer("table", torch.ones(width), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x) * self.table + self.offset
+        return self.net(x) * self.table + self.offset + self.scale.float() * self.steps
+
+
+class Named(vLLMModule):
+    """Aliases, skip rules, a module under two names, and one parameter under two more."""
+
+    weight_aliases = {"ln_1": "norm", "alpha": "gain"}
+    skipped_weights = {"masked_bias": "made anew", "rope": "computed"}
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(6)
+        self.gain = nn.Parameter(torch.empty(6, device="meta"), requires_grad=False)
+        self.a = self.b = MLP(inner, bias=True, gelu=False)
+        self.last = RMSNorm(6)
+        self.last.weight = self.norm.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.b(self.a(self.norm(x * self.gain))))
 
 
 def merged(sizes: list[int], bias: bool) -> vLLMModule:
@@ -136,7 +161,12 @@ def x_of(width: int) -> Callable[[vLLMModule], tuple[Any, ...]]:
 def x_like_weight(module: vLLMModule) -> tuple[Any, ...]:
     """Give rows as wide as the layer's weight takes them."""
     (expected, *_) = module.expected_weights().values()
-    return (torch.randn(4, expected.shape[-1]),)
+    return (torch.randn(4, expected.shape[-1]).to(expected.dtype),)
+
+
+def kv_are_shared(size: int, layout: HeadLayout, **arguments: Any) -> bool:
+    heads, kv_heads, _ = layout
+    return heads % size == 0 and max(kv_heads, size) % min(kv_heads, size) == 0
 
 
 def every_token(module: vLLMModule) -> tuple[Any, ...]:
@@ -144,7 +174,12 @@ def every_token(module: vLLMModule) -> tuple[Any, ...]:
     return (torch.arange(table.shape[0]),)
 
 
-_SIZES = {"input_size": features(), "output_size": features(), "bias": st.booleans()}
+_SIZES = {
+    "input_size": features(),
+    "output_size": features(),
+    "bias": st.booleans(),
+    "params_dtype": dtypes(),
+}
 _TABLE = {
     "num_embeddings": vocabularies(),
     "embedding_dim": features(1),
@@ -158,18 +193,21 @@ LAYERS: dict[str, Subject] = {
         _SIZES | {"gather_output": True},
         x_like_weight,
         (ColumnParallelLinear,),
+        lambda size, output_size, **arguments: output_size % size == 0,
     ),
     "merged": Subject(
         merged,
         {"sizes": st.lists(features(), min_size=1, max_size=3), "bias": st.booleans()},
         x_of(5),
         (MergedColumnParallelLinear,),
+        lambda size, sizes, **arguments: all(features % size == 0 for features in sizes),
     ),
     "row": Subject(
         RowParallelLinear,
         _SIZES | {"input_is_parallel": False},
         x_like_weight,
         (RowParallelLinear,),
+        lambda size, input_size, **arguments: input_size % size == 0,
     ),
     "norm": Subject(RMSNorm, {"hidden_size": features()}, x_like_weight, (RMSNorm,)),
     "embedding": Subject(VocabParallelEmbedding, _TABLE, every_token, (VocabParallelEmbedding,)),
@@ -189,12 +227,17 @@ LAYERS: dict[str, Subject] = {
         {"layout": head_layouts(), "bias": st.booleans()},
         x_of(6),
         (QKVParallelLinear, Attention, RotaryEmbedding),
+        kv_are_shared,
     ),
     "mlp": Subject(
         MLP,
         {"inner": features(), "bias": st.booleans(), "gelu": st.booleans()},
         x_of(6),
         (SiluAndMul, GeluAndMul),
+        lambda size, inner, **arguments: inner % size == 0,
+    ),
+    "named": Subject(
+        Named, {"inner": features()}, x_of(6), takes=lambda size, inner: inner % size == 0
     ),
     "plain": Subject(
         Plain,

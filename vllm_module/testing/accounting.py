@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from hypothesis import strategies as st
+from hypothesis import note
 
 from vllm_module.errors import DuplicateWeightError, ModelNotReadyError, WeightLoadError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
+    CheckpointForm,
     Names,
     Tensors,
     assert_same_state,
-    checkpoint_forms,
     state,
     write_checkpoint,
 )
+from vllm_module.testing.sources import WatchedHandle, WatchedSource
 from vllm_module.weights import open_checkpoint
-
-Pairs = list[tuple[str, torch.Tensor]]
 
 
 @law
@@ -35,123 +34,149 @@ def assert_accounting_exact(case: Case) -> None:
     configuration's ``tie_word_embeddings`` says, may be stored twice, but not with two values.
     """
     names = Names.of(case.whole)
-    config = getattr(case.whole, "config", None)
-    if getattr(config, "tie_word_embeddings", False):
-        assert names.tied, "the configuration ties the embedding and the head, the module does not"
-    for name, (other, *_) in names.tied.items():
-        _assert_tie_is_compared(case, name, other)
-    tensors = case.tensors | {name: torch.ones(2) for name in names.skipped}
+    _assert_tied_as_configured(case, names)
+    skipped = [
+        f"{name}{below}"
+        for name in names.skipped
+        for below in case.some(["", ".x", ".x.weight"], f"below {name}", least=0)
+    ]
+    tied = sorted(name for others in names.tied.values() for name in others)
+    stored = case.some(tied, "stored again", least=0)
+    again = {n: name for name, others in names.tied.items() for n in others if n in stored}
+    tensors = case.tensors | {other: case.tensors[name] for other, name in again.items()}
+    given = tensors | {name: torch.ones(2) for name in skipped}
     module = case.build(case.rank, case.size)
-    filled = module.load_weights(tensors)
+    filled = module.load_weights(given)
     module.check_ready()
     report = module.load_report
     assert report is not None
     used = [name for sources in report.loaded.values() for name in sources]
-    assert sorted(used) == sorted(case.tensors), f"the report tells of {sorted(used)}"
-    assert sorted(report.skipped) == sorted(names.skipped), f"skipped {sorted(report.skipped)}"
+    assert sorted(used) == sorted(tensors), f"the report tells of {sorted(used)}"
+    assert sorted(report.skipped) == sorted(skipped), f"skipped {sorted(report.skipped)}"
     assert filled == report.loaded.keys(), f"returned {sorted(filled)}"
+    for other, name in again.items():
+        _assert_tie_is_compared(case, tensors, name, other)
 
-    pairs, expected = _damaged(case, tensors)
+    damage = _Damage(case, given, again)
     module = case.build(case.rank, case.size)
-    streamed = case.draw(st.booleans(), "as a stream")
+    streamed = case.choose([False, True], "as a stream")
     error = refusal(
         WeightLoadError,
-        lambda: module.load_weights(iter(pairs) if streamed else tuple(pairs)),
-        f"a damaged checkpoint was loaded: {expected}",
+        lambda: module.load_weights(iter(damage.pairs) if streamed else tuple(damage.pairs)),
+        f"a damaged checkpoint was loaded: {damage.told}",
     )
     assert error.report is not None, str(error)
     meta = [p.is_meta for p in module.parameters() if isinstance(p, BasevLLMParameter)]
     assert streamed or all(meta), "something of a refused collection was read"
-    for kind, damaged in expected.items():
+    for kind, damaged in damage.told.items():
         told = sorted(problem.name for problem in getattr(error.report, kind))
         assert told == sorted(damaged), f"{kind}: told {told}, not {sorted(damaged)}"
         for name in damaged:
             assert name.split(".")[-1] in str(error), f"{name} is not in the message: {error}"
-    refusal(ModelNotReadyError, module.check_ready, f"ready although it refused: {expected}")
+    refusal(ModelNotReadyError, module.check_ready, f"ready although it refused: {damage.told}")
 
 
-def _assert_tie_is_compared(case: Case, name: str, other: str) -> None:
-    tensors = case.tensors | {other: -case.tensors[name]}
+def _assert_tied_as_configured(case: Case, names: Names) -> None:
+    """Check that the head is the embedding where the configuration says so, and nowhere else."""
+    ties = getattr(getattr(case.whole, "config", None), "tie_word_embeddings", None)
+    if ties:
+        assert names.tied, "the configuration ties the embedding and the head, the module does not"
+    elif ties is not None:
+        heads = {n for group in names.tied.values() for n in group if n.startswith("lm_head.")}
+        assert not heads, f"{heads.pop()} is tied, and the configuration says that it is not"
+
+
+def _assert_tie_is_compared(case: Case, tensors: Tensors, name: str, other: str) -> None:
+    """Two names of one tensor that differ in one bit of what the rank keeps are refused."""
     module = case.build(case.rank, case.size)
-    kept = {read.name for read in module.plan_weights(tensors).reads()}
-    if name not in kept:
+    reads = module.plan_weights(WatchedSource(tensors)).reads()
+    kept = [read.source for read in reads if read.name == other and read.source.shape.numel()]
+    if not kept:
         return  # padding alone is all this rank keeps of it, and there is nothing to compare
+    assert isinstance(kept[0], WatchedHandle)
+    position = case.choose(range(kept[0].shape.numel()), f"element of {other}")
+    index = torch.unravel_index(torch.tensor(position), kept[0].shape)
+    at = tuple(int(i) + start for i, start in zip(index, kept[0].start, strict=True))
+    changed = tensors[name].clone()
+    changed[at].view(-1).view(torch.uint8)[0] ^= 1
     error = refusal(
         DuplicateWeightError,
-        lambda: module.load_weights(tensors),
+        lambda: module.load_weights(tensors | {other: changed}),
         f"{name} and {other}, which are tied, were loaded with two values",
     )
     for each in (name, other):
         assert each in str(error), f"{each} is not in the message: {error}"
 
 
-def _damaged(case: Case, tensors: Tensors) -> tuple[Pairs, dict[str, list[str]]]:
-    """Return a checkpoint with one to three damages, and the names that each kind is told of."""
-    own = sorted(case.tensors)
-    chosen = case.draw(
-        st.lists(st.sampled_from(own), min_size=1, max_size=3, unique=True), "damaged names"
-    )
-    expected: dict[str, list[str]] = {
-        "missing": [],
-        "unexpected": [],
-        "duplicated": [],
-        "misshapen": [],
-    }
-    pairs = dict(tensors)
-    more: Pairs = []
-    for name in chosen:
-        kind = case.draw(st.sampled_from(sorted(_DAMAGES)), f"damage of {name}")
-        _DAMAGES[kind](name, pairs, more, expected)
-    return [*pairs.items(), *more], expected
+class _Damage:
+    """One to three damages of a checkpoint: its pairs, and the names each kind is told of."""
 
+    def __init__(self, case: Case, tensors: Tensors, again: Mapping[str, str]) -> None:
+        self.told: dict[str, list[str]] = {
+            "missing": [],
+            "unexpected": [],
+            "duplicated": [],
+            "misshapen": [],
+        }
+        self._tensors = dict(tensors)
+        self._more: list[tuple[str, torch.Tensor]] = []
+        kinds = {
+            "dropped": self._drop,
+            "renamed": self._rename,
+            "added": self._add,
+            "given twice": self._repeat,
+            "one longer": self._lengthen,
+            "two more dimensions": self._stack,
+            "another dtype": self._retype,
+            "on meta": self._empty,
+        }
+        own = sorted([*case.tensors, *again])
+        for name in case.some(own, "damaged names", most=3):
+            # What is stored under another name too is not missed.
+            spare = {"dropped", "renamed"} if name in {*again, *again.values()} else set()
+            kind = case.choose(sorted(kinds.keys() - spare), f"damage of {name}")
+            kinds[kind](name)
 
-def _drop(name: str, pairs: Tensors, more: Pairs, expected: dict[str, list[str]]) -> None:
-    del pairs[name]
-    expected["missing"].append(name)
+    @property
+    def pairs(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self._tensors.items(), *self._more]
 
+    def _drop(self, name: str) -> None:
+        del self._tensors[name]
+        self.told["missing"].append(name)
 
-def _rename(name: str, pairs: Tensors, more: Pairs, expected: dict[str, list[str]]) -> None:
-    pairs[f"{name}_2"] = pairs.pop(name)
-    expected["missing"].append(name)
-    expected["unexpected"].append(f"{name}_2")
+    def _rename(self, name: str) -> None:
+        self._tensors[f"{name}_2"] = self._tensors[name]
+        self._drop(name)
+        self.told["unexpected"].append(f"{name}_2")
 
+    def _add(self, name: str) -> None:
+        self._tensors[f"_extra.{name}"] = self._tensors[name]
+        self.told["unexpected"].append(f"_extra.{name}")
 
-def _add(name: str, pairs: Tensors, more: Pairs, expected: dict[str, list[str]]) -> None:
-    pairs[f"extra.{name}"] = pairs[name]
-    expected["unexpected"].append(f"extra.{name}")
+    def _repeat(self, name: str) -> None:
+        self._more.append((name, self._tensors[name]))
+        self.told["duplicated"].append(name)
 
+    def _replace(self, name: str, tensor: torch.Tensor) -> None:
+        self._tensors[name] = tensor
+        self.told["misshapen"].append(name)
 
-def _repeat(name: str, pairs: Tensors, more: Pairs, expected: dict[str, list[str]]) -> None:
-    more.append((name, pairs[name]))
-    expected["duplicated"].append(name)
+    def _lengthen(self, name: str) -> None:
+        tensor = self._tensors[name]
+        first, *rest = tensor.shape or (1,)
+        self._replace(name, torch.zeros(first + 1, *rest, dtype=tensor.dtype))
 
+    def _stack(self, name: str) -> None:
+        self._replace(name, self._tensors[name][None, None])
 
-def _lengthen(name: str, pairs: Tensors, more: Pairs, expected: dict[str, list[str]]) -> None:
-    tensor = pairs[name]
-    pairs[name] = torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(2)
-    expected["misshapen"].append(name)
+    def _retype(self, name: str) -> None:
+        tensor = self._tensors[name]
+        dtype = torch.bool if tensor.dtype == torch.int32 else torch.int32
+        self._replace(name, torch.zeros(tensor.shape, dtype=dtype))
 
-
-def _stack(name: str, pairs: Tensors, more: Pairs, expected: dict[str, list[str]]) -> None:
-    pairs[name] = pairs[name].unsqueeze(0).unsqueeze(0)
-    expected["misshapen"].append(name)
-
-
-def _retype(name: str, pairs: Tensors, more: Pairs, expected: dict[str, list[str]]) -> None:
-    pairs[name] = torch.zeros(pairs[name].shape, dtype=torch.complex64)
-    expected["misshapen"].append(name)
-
-
-_Damage = Callable[[str, Tensors, Pairs, dict[str, list[str]]], None]
-_DAMAGES: dict[str, _Damage] = {
-    "dropped": _drop,
-    "renamed": _rename,
-    "added": _add,
-    "given twice": _repeat,
-    "twice as long": _lengthen,
-    "two more dimensions": _stack,
-    "another dtype": _retype,
-}
+    def _empty(self, name: str) -> None:
+        self._replace(name, self._tensors[name].to("meta"))
 
 
 @law
@@ -159,14 +184,24 @@ def assert_order_independent(case: Case) -> None:
     """Law 2: any order of names, any split into files or calls and any form give the same bits.
 
     Drawn are how it is stored (the order, which fused layers are one tensor, by which of its names
-    a tied one goes), and whether it comes as a collection, a stream, files or several updates.
+    a tied one goes), in which precision, and whether it comes as a collection, a stream, files or
+    several updates.
     """
+    wide = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    # What an override computes depends on the precision that it is given.
+    dtype = None if case.overridden else case.choose([None, *wide], "stored dtype")
+    given = {
+        name: tensor.to(dtype) if dtype and tensor.dtype in wide else tensor
+        for name, tensor in case.tensors.items()
+    }
     expected = case.build(case.rank, case.size)
-    expected.load_weights(case.tensors)
-    form = case.draw(checkpoint_forms(case.whole), "stored as")
-    tensors = form.of(case.tensors)
+    expected.load_weights({n: t.to(case.tensors[n].dtype) for n, t in given.items()})
+    form = CheckpointForm.choose(case.whole, case.random)
+    note(f"stored as {form}")
+    tensors = form.of(given)
     pairs = list(tensors.items())
-    way = case.draw(st.sampled_from(["collection", "stream", "calls", "files"]), "given as")
+    ways = ["collection", "files", "stream", "calls", "files"]  # most is to be seen in files
+    way = case.choose(ways, "given as")
     module = case.build(case.rank, case.size)
     if way == "calls":
         for call in range(form.files):

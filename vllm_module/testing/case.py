@@ -6,8 +6,12 @@ asks for; a failure shrinks to the smallest of them, and its message names the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, wraps
+from random import Random
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,7 +29,7 @@ from vllm_module.testing.strategies import tp_sizes
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
-Inputs = Callable[[vLLMModule], tuple[Any, ...]]
+Inputs = Callable[[vLLMModule], tuple[Any, ...] | dict[str, Any]]
 
 
 class Law(Protocol):
@@ -34,9 +38,10 @@ class Law(Protocol):
     Args:
         build: builds the module: a class or a function.
         *args, **kwargs: what ``build`` takes, each a value or a Hypothesis strategy to draw it.
-        inputs: given the unsharded module, returns what ``forward`` takes: tensors that are the
-            same on every rank. A causal language model (one with ``compute_logits``) gets token
-            ids and positions unless this is given; a module without a ``forward`` needs none.
+        inputs: given the unsharded module, returns what ``forward`` takes, the same on every
+            rank: a tuple, or a dict by name. A causal language model (one with
+            ``compute_logits``) gets token ids and positions unless this is given; a module without
+            a ``forward`` needs none.
 
     Returns the number of cases tried, which Hypothesis' settings choose.
 
@@ -67,15 +72,49 @@ class Case:
         self._data = data
         self._build = build
         self._inputs = inputs
+        self._built: dict[int, vLLMModule] = {}
+        self.sizes: tuple[int, int] | None = None  # drawn, and taken
 
     def draw(self, strategy: st.SearchStrategy[T], label: str) -> T:
         """Draw something that a failure then shows under ``label``."""
         return self._data.draw(strategy, label)
 
+    @cached_property
+    def seed(self) -> int:
+        """Decides the values of tensors and all choices below that."""
+        return self.draw(st.integers(0, 2**16 - 1), "seed")
+
+    @cached_property
+    def random(self) -> Random:
+        """Makes choices that need no shrinking, and evenly, which Hypothesis does not aim at."""
+        return Random(self.seed)
+
+    def choose(self, options: Sequence[T], label: str) -> T:
+        """Choose one of ``options``, which a failure then shows under ``label``."""
+        chosen = self.random.choice(options)
+        note(f"{label}: {chosen!r}")
+        return chosen
+
+    def some(self, options: Sequence[T], label: str, least: int = 1, most: int = 99) -> list[T]:
+        """Choose ``least`` to ``most`` of ``options``, each once."""
+        count = self.random.randint(least, min(most, len(options)))
+        chosen = self.random.sample(options, count)
+        note(f"{label}: {chosen!r}")
+        return chosen
+
     def build(self, rank: int = 0, size: int = 1) -> vLLMModule:
         """Build rank ``rank`` of ``size``, not loaded."""
         with tensor_parallel(rank=rank, size=size):
-            return self._build().eval()
+            return self._new()
+
+    def _new(self) -> vLLMModule:
+        module: object = self._build()
+        if not isinstance(module, vLLMModule):
+            raise TypeError(f"build must return a new vLLMModule each time, got {module!r}")
+        if id(module) in self._built:
+            raise TypeError("build returned one module twice: it must make a new one each time")
+        self._built[id(module)] = module
+        return module.eval()
 
     @cached_property
     def whole(self) -> vLLMModule:
@@ -85,11 +124,16 @@ class Case:
     @cached_property
     def tensors(self) -> Tensors:
         """A checkpoint for the module: random values under every name it expects."""
-        return random_weights(self.whole.expected_weights())
+        expected = self.whole.expected_weights()
+        if not expected:
+            raise ValueError(
+                f"{type(self.whole).__name__} expects no weights: no law of loading concerns it"
+            )
+        return random_weights(expected, seed=self.seed)
 
     def other_tensors(self) -> Tensors:
         """Another checkpoint of the same names and shapes."""
-        return random_weights(self.whole.expected_weights(), seed=1)
+        return random_weights(self.whole.expected_weights(), seed=self.seed + 1)
 
     @cached_property
     def overridden(self) -> bool:
@@ -112,6 +156,7 @@ class Case:
             return world
         drawn = self.draw(tp_sizes(), "tensor-parallel size")
         size = next(size for size in range(drawn, 0, -1) if self._takes(size))
+        self.sizes = drawn, size
         if size != drawn:
             note(f"{drawn} ranks cannot share this module, {size} can")
         return size
@@ -119,7 +164,7 @@ class Case:
     @cached_property
     def rank(self) -> int:
         """One of the ranks."""
-        return self.draw(st.integers(0, self.size - 1), "rank")
+        return self.choose(range(self.size), "rank")
 
     def _takes(self, size: int) -> bool:
         refusals = []
@@ -145,22 +190,30 @@ class Case:
         The ranks are threads here, or, in an initialized process group, its processes.
         """
         if world_size() is None:
-            return run_ranks(self.size, lambda rank: work(self._build().eval()))
+            # Built one after another: a constructor may set what is the process's, such as a dtype.
+            modules = [self.build(rank, self.size) for rank in range(self.size)]
+            return run_ranks(self.size, lambda rank: work(modules[rank]))
         results: list[Any] = [None] * self.size
-        dist.all_gather_object(results, _outcome(lambda: work(self._build().eval())))
+        dist.all_gather_object(results, _outcome(lambda: work(self._new())))
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return results
 
     @cached_property
-    def inputs(self) -> tuple[Any, ...] | None:
+    def inputs(self) -> tuple[Any, ...] | dict[str, Any] | None:
         """What ``forward`` takes, ``None`` if the module has none."""
         module: Any = self.whole
         if self._inputs is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # every process draws the same
-                return self._inputs(module)
+                inputs = self._inputs(module)
+            if not isinstance(inputs, tuple | dict):
+                raise TypeError(
+                    "inputs must return a tuple of what forward takes, or a dict by name, got "
+                    f"{type(inputs).__name__}: write (x,) for one tensor"
+                )
+            return inputs
         if type(module).forward is nn.Module.forward:
             return None
         if not hasattr(module, "compute_logits"):
@@ -171,14 +224,25 @@ class Case:
         positions = torch.arange(5)
         return positions * 7919 % module.config.vocab_size, positions
 
-    def run(self, module: Any) -> list[torch.Tensor]:
-        """Run a loaded module and return its outputs; logits, of a language model."""
-        assert self.inputs is not None
+    def run(self, module: Any) -> list[Any]:
+        """Run a loaded module and return its outputs, flat; logits, of a language model."""
+        inputs = copy.deepcopy(self.inputs)  # forward may write to them
+        assert inputs is not None
         with torch.no_grad():
-            outputs = module(*self.inputs)
+            outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
             if hasattr(module, "compute_logits"):
                 outputs = module.compute_logits(outputs)
-        return list(outputs) if isinstance(outputs, tuple) else [outputs]
+        return list(_flat(outputs))
+
+
+def _flat(outputs: Any) -> Iterator[Any]:
+    if isinstance(outputs, Mapping):
+        outputs = tuple(outputs.values())
+    if isinstance(outputs, tuple | list):
+        for output in outputs:
+            yield from _flat(output)
+    else:
+        yield outputs
 
 
 def law(check: Callable[[Case], None]) -> Law:
@@ -189,8 +253,10 @@ def law(check: Callable[[Case], None]) -> Law:
         build: Callable[..., vLLMModule], *args: Any, inputs: Inputs | None = None, **kwargs: Any
     ) -> int:
         tried = 0
+        sizes: set[tuple[int, int]] = set()
 
-        @settings(report_multiple_bugs=False)  # one at a time, plainly
+        # One failure at a time, plainly; and no clock, which would be the machine's.
+        @settings(report_multiple_bugs=False, deadline=None)
         @given(st.data())
         def one_case(data: st.DataObject) -> None:
             nonlocal tried
@@ -200,8 +266,19 @@ def law(check: Callable[[Case], None]) -> Law:
             with poisoned_memory():
                 check(case)
             tried += 1
+            if case.sizes is not None:
+                sizes.add(case.sizes)
 
+        # As pytest's parameters do: or all laws would draw the same cases, and drop each other's
+        # failures from the database. Addresses differ from run to run.
+        identity = re.sub("0x[0-9a-f]+", "", f"{check.__name__} {build!r} {args!r} {kwargs!r}")
+        digest = hashlib.sha256(identity.encode()).digest()
+        one_case.hypothesis.inner_test._hypothesis_internal_add_digest = digest  # type: ignore[attr-defined]
         one_case()
+        refused = {drawn for drawn, _ in sizes if drawn > 1}
+        assert len(refused) < 4 or any(taken > 1 for _, taken in sizes), (
+            f"every tensor-parallel size but 1 was refused, in {tried} cases: {sorted(refused)}"
+        )
         return tried
 
     return hold

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, TypeAlias
 
 import torch
@@ -55,38 +56,84 @@ class Names:
 
     Attributes:
         fused: the fused parameters, which may be stored as one tensor each.
-        tied: for each expected name of a tied tensor, the other names of the same tensor.
-        skipped: names that some owner's rule leaves out.
+        tied: for each expected name, the other names of the same tensor, if it has any.
+        aliases: for each name, the other spellings that the tree declares for it.
+        skipped: names that some owner's rule leaves out, with all that lies below them.
 
     """
 
     fused: tuple[Fused, ...]
     tied: Mapping[str, tuple[str, ...]]
+    aliases: Mapping[str, tuple[str, ...]]
     skipped: tuple[str, ...]
 
     @classmethod
     def of(cls, module: vLLMModule) -> Names:
-        """Read them off what the modules of a tree declare."""
-        fused: list[Fused] = []
+        """Read them off what the modules of a tree declare, shared ones under each of their paths.
+
+        Raises ``AssertionError`` for an alias of something that is not there.
+        """
+        fused: dict[str, Fused] = {}
+        first: dict[tuple[int, str], list[str]] = {}
+        spelled: list[tuple[str, str]] = []
         skipped: list[str] = []
-        tied: dict[str, tuple[str, ...]] = {}
-        first: dict[int, str] = {}
-        for prefix, owner in module.named_modules():
+        for prefix, owner in module.named_modules(remove_duplicate=False):
             at = f"{prefix}." if prefix else ""
-            for attr, tensor in owner.named_parameters(recurse=False, remove_duplicate=False):
-                name = f"{at}{attr}"
-                if id(tensor) in first:
-                    tied[first[id(tensor)]] = (*tied.get(first[id(tensor)], ()), name)
+            own = [*owner._parameters.items(), *owner._buffers.items()]
+            for attr, tensor in own:
+                if tensor is None or attr in owner._non_persistent_buffers_set:
                     continue
-                first[id(tensor)] = name
-                if isinstance(tensor, BasevLLMParameter) and any(tensor.slots):
-                    assert isinstance(owner, vLLMModule), f"{name} has slots that nobody declares"
+                path = f"{at}{attr}"
+                slots = tensor.slots if isinstance(tensor, BasevLLMParameter) else ("",)
+                for slot in slots:
+                    name = part_name(path, slot) if slot else path
+                    first.setdefault((id(tensor), slot), []).append(name)
+                if isinstance(tensor, BasevLLMParameter) and any(slots):
+                    assert isinstance(owner, vLLMModule), f"{path} has slots that nobody declares"
                     # The layer's declaration has the order, which the parameter has to follow.
-                    parts = tuple(part_name(name, slot) for slot in owner.shard_names)
-                    fused.append(Fused(name, parts, tensor.slot_dim))
+                    parts = tuple(part_name(path, slot) for slot in owner.shard_names)
+                    fused[path] = Fused(path, parts, tensor.slot_dim)
             if isinstance(owner, vLLMModule):
                 skipped += [f"{at}{component}" for component in owner.skipped_weights]
-        return cls(tuple(fused), tied, tuple(skipped))
+                children = {*owner._modules, *owner._parameters, *owner._buffers}
+                children |= {s for c in owner.children() for s in getattr(c, "shard_names", ())}
+                for alias, meant in owner.weight_aliases.items():
+                    assert meant in children, (
+                        f"{prefix or type(owner).__name__} has the alias {alias!r} of {meant!r}, "
+                        "which is not there"
+                    )
+                    spelled.append((f"{at}{meant}", f"{at}{alias}"))
+        groups = {names[0]: tuple(names[1:]) for names in first.values()}
+        tied = {name: others for name, others in groups.items() if others}
+        again = {name for others in tied.values() for name in others}
+        aliases: dict[str, tuple[str, ...]] = {}
+        for name in [*groups, *again, *fused]:
+            spellings = {name}
+            for meant, alias in spelled:
+                spellings |= {
+                    alias + each[len(meant) :]
+                    for each in spellings
+                    if each == meant or each.startswith(f"{meant}.")
+                }
+            if others := tuple(sorted(spellings - {name})):
+                aliases[name] = others
+        whole = tuple(f for f in fused.values() if not again & {*f.parts})
+        return cls(whole, tied, aliases, tuple(skipped))
+
+    def resolve(self, name: str) -> bool:
+        """Tell whether the tree knows ``name``, as a tensor, a part, an alias or by a skip rule."""
+        known = {*self.tied, *self.aliases, *(name for f in self.fused for name in f.parts)}
+        known = known.union(*self.tied.values(), *self.aliases.values())
+        for layer in self.fused:
+            above, _, attr = layer.name.rpartition(".")
+            # By way of the layer itself, which knows its slots.
+            known |= {
+                layer.name,
+                *(f"{above}.{part.split('.')[-2]}.{attr}" for part in layer.parts),
+            }
+        return name in known or any(
+            name == skipped or name.startswith(f"{skipped}.") for skipped in self.skipped
+        )
 
 
 def part_name(path: str, slot: str) -> str:
@@ -116,6 +163,7 @@ class CheckpointForm:
     Attributes:
         fused: the layers whose parts are stored as one tensor.
         tied: for each tied tensor, the names it is stored by.
+        spelled: for names that are stored under an alias, which.
         order: all names, in the order in which they are stored.
         files: how many files they are dealt out to.
 
@@ -123,33 +171,50 @@ class CheckpointForm:
 
     fused: tuple[Fused, ...]
     tied: Mapping[str, tuple[str, ...]]
+    spelled: Mapping[str, str]
     order: tuple[str, ...]
     files: int
+
+    @classmethod
+    def choose(cls, module: vLLMModule, random: Random) -> CheckpointForm:
+        """Choose one for ``module``."""
+        names = Names.of(module)
+        fused = [layer for layer in names.fused if random.random() < 0.5]
+        parts = {part for layer in fused for part in layer.parts}
+        tied = {
+            name: tuple(random.sample([name, *others], random.randint(1, 1 + len(others))))
+            for name, others in names.tied.items()
+            if name not in parts
+        }
+        stored = fuse(module.expected_weights(), fused).keys() - tied.keys()
+        own = sorted(stored.union(*tied.values()))
+        spelled = {
+            name: random.choice([name, *names.aliases[name]])
+            for name in own
+            if name in names.aliases
+        }
+        order = [spelled.get(name, name) for name in own]
+        random.shuffle(order)
+        files = random.randint(1, min(4, len(order)))
+        return cls(tuple(fused), tied, spelled, tuple(order), files)
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Return ``tensors``, by the names the module expects, in this form."""
         stored = fuse(tensors, self.fused)
         for name, names in self.tied.items():
-            stored |= dict.fromkeys(names, stored.pop(name))
+            if name in stored:
+                stored |= dict.fromkeys(names, stored.pop(name))
+        stored = {self.spelled.get(name, name): tensor for name, tensor in stored.items()}
         return {name: stored[name] for name in self.order}
 
 
-@st.composite
-def checkpoint_forms(draw: st.DrawFn, module: vLLMModule) -> CheckpointForm:
+def checkpoint_forms(module: vLLMModule) -> st.SearchStrategy[CheckpointForm]:
     """Draw how a checkpoint of ``module`` is stored: fused or split, tied or not, order and files.
 
     All of them have to load as the same model.
     """
-    names = Names.of(module)
-    fused = [layer for layer in names.fused if draw(st.booleans())]
-    tied = {
-        name: tuple(sorted(draw(st.sets(st.sampled_from([name, *others]), min_size=1))))
-        for name, others in names.tied.items()
-    }
-    stored = fuse(module.expected_weights(), fused).keys() - tied.keys()
-    order = draw(st.permutations(sorted(stored.union(*tied.values()))))
-    files = draw(st.integers(1, min(4, len(order))))
-    return CheckpointForm(tuple(fused), tied, tuple(order), files)
+    seeds = st.integers(0, 2**16 - 1)
+    return seeds.map(lambda seed: CheckpointForm.choose(module, Random(seed)))
 
 
 def write_checkpoint(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import nn
 
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
-from vllm_module.testing.checkpoints import Tensors, assert_same_state, part_name, state
+from vllm_module.testing.checkpoints import (
+    assert_same_state,
+    part_name,
+    random_weights,
+    same_bits,
+    state,
+)
 from vllm_module.testing.sources import failing_reads, failing_stream
 
 
@@ -24,40 +31,43 @@ def assert_pure(case: Case) -> None:
     """Law 5: loading leaves no trace but the values.
 
     Plain parameters have an empty ``__dict__`` before, while and after; typed ones have what their
-    constructor declares; the checkpoint's tensors gain nothing; no module of the framework changes
-    a global; and two modules loaded by two threads at once get the same bits as one.
+    constructor declares; types, strides and ``requires_grad`` stay, and the checkpoint's tensors
+    gain nothing. Modules gain no attributes, Python modules no globals, and PyTorch and the
+    interpreter are left as they were. Two modules loaded by two threads get the bits of one.
     """
-    module = case.build(case.rank, case.size)
+    tensors, module = case.tensors, case.build(case.rank, case.size)
     declared = {path: dict(vars(tensor)) for path, tensor in _tensors(module)}
-    types = {path: type(tensor) for path, tensor in _tensors(module)}
+    kinds = {path: _kind(tensor) for path, tensor in _tensors(module)}
 
     def check(when: str) -> None:
         for path, tensor in _tensors(module):
-            assert type(tensor) is types[path], f"{path} is a {type(tensor).__name__} {when}"
+            assert _kind(tensor) == kinds[path], f"{path} was {kinds[path]}: {_kind(tensor)} {when}"
             extra = vars(tensor).keys() - (
                 declared[path].keys() if isinstance(tensor, BasevLLMParameter) else ()
             )
             assert not extra, f"{path} carries {sorted(extra)} {when}"
             for name, value in vars(tensor).items():
-                assert value == declared[path][name], f"{path}.{name} changed {when}"
+                same = value is declared[path][name] or value == declared[path][name]
+                assert same, f"{path}.{name} changed {when}"
 
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in case.tensors.items():
+        for pair in tensors.items():
             check("while it is loaded")
             yield pair
 
     check("before it is loaded")
-    before = _globals()
+    before = _surroundings(module)
     module.load_weights(watched())
-    module.update_weights(case.tensors)
+    module.update_weights(tensors)
     check("after it is loaded")
-    for name, tensor in case.tensors.items():
+    for name, tensor in tensors.items():
         assert not vars(tensor), f"the checkpoint's {name} now carries {sorted(vars(tensor))}"
-    for name, value in _globals().items():
-        assert before.get(name) == value, f"loading changed the global {name}"
+    after = _surroundings(module)
+    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+    assert not changed, f"loading changed {', '.join(changed)}"
 
     others = [case.build(case.rank, case.size) for _ in range(2)]
-    threads = [threading.Thread(target=m.load_weights, args=(case.tensors,)) for m in others]
+    threads = [threading.Thread(target=m.load_weights, args=(tensors,)) for m in others]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -71,16 +81,39 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _globals() -> dict[str, tuple[int, int]]:
-    """Return the identity and length of every global of the framework's modules."""
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.dtype, tensor.stride(), tensor.requires_grad
+
+
+def _surroundings(module: nn.Module) -> dict[str, object]:
+    """Return what a load has no business with, each thing by name."""
+    found: dict[str, object] = {
+        "garbage collection": gc.isenabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "torch's threads": torch.get_num_threads(),
+        "torch's random state": torch.get_rng_state().numpy().tobytes(),
+        "the default dtype": torch.get_default_dtype(),
+        "the number of threads": threading.active_count(),
+    }
+    for path, each in module.named_modules():
+        found[f"attributes of {path or 'the module'}"] = set(vars(each))
+    owners = {name for each in module.modules() for name in (type(each).__module__,)}
+    for name, python_module in list(sys.modules.items()):
+        framework = name.startswith("vllm_module.") and not name.startswith("vllm_module.testing")
+        if framework or (name in owners and not name.startswith("torch")):
+            found |= _contents(name, vars(python_module))
+    for cls in {type(each) for each in module.modules()}:
+        if not cls.__module__.startswith("torch"):
+            found |= _contents(f"{cls.__module__}.{cls.__qualname__}", dict(vars(cls)))
+    return found
+
+
+def _contents(where: str, names: dict[str, object]) -> dict[str, object]:
+    """Return the identity and length of everything that has a name there."""
     return {
-        f"{name}.{key}": (id(value), len(value) if isinstance(value, list | dict | set) else 0)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == "vllm_module"
-        and not name.startswith("vllm_module.testing")
-        and module is not None
-        for key, value in list(vars(module).items())
-        if not key.startswith("__")
+        f"{where}.{name}": (id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        for name, value in list(names.items())
+        if not name.startswith("__")
     }
 
 
@@ -95,8 +128,12 @@ def assert_meta_first(case: Case) -> None:
     for path, parameter in module.named_parameters():
         if isinstance(parameter, BasevLLMParameter):
             assert parameter.is_meta, f"{path} is born on {parameter.device}"
+    module.plan_weights(iter(case.tensors.items()))
+    for path, parameter in module.named_parameters():
+        if isinstance(parameter, BasevLLMParameter):
+            assert parameter.is_meta, f"{path} is on {parameter.device} after a plan"
     names = sorted(case.tensors)
-    late = case.draw(st.sets(st.sampled_from(names), min_size=1), "arrive late")
+    late = case.some(names, "arrive late")
     _assert_refuses(module, "before anything was loaded")
     module.update_weights({n: t for n, t in case.tensors.items() if n not in late})
     message = _assert_refuses(module, f"without {sorted(late)}")
@@ -131,21 +168,22 @@ def assert_reload_in_place(case: Case) -> None:
     """Law 9: new weights, whole or in part, go into the memory that is there, by the same path.
 
     A reload gives the bits of a first load; an update changes the slots it names and no other;
-    neither moves a tensor. A load that breaks midway leaves the module refusing to run, through
+    neither moves a tensor. While it is loaded a module refuses to run and to be loaded by others.
+    A load that breaks midway, of the module or of one below it, leaves it refusing to run, through
     any later update, until a whole load succeeds.
     """
     module = case.build(case.rank, case.size)
     module.load_weights(case.tensors)
     memory = {path: tensor.data_ptr() for path, tensor in _tensors(module)}
     other = case.other_tensors()
-    updated = case.draw(st.sets(st.sampled_from(sorted(other)), min_size=1), "updated")
+    updated = case.some(sorted(other), "updated")
     mixed = case.tensors | {name: other[name] for name in updated}
     for what, call, given, result in (
         ("after a reload", module.load_weights, other, other),
         ("after a second reload", module.load_weights, case.tensors, case.tensors),
         ("after an update", module.update_weights, {n: other[n] for n in updated}, mixed),
     ):
-        call(iter(given.items()) if case.draw(st.booleans(), "as a stream") else given)
+        call(iter(given.items()) if case.choose([False, True], "as a stream") else given)
         module.check_ready()
         fresh = case.build(case.rank, case.size)
         fresh.load_weights(result)
@@ -153,28 +191,52 @@ def assert_reload_in_place(case: Case) -> None:
         for path, tensor in _tensors(module):
             assert tensor.data_ptr() == memory[path], f"{path} moved {what}"
 
-    _break(case, module, other)
-    _assert_refuses(module, "after a load that broke midway")
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(case.tensors.items())[:1]
+        refusal(ModelNotReadyError, module.check_ready, "ready while it is loaded")
+        with ThreadPoolExecutor(1) as another:
+            second = another.submit(module.load_weights, {})
+            refusal(RuntimeError, second.result, "loaded by two threads at a time")
+        yield from list(case.tensors.items())[1:]
+
+    module.load_weights(interrupted())
+    below = [
+        (path, each)
+        for path, each in module.named_modules()
+        if isinstance(each, vLLMModule) and each.expected_weights()
+    ]
+    path, broken = below[case.choose(range(len(below)), "which module breaks")]
+    if not _break(case, broken):
+        return  # an override took in the whole stream before it wrote anything
+    when = f"after a load of {path or 'the module'} that broke midway"
+    for each in broken.modules():
+        if isinstance(each, vLLMModule):
+            _assert_refuses(each, when)
+    refusal(ModelNotReadyError, module.check_ready, f"ready {when}")
     module.update_weights(mixed)
-    _assert_refuses(module, "after a load that broke midway and an update")
+    refusal(ModelNotReadyError, module.check_ready, f"ready {when}, and an update")
     module.load_weights(case.tensors)
     module.check_ready()
     for path, tensor in _tensors(module):
         assert tensor.data_ptr() == memory[path], f"{path} moved after a load that broke"
 
 
-def _break(case: Case, module: vLLMModule, tensors: Tensors) -> None:
-    """Have a load or an update break after something was written."""
-    call = case.draw(st.sampled_from(["load_weights", "update_weights"]), "call")
+def _break(case: Case, module: vLLMModule) -> bool:
+    """Have a load or an update break after something was written; return whether it was."""
+    tensors = random_weights(module.expected_weights(), seed=case.seed + 2)
+    before = state(module)
+    call = case.choose(["load_weights", "update_weights"], "call")
     fault = OSError("the source broke")
     kept = sorted({read.name for read in module.plan_weights(tensors).reads()})
+    of_reads = case.choose([False, True], "a read fails")
     weights: Any
-    of_reads = case.draw(st.booleans(), "a read fails")
     if kept and of_reads:
-        name = case.draw(st.sampled_from(kept), "fails to be read")
+        name = case.choose(kept, "fails to be read")
         weights = failing_reads(tensors, [name], fault)
     else:
-        after = case.draw(st.integers(1, len(tensors)), "the stream breaks after")
+        after = case.choose(range(1, len(tensors) + 1), "the stream breaks after")
         weights = failing_stream(tensors, after, fault)
     broken = refusal(OSError, lambda: getattr(module, call)(weights), "a broken source was loaded")
     assert broken is fault, f"raised {broken!r} in place of the source's own error"
+    written = any(not same_bits(tensor, before[path]) for path, tensor in state(module).items())
+    return written or not case.overridden

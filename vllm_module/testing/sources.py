@@ -121,11 +121,12 @@ class WatchedHandle:
         self, tensor: torch.Tensor, name: str, start: tuple[int, ...], watch: Watch
     ) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self._tensor, self._name, self._start, self._watch = tensor, name, start, watch
+        self.start = start  # of the part, in each dimension of the tensor
+        self._tensor, self._name, self._watch = tensor, name, watch
 
     def narrow(self, dim: int, start: int, length: int) -> WatchedHandle:
         """Keep a part."""
-        begin = list(self._start)
+        begin = list(self.start)
         begin[dim] += start
         part = self._tensor.narrow(dim, start, length)
         return WatchedHandle(part, self._name, tuple(begin), self._watch)
@@ -133,7 +134,7 @@ class WatchedHandle:
     def read_into(self, destination: torch.Tensor) -> None:
         """Read, and enter it."""
         self._watch.routed &= self._watch.given_out
-        self._watch.reads.append((self._name, self._start, tuple(self.shape)))
+        self._watch.reads.append((self._name, self.start, tuple(self.shape)))
         read_into(self._tensor, destination)
 
     def read(self) -> torch.Tensor:
