@@ -26,7 +26,7 @@ PUBLIC = [
 
 SIGNATURES = """
 get_model(*, model_config, load_config=None, device_config=None)
-tensor_parallel(*, rank, size)
+tensor_parallel(*, rank=None, size=None, group=None)
 vLLMModule.load_weights(self, weights)
 vLLMModule.update_weights(self, weights)
 vLLMModule.plan_weights(self, weights)

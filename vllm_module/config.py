@@ -51,7 +51,7 @@ class LoadConfig(_Closed):
     """
 
     show_progress: bool = False
-    timeout: PositiveFloat = Field(default=600.0, allow_inf_nan=False)
+    timeout: PositiveFloat = Field(default=1800.0, allow_inf_nan=False)
 
 
 class DeviceConfig(_Closed):

@@ -8,11 +8,13 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -52,13 +54,13 @@ def get_model(
     load_config = load_config or LoadConfig()
     timeout = load_config.timeout
 
+    opened = ExitStack()
+
     def find() -> tuple[HFConfig, torch.dtype, Checkpoint]:
         folder = resolve(model_config.model, model_config.revision)
         config = read_config(folder, model_config)
-        checkpoint = open_checkpoint(folder)
+        checkpoint = opened.enter_context(open_checkpoint(folder))
         return config, parameter_dtype(model_config, config, checkpoint), checkpoint
-
-    config, dtype, checkpoint = in_step(find, lambda found: describe(*found), timeout)
 
     def load() -> vLLMModule:
         model = build_model(config, dtype, (device_config or DeviceConfig()).torch_device)
@@ -66,17 +68,44 @@ def get_model(
             model.load_weights(checkpoint.items())  # pairs, as an override expects them
         return model
 
-    with checkpoint:
-        return in_step(load, digests, timeout).eval()
+    with opened, _messages(timeout) as group:
+        config, dtype, checkpoint = in_step(
+            find, lambda found: describe(*found), timeout, group, demand_alike
+        )
+        return in_step(load, digests, timeout, group, demand_same_tensors).eval()
 
 
-def in_step(work: Callable[[], T], describe: Callable[[T], Mapping[str, str]], timeout: float) -> T:
-    """Do ``work``; in a process group, on every rank, with results that are described alike.
+@contextmanager
+def _messages(timeout: float) -> Iterator[ProcessGroup | None]:
+    """Give the group whose ranks load together; a world of NCCL alone gets a gloo meanwhile."""
+    group = tensor_parallel_group()
+    if not isinstance(group, ProcessGroup) or group.size == 1:
+        yield None
+        return
+    is_world = group.group in (None, dist.group.WORLD)
+    if not is_world or "cpu" in dist.get_backend_config(group.group):
+        yield group
+        return
+    # Of the world only: all of its processes have to take part in making any group.
+    beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    try:
+        yield ProcessGroup(beside)
+    finally:
+        dist.destroy_process_group(beside)
+
+
+def in_step(
+    work: Callable[[], T],
+    describe: Callable[[T], Mapping[str, str]],
+    timeout: float,
+    group: ProcessGroup | None,
+    compare: Callable[[Sequence[Mapping[str, str]]], None],
+) -> T:
+    """Do ``work``; with a ``group``, on every rank of it, and ``compare`` the descriptions.
 
     Raises what ``work`` raises here, and ``RankError`` for what other ranks did instead.
     """
-    group = tensor_parallel_group()
-    if not isinstance(group, ProcessGroup) or group.size == 1:
+    if group is None:
         return work()
     results = []
 
@@ -84,8 +113,14 @@ def in_step(work: Callable[[], T], describe: Callable[[T], Mapping[str, str]], t
         results.append(work())
         return describe(results[0])
 
-    demand_alike(together(described, timeout=timeout))
+    compare(together(described, timeout=timeout, group=group.group))
     return results[0]
+
+
+def demand_same_tensors(digests: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``RankError`` where tensors differ that every rank keeps whole."""
+    kept = set(digests[0]).intersection(*digests[1:])
+    demand_alike([{name: said[name] for name in said if name in kept} for said in digests])
 
 
 def demand_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
@@ -133,7 +168,7 @@ def describe(config: HFConfig, dtype: torch.dtype, checkpoint: Checkpoint) -> di
 
 
 def digests(model: vLLMModule) -> dict[str, str]:
-    """Return a digest of each tensor of ``model`` that every rank keeps whole, by its name."""
+    """Return a digest of each tensor of ``model`` that this rank keeps whole, by its name."""
     stored = model.state_dict(keep_vars=True)  # without buffers that no checkpoint holds
     tensors = {name: t for name, t in stored.items() if isinstance(t, torch.Tensor)}
     return {f"{name} after loading": _digest(t) for name, t in tensors.items() if _is_whole(t)}

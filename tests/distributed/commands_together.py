@@ -12,7 +12,7 @@ from typing import Any
 from vllm_module.cli import main
 
 loading = runpy.run_path(str(Path(__file__).with_name("loading_together.py")))
-die, hang, TIMEOUT = loading["die"], loading["hang"], loading["TIMEOUT"]
+die, hang, patience = loading["die"], loading["hang"], loading["patience"]
 GENERATE = ("--prompt-ids", "1,2,3", "--max-new-tokens", "4")
 
 SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
@@ -31,7 +31,7 @@ def scenario(name: str, size: int, *arguments: str, **of_ranks: Any) -> None:
         options = [command, str(directory.parent / folder), "--device", "cpu", *options]
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([*options, "--timeout", str(TIMEOUT)])
+            code = main([*options, "--timeout", str(patience(of_ranks.values()))])
         return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
     SCENARIOS[name] = (size, run)

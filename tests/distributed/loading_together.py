@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from vllm_module import LoadConfig, ModelConfig, get_model
+from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model, tensor_parallel
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.safetensors import SafetensorsHandle
 
 working = runpy.run_path(str(Path(__file__).with_name("working_together.py")))
-die, hang, TIMEOUT = working["die"], working["hang"], working["TIMEOUT"]
+die, hang, patience = working["die"], working["hang"], working["patience"]
 
 # Sizes that 2, 3 and 4 ranks divide.
 CONFIG: dict[str, Any] = {
@@ -117,11 +117,53 @@ def scenario(name: str, size: int, **of_ranks: Any) -> None:
             folder = special
         model = get_model(
             model_config=ModelConfig(model=str(directory.parent / folder), dtype=dtype),
-            load_config=LoadConfig(timeout=TIMEOUT),
+            load_config=LoadConfig(timeout=patience(of_ranks.values())),
         )
         return total(model)
 
     SCENARIOS[name] = (size, run)
+
+
+def replicas(*folders: str, die_in: int = -1) -> Callable[[Path, int], Any]:
+    """Load ``folders`` in a group of two each, whose ranks are not neighbours in the world."""
+    count = len(folders)
+
+    def run(directory: Path, rank: int) -> Any:
+        dist.init_process_group("gloo")
+        groups = [dist.new_group([i, i + count]) for i in range(count)]
+        if rank == die_in:
+            when_reading(lambda: die(directory))
+        totals = []
+        for folder in (folders[rank % count], "good"):
+            with tensor_parallel(group=groups[rank % count]) as group:
+                model = get_model(
+                    model_config=ModelConfig(model=str(directory.parent / folder)),
+                    load_config=LoadConfig(timeout=patience(())),
+                )
+            assert (group.rank, group.size) == (rank // count, 2)
+            totals.append(total(model))
+        try:
+            with tensor_parallel(group=groups[1 - rank % count]):
+                raise AssertionError("a rank outside of the group became one of it")
+        except ValueError:
+            return totals
+
+    return run
+
+
+def without_a_cpu_group(die_in: int) -> Callable[[Path, int], Any]:
+    def run(directory: Path, rank: int) -> Any:
+        dist.init_process_group("cuda:gloo")
+        if rank == die_in:
+            when_reading(lambda: die(directory))
+        for _ in range(3):
+            get_model(
+                model_config=ModelConfig(model=str(directory.parent / "good")),
+                load_config=LoadConfig(timeout=patience(())),
+                device_config=DeviceConfig(device="cpu"),
+            )
+
+    return run
 
 
 for size in (1, 2, 3, 4):
@@ -137,3 +179,7 @@ scenario("load_other_values", 4, rank3="other values")
 scenario("load_other_value_unseen", 3, rank0="other value unseen")
 scenario("load_other_config", 2, rank1="other config")
 scenario("load_other_dtype", 3, rank2="float16")
+SCENARIOS["load_replicas"] = (4, replicas("good", "other values"))
+SCENARIOS["load_replica_dies"] = (4, replicas("good", "good", die_in=3))
+SCENARIOS["load_without_a_cpu_group"] = (3, without_a_cpu_group(-1))
+SCENARIOS["load_without_a_cpu_group_one_dies"] = (3, without_a_cpu_group(1))

@@ -213,9 +213,12 @@ def test_a_rank_outside_of_the_size_is_refused(rank: int, size: int) -> None:
 
 def test_rank_and_size_have_no_defaults() -> None:
     """tensor_parallel needs both by name: a forgotten rank would load shard 0 everywhere."""
-    for arguments in ({}, {"rank": 0}, {"size": 2}):
-        with pytest.raises(TypeError, match="missing"):
-            tensor_parallel(**arguments)
+    group: Any = object()
+    both = {"rank": 0, "size": 2, "group": group}
+    for arguments in ({}, {"rank": 0}, {"size": 2}, {"rank": 0, "group": group}, both):
+        refused = pytest.raises(ValueError, match="either rank= and size=, or group=")
+        with refused, tensor_parallel(**arguments):
+            pass
     with pytest.raises(TypeError, match="positional"):
         tensor_parallel(0, 2)  # type: ignore[misc]
 

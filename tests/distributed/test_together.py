@@ -28,12 +28,17 @@ DIED = {
     "two_die": [0, 2],
     "one_dies_before_it_comes": [1],
     "one_dies_when_it_has_told_one_other": [0],
+    "collective_dies": [1],
     "load_first_dies": [0],
     "load_last_dies": [1],
+    "load_without_a_cpu_group_one_dies": [1],
 }
 HANG = {"one_hangs": [0], "one_is_stopped": [1], "one_never_comes": [1], "load_one_hangs": [1]}
 REFUSE = {
     "one_refuses": ([1], "ValueError: refused by 1\nand a second line"),
+    "collective_refused": ([1], "ValueError: refused by 1\nand a second line"),
+    "each_fails_for_itself": ([1], "RuntimeError: of rank 1 itself"),
+    "one_refuses_and_others_stagger": ([0], "ValueError: refused by 0"),
     "two_refuse": ([0, 3], "ValueError: refused by 3"),
     "one_is_interrupted_while_it_waits": ([1], "stopped: KeyboardInterrupt"),
     "one_leaves_by_sys_exit": ([1], "SystemExit: 3"),
@@ -160,6 +165,22 @@ def test_a_rank_that_raises_says_why_to_all(
         assert outcome.codes[rank] in (1, 3, -2)
 
 
+@pytest.mark.parametrize("outcome", ["one_refuses_and_others_stagger"], indirect=True)
+def test_a_refusal_reaches_ranks_that_finish_one_after_another(outcome: Outcome) -> None:
+    """Nobody waits to be heard by a rank that has left."""
+    for note in outcome.survivors([0]).values():
+        assert note["at"] - outcome.event < 1
+
+
+@pytest.mark.parametrize("outcome", ["one_refuses_before_the_other_comes"], indirect=True)
+def test_a_rank_that_refuses_does_not_wait_long_for_others_to_come(outcome: Outcome) -> None:
+    """However long its timeout; who comes later reads that it left."""
+    first, late = outcome.notes[0], outcome.notes[1]
+    assert (first["raised"], late["raised"], late["ranks"]) == ("ValueError", "RankError", [0])
+    assert first["at"] - outcome.event < 4
+    assert "rank 0 of 2 ended, or left" in late["message"]
+
+
 @pytest.mark.parametrize(("outcome", "expected"), DIFFER.items(), ids=DIFFER, indirect=["outcome"])
 def test_ranks_with_another_checkpoint_are_named_on_all(
     outcome: Outcome, expected: tuple[list[int], str]
@@ -221,6 +242,18 @@ def test_a_subgroup_numbers_its_own_ranks(outcome: Outcome) -> None:
     assert outcome.codes == {0: 0, 1: 1, 2: 0, 3: -9}
 
 
+@pytest.mark.parametrize("outcome", ["two_threads_at_once"], indirect=True)
+def test_two_threads_do_not_take_each_others_results(outcome: Outcome) -> None:
+    """A second call at once with the same group is refused, and the first goes on."""
+    for note in outcome.notes.values():
+        said, first, second, again = note["returned"]
+        assert [message.partition(":")[0] for message in said] == [
+            "another thread of this process works together with the same process group"
+        ] * 2
+        assert (first, second, again) == ([0, 1], [5, 5], [3, 3])
+    assert set(outcome.codes.values()) == {0}
+
+
 @pytest.mark.parametrize("outcome", ["a_group_without_a_cpu"], indirect=True)
 def test_a_group_that_cannot_talk_says_what_to_initialize(outcome: Outcome) -> None:
     """A group of a GPU backend alone is refused before the work, with what to write instead."""
@@ -238,6 +271,37 @@ def test_processes_load_what_simulated_ranks_do(directory: Path) -> None:
         for rank in range(size):
             note = json.loads((directory / f"load_at_{size}/rank{rank}.json").read_text())
             assert note["returned"] == pytest.approx(expected[rank], rel=1e-5)
+
+
+def test_replicas_load_each_for_itself(directory: Path) -> None:
+    """Two groups of two in a world of four load what two simulated ranks do, each its own."""
+    total = runpy.run_path(str(HERE / "loading_together.py"))["total"]
+    expected = {
+        name: run_ranks(
+            2,
+            lambda _, n=name: total(get_model(model_config=ModelConfig(model=str(directory / n)))),
+        )
+        for name in ("good", "other values")
+    }
+    for rank in range(4):
+        note = json.loads((directory / f"load_replicas/rank{rank}.json").read_text())
+        own = expected[("good", "other values")[rank % 2]][rank // 2]
+        good = expected["good"][rank // 2]
+        assert note["returned"] == pytest.approx([own, good], rel=1e-5), note
+
+
+@pytest.mark.parametrize("outcome", ["load_replica_dies"], indirect=True)
+def test_a_replica_that_fails_leaves_the_other_alone(outcome: Outcome) -> None:
+    """Only its own ranks name the one that died, by its number in their group."""
+    assert outcome.codes == {0: 0, 1: 1, 2: 0, 3: -9}
+    assert outcome.notes[1]["ranks"] == [1]
+    assert "rank 1 of 2 (rank 3 of the world) ended" in outcome.notes[1]["message"]
+
+
+@pytest.mark.parametrize("outcome", ["load_without_a_cpu_group"], indirect=True)
+def test_a_group_without_a_cpu_loads_all_the_same(outcome: Outcome) -> None:
+    """As often as it likes: what its ranks tell each other goes over a gloo made for that."""
+    assert outcome.codes == dict.fromkeys(range(3), 0), outcome.notes
 
 
 def test_one_rank_speaks_for_a_command(directory: Path) -> None:

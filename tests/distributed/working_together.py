@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,8 @@ from vllm_module.distributed import exchange, together
 from vllm_module.errors import RankError
 
 SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
-TIMEOUT = 2.0
+TIMEOUT = 2.0  # of scenarios that are about it
+PATIENCE = 30.0  # of all others: nothing that happens in them takes long
 
 
 def scenario(size: int) -> Callable[[Callable[[Path, int], Any]], Callable[[Path, int], Any]]:
@@ -49,10 +50,16 @@ def hang(directory: Path) -> None:
     time.sleep(TIMEOUT + 6)  # then it is too late
 
 
+def patience(deeds: Iterable[Any]) -> float:
+    return TIMEOUT if {hang, stop} & set(deeds) else PATIENCE
+
+
 def deeds(size: int, **of_ranks: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
+    timeout = patience(of_ranks.values())
+
     def run(directory: Path, rank: int) -> Any:
         deed = of_ranks.get(f"rank{rank}")
-        return together(lambda: deed(directory) if deed else rank, timeout=TIMEOUT)
+        return together(lambda: deed(directory) if deed else rank, timeout=timeout)
 
     return run
 
@@ -73,7 +80,7 @@ def stop(directory: Path) -> None:
 
 
 def be_slow(directory: Path) -> str:
-    time.sleep(TIMEOUT / 2)
+    time.sleep(1)
     return "slow"
 
 
@@ -106,7 +113,88 @@ def one_never_comes(directory: Path, rank: int) -> Any:
 def one_dies_before_it_comes(directory: Path, rank: int) -> Any:
     if rank == 1:
         die(directory)
-    return together(lambda: rank, timeout=TIMEOUT)
+    return together(lambda: rank, timeout=PATIENCE)
+
+
+@scenario(3)
+def one_refuses_and_others_stagger(directory: Path, rank: int) -> Any:
+    """The others find out at different times, and none of them waits for one that has left."""
+
+    def work() -> None:
+        if rank == 0:
+            refuse(directory)
+        time.sleep(0.015 * rank)
+
+    return together(work, timeout=PATIENCE)
+
+
+@scenario(2)
+def one_refuses_before_the_other_comes(directory: Path, rank: int) -> Any:
+    if rank == 1:
+        time.sleep(5)
+    exchange._PATIENCE = 0.5  # type: ignore[misc]
+    return together(lambda: refuse(directory) if rank == 0 else rank, timeout=PATIENCE)
+
+
+def collective(deed: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
+    """Let rank 1 do ``deed`` while the others wait for it in a collective of their work."""
+
+    def run(directory: Path, rank: int) -> Any:
+        def work() -> None:
+            if rank == 1:
+                time.sleep(0.2)
+                deed(directory)
+            dist.all_reduce(torch.ones(3))
+
+        return together(work, timeout=PATIENCE)
+
+    return run
+
+
+for name, deed in (("collective_refused", refuse), ("collective_dies", die)):
+    function = collective(deed)
+    function.__name__ = name
+    scenario(3)(function)
+
+
+@scenario(2)
+def each_fails_for_itself(directory: Path, rank: int) -> Any:
+    """An error of torch's own kind is not taken for a peer's, unless that one failed too."""
+
+    def work() -> None:
+        if rank == 1:
+            happens(directory)
+            raise RuntimeError("of rank 1 itself")
+
+    return together(work, timeout=PATIENCE)
+
+
+@scenario(2)
+def two_threads_at_once(directory: Path, rank: int) -> Any:
+    """The second is refused, with a group or without; in a group of its own it may go on."""
+    other = dist.new_group()
+    inside, refused = threading.Barrier(2), threading.Event()
+    first: list[Any] = []
+
+    def work() -> int:
+        inside.wait(10)
+        refused.wait(10)
+        return rank
+
+    thread = threading.Thread(target=lambda: first.extend(together(work, timeout=PATIENCE)))
+    thread.start()
+    inside.wait(10)
+    said = []
+    for group in (None, dist.group.WORLD):
+        try:
+            together(lambda: 7, timeout=PATIENCE, group=group)
+        except RuntimeError as error:
+            said.append(str(error))
+    second = together(lambda: 5, timeout=PATIENCE, group=other)
+    refused.set()
+    thread.join(10)
+    again = together(lambda: 3, timeout=PATIENCE)
+    return [said, first, second, again]
 
 
 @scenario(4)
@@ -115,21 +203,21 @@ def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
     if rank == 0:
         tell = exchange._Peer.tell
 
-        def tell_one(self: Any, message: bytes) -> None:
+        def tell_one(self: Any, message: Any) -> None:
             if self.rank == 2:
                 die(directory)
             tell(self, message)
             time.sleep(0.2)
 
         exchange._Peer.tell = tell_one  # type: ignore[method-assign]
-    return together(lambda: rank, timeout=TIMEOUT)
+    return together(lambda: rank, timeout=PATIENCE)
 
 
 @scenario(3)
 def one_is_interrupted_while_it_waits(directory: Path, rank: int) -> Any:
     if rank == 1:
         threading.Timer(0.5, lambda: (happens(directory), os.kill(os.getpid(), 2))).start()
-    return together(lambda: time.sleep(1.5 if rank == 2 else 0), timeout=TIMEOUT)
+    return together(lambda: time.sleep(1.5 if rank == 2 else 0), timeout=PATIENCE)
 
 
 @scenario(3)
@@ -139,7 +227,7 @@ def one_leaves_by_sys_exit(directory: Path, rank: int) -> Any:
             happens(directory)
             raise SystemExit(3)
 
-    return together(work, timeout=TIMEOUT)
+    return together(work, timeout=PATIENCE)
 
 
 @scenario(4)
@@ -148,7 +236,7 @@ def one_of_a_subgroup_dies(directory: Path, rank: int) -> Any:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = pairs[rank % 2]
     with contextlib.suppress(ValueError):
-        together(lambda: 0, timeout=TIMEOUT, group=pairs[1 - rank % 2])
+        together(lambda: 0, timeout=PATIENCE, group=pairs[1 - rank % 2])
         raise AssertionError("a rank outside of the group took part in it")
 
     def work() -> int:
@@ -156,7 +244,7 @@ def one_of_a_subgroup_dies(directory: Path, rank: int) -> Any:
             die(directory)
         return rank
 
-    return together(work, timeout=TIMEOUT, group=mine)
+    return together(work, timeout=PATIENCE, group=mine)
 
 
 class _BrokenError(Exception):
@@ -188,12 +276,12 @@ def refusals_of_all_kinds(directory: Path, rank: int) -> Any:
     for turn, (kind, group) in enumerate(zip(kinds, groups, strict=True)):
         failing = turn % 3
         try:
-            together(kind if rank == failing else lambda: None, timeout=10, group=group)
+            together(kind if rank == failing else lambda: None, timeout=PATIENCE, group=group)
         except BaseException as error:
             said.append([type(error).__name__, list(getattr(error, "ranks", ()))])
             if isinstance(error, RankError):
                 said[-1].append(str(error))
-        assert together(lambda t=turn: (t, rank), timeout=10) == [(turn, r) for r in range(3)]
+        assert together(lambda t=turn: (t, rank), timeout=PATIENCE) == [(turn, r) for r in range(3)]
     return said
 
 
@@ -202,24 +290,28 @@ def results_of_all_kinds(directory: Path, rank: int) -> Any:
     """Small and large, of different types, time after time, inside each other and in subgroups."""
     mine = [None, "text", b"x" * 3_000_000, {"tensor": torch.arange(5)}][rank]
     for _ in range(3):
-        none, text, large, table = together(lambda: mine, timeout=10)
+        none, text, large, table = together(lambda: mine, timeout=PATIENCE)
         assert (none, text, large) == (None, "text", b"x" * 3_000_000)
         assert torch.equal(table["tensor"], torch.arange(5))
     for size in (4080, 4087, 4088, 4089, 5000):  # where a message needs a second part
-        assert together(lambda n=size: b"y" * (n - 40), timeout=10) == [b"y" * (size - 40)] * 4
+        assert (
+            together(lambda n=size: b"y" * (n - 40), timeout=PATIENCE) == [b"y" * (size - 40)] * 4
+        )
 
     pair = [dist.new_group([0, 3]), dist.new_group([2, 1])][rank in (1, 2)]
 
     def nested() -> Any:
         with torch.device("meta"), torch.inference_mode():
-            inner = together(lambda: rank, timeout=10, group=pair)
-        return inner, together(lambda: together(lambda: rank + 1, timeout=10), timeout=10)
+            inner = together(lambda: rank, timeout=PATIENCE, group=pair)
+        return inner, together(
+            lambda: together(lambda: rank + 1, timeout=PATIENCE), timeout=PATIENCE
+        )
 
     each = [([0, 3], [[1, 2, 3, 4]] * 4), ([1, 2], [[1, 2, 3, 4]] * 4)]
     expected = [each[0], each[1], each[1], each[0]]
-    assert sorted(together(nested, timeout=10)[rank][0]) == expected[rank][0]
+    assert sorted(together(nested, timeout=PATIENCE)[rank][0]) == expected[rank][0]
     busy = [dist.isend(torch.tensor([rank]), dst=(rank + 1) % 4)]  # of the user's own
-    assert together(lambda: rank, timeout=10) == [0, 1, 2, 3]
+    assert together(lambda: rank, timeout=PATIENCE) == [0, 1, 2, 3]
     got = torch.zeros(1, dtype=torch.int64)
     dist.recv(got, src=(rank - 1) % 4)
     busy[0].wait()
@@ -231,4 +323,4 @@ def results_of_all_kinds(directory: Path, rank: int) -> Any:
 @scenario(2)
 def a_group_without_a_cpu(directory: Path, rank: int) -> Any:
     group = dist.new_group(backend="cuda:gloo")
-    return together(lambda: rank, timeout=TIMEOUT, group=group)
+    return together(lambda: rank, timeout=PATIENCE, group=group)

@@ -63,4 +63,5 @@ def test_order_does_not_matter_to_large_tensors_either(
     monkeypatch.setattr(reading, "_PIECE", 24)
     monkeypatch.setattr(reading, "_BATCH", 16)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
+    monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
     LAYERS[name].hold(assert_order_independent)

@@ -115,6 +115,7 @@ def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, way) -> No
     take = TAKE_LEASE if way == "mapped" else lambda _: False
     monkeypatch.setattr(lease.ReadLease, "_take", take)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
+    monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
     monkeypatch.setattr(runs, "_SERIAL_ELEMENTS", 9)
     file = SafetensorsFile(path)
     handle = file["w"]

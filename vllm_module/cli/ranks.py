@@ -17,7 +17,7 @@ from vllm_module.cli.output import REFUSALS, CommandError
 from vllm_module.config import LoadConfig
 from vllm_module.distributed import together
 from vllm_module.errors import RankError
-from vllm_module.loader import demand_alike, describe
+from vllm_module.loader import demand_alike, demand_same_tensors, describe
 
 T = TypeVar("T")
 TIMEOUT = LoadConfig().timeout
@@ -86,14 +86,15 @@ def find_alike(source: str, dtype: DType, timeout: float) -> ModelSource:
             return found, describe(found.config, found.dtype, checkpoint)
 
     found = on_every_rank(find, timeout)
-    same([description for _, description in found])
+    with _one_speaks():
+        demand_alike([description for _, description in found])
     return found[dist.get_rank()][0]
 
 
-def same(descriptions: Sequence[Mapping[str, str]]) -> None:
-    """Refuse, in one rank's words, if ranks described the same thing differently."""
+def same(digests: Sequence[Mapping[str, str]]) -> None:
+    """Refuse, in one rank's words, if tensors differ that every rank keeps whole."""
     with _one_speaks():
-        demand_alike(descriptions)
+        demand_same_tensors(digests)
 
 
 def on_every_rank(work: Callable[[], T], timeout: float) -> list[T]:

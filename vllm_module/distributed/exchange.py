@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import pickle
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,9 +34,12 @@ def together(
 
     Raises:
         RankError: on every other rank, naming those of the group that raised, whose process
-            ended, or that had not finished ``timeout`` seconds after another had.
+            ended, or that had not finished ``timeout`` seconds after another had; also where a
+            collective of ``work`` failed, because they left.
+        RuntimeError: another thread of this process is in this call already, with this group.
 
-    Whatever is raised, the group is of no further use then: destroy it.
+    Whatever is raised, the group is of no further use then: destroy it. A rank that raised waits
+    for others to come and be told, as long as ``timeout`` but 10 seconds at most.
 
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -51,22 +54,58 @@ def together(
             "torch.distributed.init_process_group() or init_process_group('cpu:gloo,cuda:nccl')"
         )
     depth = _depth.get()
-    exchange = _Exchange(group, rank, size, depth)
-    token = _depth.set(depth + 1)
+    with _alone(group, depth):
+        return _exchange(work, timeout, _Exchange(group, rank, size, depth))
+
+
+@contextmanager
+def _alone(group: dist.ProcessGroup | None, depth: int) -> Iterator[None]:
+    """Refuse a second thread, whose messages could not be told from those of the first."""
+    call = (dist.group.WORLD if group is None else group, depth)
+    with _underway_lock:
+        if call in _underway:
+            raise RuntimeError(
+                "another thread of this process works together with the same process group: give "
+                "each thread a group of its own, by torch.distributed.new_group()"
+            )
+        _underway.add(call)
+    try:
+        yield
+    finally:
+        with _underway_lock:
+            _underway.remove(call)
+
+
+def _exchange(work: Callable[[], T], timeout: float, exchange: _Exchange) -> list[T]:
+    token = _depth.set(_depth.get() + 1)
     try:
         result = work()
-        outcome = b"+" + _pickled(result)
+        outcome = _framed(b"+" + _pickled(result))
     except BaseException as error:
-        exchange.tell(b"-" + _first_lines(error).encode(errors="replace"))
-        exchange.tell(b"{}")
-        exchange.leave(timeout)
+        # What a collective raises when a peer has left it is one of these; subclasses say more.
+        perhaps_left = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        if perhaps_left and (failures := exchange.abandoned()):
+            exchange.tell(_framed(b"+" + _pickled(None)))  # well itself, and whom it blames
+            exchange.tell(_framed(json.dumps(failures).encode()))
+            exchange.leave(_FAREWELL)
+            raise exchange.error(failures) from error
+        exchange.tell(_framed(b"-" + _first_lines(error).encode(errors="replace")))
+        exchange.tell(_framed(b"{}"))
+        exchange.leave(min(timeout, _PATIENCE))
         raise
     finally:
         _depth.reset(token)
     exchange.tell(outcome)
-    results = exchange.settle(timeout) | {rank: result}
-    return [results[each] for each in range(size)]
+    results = exchange.settle(timeout) | {exchange.rank: result}
+    return [results[each] for each in range(exchange.size)]
 
+
+# A group's connections belong to the process, and so does the list of the calls that use them:
+# threads that collide here share nothing else, and torch's group takes no attributes.
+_underway: set[tuple[object, int]] = set()
+_underway_lock = threading.Lock()
+
+_SETTING = "LoadConfig(timeout=...), or --timeout"
 
 # Work may itself call together: each level has messages of its own.
 _depth: ContextVar[int] = ContextVar("together_depth", default=0)
@@ -75,6 +114,7 @@ _FRAME = 4096  # bytes a rank is ready to receive while it works, even if its in
 _TAG = 1 << 20  # the first of eight for each level
 _FOREVER = timedelta(days=365)  # threads wait; nothing but the caller's timeout ends that
 _FAREWELL = 2.0  # seconds in which ranks that give up let the others know
+_PATIENCE = 10.0  # seconds in which others may come and hear what this rank raised
 
 
 def _pickled(result: object) -> bytes:
@@ -84,6 +124,14 @@ def _pickled(result: object) -> bytes:
         raise TypeError(
             f"what work returned cannot be sent to the other ranks: {_first_lines(error)}"
         ) from error
+
+
+def _framed(message: bytes) -> torch.Tensor:
+    """Return a message as it goes out, in the same memory to all: a result may be large."""
+    frame = bytearray(max(_FRAME, 8 + len(message)))
+    frame[:8] = len(message).to_bytes(8, "little")
+    frame[8 : 8 + len(message)] = message
+    return torch.frombuffer(frame, dtype=torch.uint8)
 
 
 def _first_lines(error: BaseException) -> str:
@@ -129,7 +177,7 @@ class _Peer:
         """Tell whether the connection stays open; drop ``works``, for which gloo has its locks."""
         try:
             function(works)
-        except (RuntimeError, ValueError):  # it is closed, or the group was destroyed
+        except Exception:  # it is closed, the group was destroyed, or memory does not suffice
             return False
         finally:
             works.clear()
@@ -166,19 +214,17 @@ class _Peer:
                 self.said.append(message)
                 self._changed.notify_all()
 
-    def tell(self, message: bytes) -> None:
-        """Send ``message`` without waiting for it to go out; after two, do nothing."""
+    def tell(self, frame: torch.Tensor) -> None:
+        """Send a message without waiting for it to go out; after two, do nothing."""
         number, self._told = self._told, self._told + 1
         if number > 1:
             return
-        frame = (len(message).to_bytes(8, "little") + message).ljust(_FRAME, b"\0")
         sent = []
         with suppress(RuntimeError, ValueError):  # if it is closed, the listener finds that out
             for tag, part in ((number, frame[:_FRAME]), (2 + number, frame[_FRAME:])):
-                if part:
-                    memory = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                if len(part):
                     to = {"group_dst": self.rank, "tag": self._tag + tag}
-                    sent.append((memory, dist.isend(memory, group=self._group, **to)))
+                    sent.append((part, dist.isend(part, group=self._group, **to)))
             with self._changed:
                 self.telling += 1
             self._start(self._see_off, sent)
@@ -194,6 +240,11 @@ class _Peer:
             assert departure is not None
             departure.wait(_FOREVER)
 
+    def leaves(self) -> bool:
+        """Whether no word of ours reaches it: it is gone, or failed, or blames somebody."""
+        failed = self.said[:1] and self.said[0][:1] == b"-"
+        return self.gone or (len(self.said) > 1 and (bool(failed) or self.said[1] != b"{}"))
+
     def cut_off(self) -> None:
         """Close this rank's connections to all others, by a wait that times out."""
         with suppress(RuntimeError, ValueError):
@@ -204,46 +255,56 @@ class _Exchange:
     """One call of :func:`together`, as this rank sees it."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, depth: int) -> None:
-        self._group, self._rank, self._size = group, rank, size
+        self._group, self.rank, self.size = group, rank, size
         self._changed = threading.Condition()
         tag = _TAG + 8 * depth
         others = (peer for peer in range(size) if peer != rank)
         self._peers = [_Peer(peer, group, tag, self._changed) for peer in others]
 
-    def tell(self, message: bytes) -> None:
+    def tell(self, frame: torch.Tensor) -> None:
         for peer in self._peers:
-            peer.tell(message)
+            peer.tell(frame)
 
     def settle(self, timeout: float) -> dict[int, Any]:
         """Return the others' results once every rank knows that all of them are there."""
         results: dict[int, Any] = {}
         try:
-            late = f"had not finished {timeout:g} s after rank {self._rank} had"
+            late = f"had not finished {timeout:g} s after rank {self.rank} had"
             failures = self._hear(1, timeout, late)
             if not failures:
                 results = {peer.rank: pickle.loads(peer.said[0][1:]) for peer in self._peers}
-            self.tell(json.dumps(failures).encode())
+            self.tell(_framed(json.dumps(failures).encode()))
             if not failures:  # here; a rank that ended may have told some of us and not others
-                late = f"fell silent for {timeout:g} s when rank {self._rank} had finished"
+                late = f"fell silent for {timeout:g} s when rank {self.rank} had finished"
                 failures = self._hear(2, timeout, late)
             if failures:
                 failures |= self._hear_out()
         except BaseException as error:  # an interrupt, say: this rank leaves, and lets them know
-            self.tell(json.dumps({self._rank: f"stopped: {_first_lines(error)}"}).encode())
+            stopped = {self.rank: f"stopped: {_first_lines(error)}"}
+            self.tell(_framed(json.dumps(stopped).encode()))
             self.leave(_FAREWELL)
             raise
         if failures:
             self.leave(_FAREWELL)
-            lines = (f"{self._name(rank)} {how}" for rank, how in sorted(failures.items()))
-            raise RankError("\n".join(lines), failures)
+            raise self.error(failures)
         self._end_threads(self._peers, _FAREWELL)
         return results
 
+    def error(self, failures: Mapping[int, str]) -> RankError:
+        lines = (f"{self._name(rank)} {how}" for rank, how in sorted(failures.items()))
+        return RankError("\n".join(lines), failures)
+
+    def abandoned(self) -> dict[int, str]:
+        """Return who failed, if a collective of ``work`` may have, because they left it."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._failed(2)), _FAREWELL / 10)
+            return self._failed(2)
+
     def _name(self, rank: int) -> str:
-        name = f"rank {rank} of {self._size}"
-        if self._group is not None and self._size < dist.get_world_size():
+        name = f"rank {rank} of {self.size}"
+        if self._group is not None and self.size < dist.get_world_size():
             name += f" (rank {dist.get_global_rank(self._group, rank)} of the world)"
-        return name + (" (this one)" if rank == self._rank else "")
+        return name + (" (this one)" if rank == self.rank else "")
 
     def _hear(self, count: int, timeout: float, late: str) -> dict[int, str]:
         """Wait until every peer has said ``count`` things, and return who did not, and why."""
@@ -254,16 +315,21 @@ class _Exchange:
 
         with self._changed:
             self._changed.wait_for(know, timeout)
-            blamed = self._blamed()
-            failures = {}
-            for peer in self._peers:
-                if peer.said and peer.said[0][:1] == b"-":
-                    failures[peer.rank] = f"failed: {peer.said[0][1:].decode()}"
-                elif len(peer.said) < count and peer.gone:
-                    failures[peer.rank] = "ended, or left: its connection is closed"
-                elif len(peer.said) < count and not blamed:
-                    failures[peer.rank] = f"{late}: it hangs, or needs a longer timeout"
-        return blamed | failures
+            failures = self._failed(count)
+            if not self._blamed():
+                for peer in self._peers:
+                    if len(peer.said) < count and not peer.gone and peer.rank not in failures:
+                        failures[peer.rank] = f"{late}: it hangs, or needs a longer {_SETTING}"
+        return failures
+
+    def _failed(self, count: int) -> dict[int, str]:
+        failures = self._blamed()
+        for peer in self._peers:
+            if peer.said and peer.said[0][:1] == b"-":
+                failures[peer.rank] = f"failed: {peer.said[0][1:].decode()}"
+            elif len(peer.said) < count and peer.gone:
+                failures[peer.rank] = "ended, or left: its connection is closed"
+        return failures
 
     def _hear_out(self) -> dict[int, str]:
         """Let those that finished say whom they blame: to close a connection early loses words."""
@@ -287,12 +353,13 @@ class _Exchange:
         try:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: all(peer.gone or not peer.telling for peer in self._peers), seconds
+                    lambda: all(peer.leaves() or not peer.telling for peer in self._peers), seconds
                 )
         finally:
-            here = [peer for peer in self._peers if not peer.gone]
-            for peer in here:
-                peer.cut_off()
+            here = [peer for peer in self._peers if not peer.leaves()]
+            for peer in self._peers:
+                if not peer.gone:
+                    peer.cut_off()
             self._end_threads(here, 1)
 
     def _end_threads(self, peers: list[_Peer], seconds: float) -> None:

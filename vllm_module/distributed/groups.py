@@ -37,13 +37,15 @@ class ProcessGroup:
     """Ranks in processes of their own, over torch.distributed (gloo on CPU, NCCL on GPU)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not a rank of the given process group")
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(tensor, group=self._group)
+        dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -51,7 +53,7 @@ class ProcessGroup:
             torch.empty_like(tensor, memory_format=torch.contiguous_format)
             for _ in range(self.size)
         ]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
 
@@ -147,15 +149,26 @@ def tensor_parallel_group() -> TensorParallelGroup:
 
 
 @contextmanager
-def tensor_parallel(*, rank: int, size: int) -> Iterator[TensorParallelGroup]:
-    """Build modules as rank ``rank`` of ``size``, without a process group.
+def tensor_parallel(
+    *, rank: int | None = None, size: int | None = None, group: dist.ProcessGroup | None = None
+) -> Iterator[TensorParallelGroup]:
+    """Build modules as rank ``rank`` of ``size``, without a process group; or as this one's rank.
 
-    Raises ``ValueError`` unless ``0 <= rank < size``.
+    ``group`` is one of torch.distributed, of some of the world's processes: with one group for
+    each replica of a model, the replicas are data parallel.
+
+    Raises ``ValueError`` unless ``0 <= rank < size``, or this process is one of ``group``.
     """
-    group = SimulatedGroup(rank, size)
-    token = _group.set(group)
+    current: TensorParallelGroup
+    if group is not None and rank is None and size is None:
+        current = ProcessGroup(group)
+    elif group is None and rank is not None and size is not None:
+        current = SimulatedGroup(rank, size)
+    else:
+        raise ValueError("tensor_parallel takes either rank= and size=, or group=")
+    token = _group.set(current)
     try:
-        yield group
+        yield current
     finally:
         _group.reset(token)
 

@@ -22,6 +22,9 @@ _LONG_RUN = 64 << 10
 # Bytes of the file whose pages are mapped by one madvise: large enough to hide the call, small
 # enough that the pages are still cached when they are copied.
 _WINDOW = 16 << 20
+# Bytes of whole rows that are read at once where there is no lease: these are copied twice, and
+# more of them would not stay cached in between.
+_SCRATCH = 4 << 20
 _LONGEST_ROW = 1 << 20
 
 
@@ -31,8 +34,8 @@ class FileBytes:
     Long runs are read by ``preadv``. Short ones, a few hundred bytes of each row, are copied
     out of a mapping: a system call for each would cost more than the bytes, and reading whole
     rows moves all that is not kept, which is done only where no lease makes a mapping safe. A file
-    that cannot be opened is a
-    CheckpointFormatError, one that cannot be read or has changed a WeightReadError.
+    that cannot be opened is a CheckpointFormatError, one that cannot be read or has changed a
+    WeightReadError.
     """
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
@@ -58,8 +61,10 @@ class FileBytes:
 
     def close(self) -> None:
         """Close the file; reading from it afterwards is a WeightReadError."""
-        self._finalizer()
-        self._map = None  # unmapped when the last copy out of it has ended
+        self._lease.close()
+        with self._lock:  # the number may be another file's as soon as it is closed
+            self._finalizer()
+            self._map = None  # unmapped when the last copy out of it has ended
 
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes that are not counted as weights (the header)."""
@@ -69,14 +74,17 @@ class FileBytes:
 
     def check_unchanged(self) -> None:
         """Refuse to go on with a file that was closed, or written to since it was opened."""
-        if not self._finalizer.alive:
-            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
+        self._check_open()
         now = self._stat()
         if now != self._identity:
             raise WeightReadError(
                 f"{self._where} was changed since it was opened (it had {self.size} bytes and now "
                 f"has {now[0]}); open the checkpoint again when nobody writes to it"
             )
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
 
     def read_runs(self, runs: Iterable[Run], address: int) -> None:
         """Fill the memory at ``address`` with the runs, one after the other without gaps."""
@@ -109,18 +117,24 @@ class FileBytes:
             view, offset = view[count:], offset + count
 
     def _copy_short(self, run: Run, address: int) -> None:
-        window = max(1, _WINDOW // run.stride)
-        for first in range(0, run.count, window):
-            offset, count = run.offset + first * run.stride, min(window, run.count - first)
-            part, to = Run(offset, run.length, run.stride, count), address + first * run.length
+        scratch: torch.Tensor | None = None  # made once: fresh pages cost more than reading them
+        first = 0
+        while first < run.count:
             with self._lease.hold() as held:
+                count = max(1, (_WINDOW if held else _SCRATCH) // run.stride)
+                count = min(count, run.count - first)
+                part = Run(run.offset + first * run.stride, run.length, run.stride, count)
+                to = address + first * run.length
                 if held:
                     self.check_unchanged()  # from here on nobody can cut it off
                     self._copy_mapped(part, to)
             if not held:
-                scratch = torch.empty(part.span, dtype=torch.uint8)
-                self._read(part.offset, view_of(scratch.data_ptr(), part.span))
-                copy_run(scratch, part, to)
+                if scratch is None:
+                    scratch = torch.empty(part.span, dtype=torch.uint8)
+                rows = scratch[: part.span]
+                self._read(part.offset, view_of(rows.data_ptr(), part.span))
+                copy_run(rows, part, to)
+            first += count
 
     def _copy_mapped(self, run: Run, address: int) -> None:
         # The slice keeps the mapping alive, should another thread close the file meanwhile.
@@ -132,6 +146,7 @@ class FileBytes:
     def _mapping(self) -> torch.Tensor:
         with self._lock:
             if self._map is None:
+                self._check_open()
                 try:
                     # Private, so that also file systems without shared mappings can serve it.
                     mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)

@@ -41,9 +41,8 @@ def parse_object(
             parse_int=_integer,
             parse_float=None if constants else _finite,
         )
-        if (
-            b"\\u" in data
-        ):  # only an escape can give half of a surrogate pair, which is no character
+        # Only an escape can give half of a surrogate pair, which is no character.
+        if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = str(error)
