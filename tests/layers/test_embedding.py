@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional as F
 
-from vllm_module import vLLMModule
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 
@@ -41,34 +38,39 @@ def test_embedding(vocab: int, size: int) -> None:
         assert nothing.shape == (0, DIM)
 
 
-@sizes
-@vocabularies
-@pytest.mark.parametrize("padding", [64, 1, 10])
-def test_padding(vocab: int, size: int, padding: int) -> None:
-    """Rows are padded with zeros to the least multiple of the padding that the size divides."""
-    table = numbers(vocab, DIM) + 100  # no zeros but the padding's
-    multiple = math.lcm(padding, size)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("token", [-1, 130, 131, 200])
+def test_tokens_outside_of_the_vocabulary_fail(token: int, size: int) -> None:
+    """An id that is nobody's is an error, as in a whole table, and not the padding's zeros."""
 
-    def rank_fn(rank: int) -> torch.Tensor:
-        layer = VocabParallelEmbedding(vocab, DIM, padding_size=padding)
-        layer.load_weights({"weight": table})
-        return layer.weight.data
+    def rank_fn(rank: int) -> None:
+        layer = VocabParallelEmbedding(130, DIM)
+        layer.load_weights({"weight": numbers(130, DIM)})
+        layer(torch.tensor([0, token]))
 
-    shards = run_ranks(size, rank_fn)
-    assert len({shard.shape for shard in shards}) == 1
-    rows = torch.cat(shards)
-    assert len(rows) % padding == 0
-    assert 0 <= len(rows) - vocab < multiple
-    assert torch.equal(rows[:vocab], table)
-    assert not rows[vocab:].any()
+    with pytest.raises(IndexError):
+        run_ranks(size, rank_fn)
 
 
-def test_padding_is_to_64_unless_given() -> None:
-    """At size 3 a vocabulary is padded to a multiple of 192, of which each rank holds a third."""
-    for rank in range(3):
-        with tensor_parallel(rank=rank, size=3):
-            assert VocabParallelEmbedding(193, DIM).weight.shape == (128, DIM)
-            assert ParallelLMHead(192, DIM).weight.shape == (64, DIM)
+@pytest.mark.parametrize("layer", [VocabParallelEmbedding, ParallelLMHead])
+@pytest.mark.parametrize(
+    ("vocab", "size", "padding", "rows"),
+    [
+        (1, 1, {}, 64),
+        (64, 2, {}, 32),
+        (65, 2, {}, 64),
+        (192, 3, {}, 64),  # to a multiple of 64 and of 3
+        (193, 3, {}, 128),
+        (130, 4, {"padding_size": 1}, 33),
+        (130, 4, {"padding_size": 10}, 35),
+        (130, 1, {"padding_size": 10}, 130),
+    ],
+)
+def test_padding(layer: type, vocab: int, size: int, padding: dict[str, int], rows: int) -> None:
+    """Rows are padded to the least multiple of padding_size, 64 unless given, that ranks share."""
+    for rank in range(size):
+        with tensor_parallel(rank=rank, size=size):
+            assert layer(vocab, DIM, **padding).weight.shape == (rows, DIM)
 
 
 @sizes
@@ -88,31 +90,6 @@ def test_head(vocab: int, size: int, bias: bool) -> None:
 
     for logits in run_ranks(size, rank_fn):
         assert torch.equal(logits, F.linear(hidden, stored["weight"], stored.get("bias")))
-
-
-class Tied(vLLMModule):
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(vocab, DIM)
-        self.lm_head = ParallelLMHead(vocab, DIM)
-        self.lm_head.tie_weights(self.embed_tokens)
-
-
-@sizes
-@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
-def test_tied_head(size: int, names: list[str]) -> None:
-    """A tied head and its embedding are one parameter, loaded under either name or both."""
-    table, hidden = numbers(130, DIM), numbers(5, DIM)
-
-    def rank_fn(rank: int) -> None:
-        model = Tied(130)
-        model.load_weights({f"{name}.weight": table.clone() for name in names})
-        assert model.lm_head.weight is model.embed_tokens.weight
-        assert len(list(model.parameters())) == 1
-        assert torch.equal(model.lm_head(hidden), F.linear(hidden, table))
-        assert torch.equal(model.embed_tokens(torch.arange(130)), table)
-
-    run_ranks(size, rank_fn)
 
 
 @pytest.mark.parametrize(("vocab", "dim"), [(200, DIM), (130, DIM + 1)])

@@ -143,45 +143,6 @@ def test_merged_columns(size: int, bias: bool, gather: bool) -> None:
     run_ranks(size, rank_fn)
 
 
-@sizes
-def test_columns_then_rows(size: int) -> None:
-    """What a column-parallel layer leaves, a row-parallel one takes: a whole MLP is exact."""
-    up, down = weights(OUTPUT, INPUT, True), weights(INPUT, OUTPUT, True)
-    x = numbers(5, INPUT)
-    expected = unsharded(F.relu(unsharded(x, up)), down)
-
-    def rank_fn(rank: int) -> torch.Tensor:
-        first, second = ColumnParallelLinear(INPUT, OUTPUT), RowParallelLinear(OUTPUT, INPUT)
-        first.load_weights(up)
-        second.load_weights(down)
-        return second(F.relu(first(x)))
-
-    for y in run_ranks(size, rank_fn):
-        assert torch.equal(y, expected)
-
-
-@sizes
-@biases
-def test_merged_columns_stored_fused(size: int, bias: bool) -> None:
-    """A layer stored as one tensor loads the bits of its parts stored apart."""
-    parts = {name: weights(OUTPUT, INPUT, bias) for name in ("gate_proj", "up_proj")}
-    split = {f"{n}.{key}": tensor for n in parts for key, tensor in parts[n].items()}
-    fused = {key: torch.cat([part[key] for part in parts.values()]) for key in parts["up_proj"]}
-
-    def rank_fn(rank: int) -> None:
-        layers = []
-        for stored in (split, fused):
-            layer = MergedColumnParallelLinear(
-                INPUT, [OUTPUT] * 2, bias=bias, shard_names=list(parts)
-            )
-            layer.load_weights(stored)
-            layers.append(layer)
-        for name, tensor in layers[0].named_parameters():
-            assert torch.equal(tensor, layers[1].get_parameter(name))
-
-    run_ranks(size, rank_fn)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [

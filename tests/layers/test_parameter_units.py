@@ -1,4 +1,4 @@
-"""Parameters that count in units (packed elements, groups, blocks) and scales of the weights."""
+"""Scales of whole tensors, and edges inside of units (packed elements, groups, blocks)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from vllm_module.errors import ShardingError
 from vllm_module.parameters import (
     BasevLLMParameter,
     BlockQuantScaleParameter,
-    ChannelQuantScaleParameter,
     ColumnvLLMParameter,
     Dim,
     GroupQuantScaleParameter,
-    ModelWeightParameter,
     PackedColumnParameter,
     PackedvLLMParameter,
     PerTensorScaleParameter,
@@ -50,53 +48,6 @@ def test_a_scale_a_tensor_as_scalar_or_one_entry(shape: tuple[int, ...]) -> None
             assert not parameter.accepts(None, torch.Size(wrong))
         for wrong in ([3], [1, 1]):
             assert not parameter.accepts("q", torch.Size(wrong))
-
-
-def expand(scales: torch.Tensor, like: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Give every element of a weight like ``like`` its block's scale."""
-    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return wide[: like.shape[0], : like.shape[1]]
-
-
-BLOCKS = {
-    "channel": (1, 384),  # more than any input here
-    "group": (1, 32),
-    "block": (16, 32),
-}
-
-
-def scale_parameter(kind: str, output: Dim, inputs: Dim, **tp: Any) -> BasevLLMParameter:
-    if kind == "channel":
-        return ChannelQuantScaleParameter(output, **tp)
-    if kind == "group":
-        return GroupQuantScaleParameter(output, inputs, group_size=32, **tp)
-    return BlockQuantScaleParameter(output, inputs, block=(16, 32), **tp)
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("cut", ["columns", "rows", "last block partial"])
-def test_scales_go_with_the_weights_they_scale(kind: str, size: int, cut: str) -> None:
-    """A rank's scales, spread over its shard of the weight, are its shard of all of them spread."""
-    output, inputs = {
-        "columns": (Dim((Slot("a", 192, size), Slot("b", 384, size))), Dim.whole(96)),
-        "rows": (Dim.whole(48), Dim.cut(384, size)),
-        "last block partial": (Dim((Slot("a", 192, 1), Slot("b", 37, 1))), Dim.whole(75)),
-    }[cut]
-    weights = {
-        slot.name: torch.zeros(slot.size, inputs.size) for slot in output.slots
-    }  # only their shapes matter
-    block = BLOCKS[kind]
-    scales = {
-        slot: torch.rand(-(-w.shape[0] // block[0]), -(-w.shape[1] // block[1]))
-        for slot, w in weights.items()
-    }
-    spread = {slot: expand(scales[slot], w, block) for slot, w in weights.items()}
-    for rank in range(size):
-        tp = {"tp_rank": rank, "tp_size": size, "dtype": torch.float32}
-        expected = fill(ModelWeightParameter(output, inputs, **tp), spread)
-        got = fill(scale_parameter(kind, output, inputs, **tp), scales)
-        assert torch.equal(expand(got, expected, block), expected)
 
 
 BYTES = {"tp_rank": 0, "tp_size": 4, "dtype": torch.int32}

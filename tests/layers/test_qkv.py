@@ -71,25 +71,6 @@ def test_ranks_share_the_heads(heads: int, kv_heads: int, size: int) -> None:
     assert held == sorted(held), "copies of a head are on neighbouring ranks"
 
 
-@shared
-def test_stored_fused(heads: int, kv_heads: int, size: int) -> None:
-    """qkv_proj stored as one tensor is cut by slot and then by rank, to the bits of it split."""
-    split = checkpoint(heads, kv_heads)
-    fused = {
-        key: torch.cat([split[f"{name}.{key}"] for name in ("q_proj", "k_proj", "v_proj")])
-        for key in ("weight", "bias")
-    }
-
-    def rank_fn(rank: int) -> None:
-        apart, together = (QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads) for _ in range(2))
-        apart.load_weights(split)
-        together.load_weights(fused)
-        assert torch.equal(apart.weight, together.weight)
-        assert torch.equal(apart.bias, together.bias)
-
-    run_ranks(size, rank_fn)
-
-
 def test_as_many_key_value_heads_as_query_heads_unless_given() -> None:
     """Without a number of key-value heads there are as many as query heads."""
     with tensor_parallel(rank=1, size=2):

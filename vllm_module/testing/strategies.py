@@ -102,7 +102,7 @@ def dim_layouts(
         most_parts = draw(st.sampled_from([32, 8, 4, 2])) if cut else 1
         padded = unit * (draw(st.sampled_from([24, 30, 48])) if cut else draw(st.integers(1, 5)))
         size = padded
-        if cut and count == 1 and draw(st.booleans()):
+        if cut and draw(st.booleans()):
             size = draw(st.integers(1, padded))
         slots.append(SlotLayout(name, size, most_parts, padded))
     if partial and not cut:

@@ -1,0 +1,121 @@
+"""What a load refuses, in which words, and what it leaves out by a rule."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_module import WeightLoadError
+from vllm_module.errors import (
+    DuplicateWeightError,
+    MisshapenWeightError,
+    MissingWeightError,
+    ModelNotReadyError,
+    UnexpectedWeightError,
+)
+
+tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+
+MISSING = {
+    "blocks.1.q_proj.weight": "expected shape [8, 8], slot 'q_proj' of qkv_proj.weight",
+    "blocks.0.norm.weight": "expected shape [8]",
+    "blocks.0.plain.1.running_var": "expected shape [8]",
+}
+UNEXPECTED = {
+    "blocks.0.qkqkv_proj.weight": "Block has no 'qkqkv_proj'; it has qkv_proj, q_proj, k_proj",
+    "blocks.0.norm.bias": "RMSNorm has no 'bias'; it has weight",
+    "blocks.0.mlp.up_proj.bias": "was built without 'bias' with a slot 'up_proj'",
+    "blocks.9.norm.weight": "ModuleList has no '9'; it has 0, 1",
+    "blocks": "Model.blocks is known, but not with a name like this",
+    "embed.weight.x": "VocabParallelEmbedding.weight is known, but not with a name like this",
+    "": "Model has no ''; it has embed, blocks, head",
+}
+MISSHAPEN = [
+    ("blocks.0.k_proj.weight", torch.zeros(8, 8), "expected shape [4, 8], got [8, 8]"),
+    ("embed.weight", torch.zeros(11, 8), "expected shape [10, 8], got [11, 8]"),
+    ("embed.weight", torch.zeros(10, 8).char(), "expected dtype torch.float32 or one that conv"),
+    ("embed.weight", torch.zeros(10, 8).to(torch.float8_e4m3fn), "got torch.float8_e4m3fn"),
+    ("embed.weight", torch.zeros(10, 8, device="meta"), "with data, got one on the meta device"),
+    ("embed.weight", [1.0], "expected a tensor or a handle, got list"),
+]
+DUPLICATED = [
+    (
+        "blocks.0.qkv_proj.weight",
+        torch.zeros(16, 8),
+        "blocks.0.qkv_proj.weight is already filled by 'blocks.0.q_proj.weight'",
+    )
+]
+DAMAGES = [
+    *((name, None, MissingWeightError, words) for name, words in MISSING.items()),
+    *((name, torch.zeros(8), UnexpectedWeightError, words) for name, words in UNEXPECTED.items()),
+    *((name, given, MisshapenWeightError, words) for name, given, words in MISSHAPEN),
+    *((name, given, DuplicateWeightError, words) for name, given, words in DUPLICATED),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "error", "words"), DAMAGES)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_each_damage_is_refused_by_name(name, given, error, words, streamed: bool) -> None:
+    """Law 1: a message has the full name, what was expected and what came; a right load follows."""
+    tensors = tree.checkpoint() | {name: given}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    model = tree.Model().eval()
+    with pytest.raises(error) as refused:
+        model.load_weights(iter(tensors.items()) if streamed else tensors)
+    assert isinstance(refused.value, WeightLoadError)
+    assert not refused.value.report.ok
+    (line,) = [line for line in str(refused.value).splitlines() if line.startswith("  ")]
+    assert line.startswith(f"  {name}: ")
+    assert words in line
+    with pytest.raises(ModelNotReadyError):
+        model(torch.arange(3))
+    model.load_weights(tree.checkpoint())
+    model(torch.arange(3))
+
+
+def test_all_problems_come_in_one_report_with_layers_folded() -> None:
+    """Law 1: problems of several kinds are one WeightLoadError, numbered names folded."""
+    tensors = tree.checkpoint(4)
+    for i in range(4):
+        del tensors[f"blocks.{i}.mlp.up_proj.weight"]
+    tensors["extra"] = torch.zeros(1)
+    tensors["embed.weight"] = torch.zeros(3)
+    with pytest.raises(WeightLoadError) as refused:
+        tree.Model(4).load_weights(tensors)
+    assert type(refused.value) is WeightLoadError
+    report = refused.value.report
+    assert [len(x) for x in (report.missing, report.unexpected, report.misshapen)] == [4, 1, 1]
+    assert "blocks.{0..3}.mlp.up_proj.weight: expected shape [12, 8]" in str(refused.value)
+
+
+def test_skip_rules_are_reported_by_their_owners_words() -> None:
+    """Law 1: what is left out is left out by a named rule, which holds below its owner alone."""
+    model = tree.Model()
+    model.load_weights(tree.checkpoint() | {"blocks.0.rotary.inv_freq": torch.zeros(4)})
+    assert model.load_report.skipped == {"blocks.0.rotary.inv_freq": "computed"}
+    with pytest.raises(UnexpectedWeightError):
+        model.load_weights(tree.checkpoint() | {"rotary.inv_freq": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tied_tensors_are_one_and_stored_with_one_value(streamed: bool) -> None:
+    """A tied tensor stays one; stored twice with two values, it says what to do about it."""
+    tensors = tree.checkpoint(1)
+    tensors["head.weight"] = tensors["embed.weight"].clone()
+    model = tree.Model(1, tied=True).eval()
+    model.load_weights(iter(tensors.items()) if streamed else tensors)
+    assert model.head.weight is model.embed.weight
+    model(torch.arange(3))
+    twice = [*tensors.items(), ("head.weight", tensors["head.weight"])]
+    with pytest.raises(DuplicateWeightError, match=r"is already filled by 'head\.weight'"):
+        tree.Model(1, tied=True).load_weights(iter(twice) if streamed else twice)
+    tensors["head.weight"] += 1
+    model = tree.Model(1, tied=True).eval()
+    with pytest.raises(DuplicateWeightError, match=r"head\.weight.*tie_word_embeddings"):
+        model.load_weights(iter(tensors.items()) if streamed else tensors)
+    with pytest.raises(ModelNotReadyError):
+        model(torch.arange(3))

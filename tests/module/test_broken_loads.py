@@ -1,0 +1,97 @@
+"""Loads that are refused or break, on models that were whole before."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_module import WeightLoadError
+from vllm_module.errors import ModelNotReadyError, UnexpectedWeightError
+from vllm_module.layers import ColumnParallelLinear, ParallelLMHead, RMSNorm
+from vllm_module.testing import failing_stream
+from vllm_module.testing.checkpoints import assert_same_state, state
+
+tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+
+
+@pytest.fixture
+def model():
+    """A model that runs."""
+    model = tree.Model().eval()
+    model.load_weights(tree.checkpoint())
+    return model
+
+
+def test_a_refused_collection_leaves_a_loaded_model_as_it_was(model) -> None:
+    """Everything is checked before anything is written, so a bad reload changes nothing."""
+    before = state(model)
+    bad = {name: tensor + 1 for name, tensor in tree.checkpoint().items()}
+    bad["extra"] = torch.zeros(1)
+    for call in (model.load_weights, model.update_weights):
+        with pytest.raises(UnexpectedWeightError, match="Nothing was written"):
+            call(bad)
+    assert_same_state(state(model), before, "after it refused")
+    model(torch.arange(3))
+
+
+def test_a_refused_stream_that_wrote_nothing_leaves_the_model_running() -> None:
+    """Unexpected names alone do not stop a model that was whole."""
+    norm = RMSNorm(2)
+    norm.load_weights({"weight": torch.ones(2)})
+    with pytest.raises(UnexpectedWeightError, match="Nothing was written"):
+        norm.update_weights(iter([("bogus", torch.ones(2))]))
+    norm(torch.ones(2))
+
+
+def test_a_refused_stream_that_wrote_something_says_so(model) -> None:
+    """What came before the name that is refused is in the model, which stops."""
+    weights = {"embed.weight": torch.zeros(10, 8), "bogus": torch.zeros(1)}
+    with pytest.raises(UnexpectedWeightError, match="Part of a stream was written"):
+        model.update_weights(iter(weights.items()))
+    with pytest.raises(ModelNotReadyError, match="UnexpectedWeightError"):
+        model(torch.arange(3))
+
+
+def test_a_stream_that_breaks_leaves_every_module_refusing(model) -> None:
+    """Law 9: a mixture is never run, in whole or in part, not even after a later update."""
+    gone = OSError("the trainer went away")
+    with pytest.raises(OSError, match="went away"):
+        model.update_weights(failing_stream({"embed.weight": torch.zeros(10, 8)}, 1, gone))
+    for module in (model, model.blocks[0], model.embed):
+        with pytest.raises(ModelNotReadyError, match="OSError: the trainer went away"):
+            module(torch.arange(3))
+    model.update_weights({"embed.weight": torch.zeros(10, 8)})
+    with pytest.raises(ModelNotReadyError, match="mixture"):
+        model(torch.arange(3))
+    model.load_weights(tree.checkpoint())
+    model(torch.arange(3))
+
+
+def test_a_stream_that_breaks_before_the_first_tensor_changes_nothing(model) -> None:
+    """A model nothing was written to goes on."""
+    with pytest.raises(OSError, match="not even one"):
+        model.update_weights(failing_stream(tree.checkpoint(), 0, OSError("not even one")))
+    model(torch.arange(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_wide_floats_convert(dtype: torch.dtype) -> None:
+    """A checkpoint in another precision is converted."""
+    layer = ColumnParallelLinear(4, 4, bias=False, params_dtype=dtype)
+    weight = torch.rand(4, 4)
+    layer.load_weights({"weight": weight})
+    assert torch.equal(layer.weight, weight.to(dtype))
+
+
+def test_what_a_dtype_cannot_hold_is_refused_by_name() -> None:
+    """No number is made infinite; a tensor in memory has no name, but the message has."""
+    model = tree.Model(1)
+    model.head = ParallelLMHead(10, 8, params_dtype=torch.float16)
+    with pytest.raises(WeightLoadError, match=r"head\.weight"):
+        model.load_weights(tree.checkpoint(1) | {"head.weight": torch.full((10, 8), 1e6)})
+    with pytest.raises(ModelNotReadyError, match=r"head\.weight"):
+        model.check_ready()

@@ -1,0 +1,159 @@
+"""An overridden load_weights: it renames, transforms, calls children by hand, and cannot cheat."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_module import WeightLoadError, vLLMModule
+from vllm_module.errors import MissingWeightError, ModelNotReadyError
+from vllm_module.layers import RMSNorm
+from vllm_module.testing.checkpoints import assert_same_state, state
+
+tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+
+
+class Around(vLLMModule):
+    """A module above the one that overrides."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def below(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"inner.{name}": tensor for name, tensor in tensors.items()}
+
+
+def test_an_override_may_rename_and_call_super() -> None:
+    """Law 9: load_weights is plain polymorphism; a generator of renamed pairs joins the load."""
+
+    class Old(tree.Block):
+        def load_weights(self, weights):
+            return super().load_weights((n.replace("gamma", "weight"), w) for n, w in weights)
+
+    gammas = tree.block_checkpoint()
+    expected, nested, outermost = tree.Block(), Around(Old()), Old()
+    expected.load_weights(gammas)
+    gammas["norm.gamma"] = gammas.pop("norm.weight")
+    nested.load_weights(below(gammas))
+    assert outermost.load_weights(gammas.items()) == set(expected.state_dict())
+    assert_same_state(state(nested.inner), state(expected), "below another module")
+    assert_same_state(state(outermost), state(expected), "as the outermost")
+    del gammas["norm.gamma"]
+    with pytest.raises(MissingWeightError, match=r"inner\.norm\.weight"):
+        Around(Old()).load_weights(below(gammas))
+
+
+def test_an_override_may_call_a_child_by_hand() -> None:
+    """A child called by an override keeps its place in the tree and in the report."""
+
+    class Hand(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([tree.MLP()])
+
+        def load_weights(self, weights):
+            return self.parts[0].load_weights(weights)
+
+    block = tree.block_checkpoint()
+    mlp = {n.removeprefix("mlp."): t for n, t in block.items() if n.startswith("mlp.")}
+    model = Around(Hand())
+    model.load_weights(below(mlp))
+    assert "inner.parts.0.down_proj.bias" in model.load_report.loaded
+    del mlp["down_proj.bias"]
+    with pytest.raises(MissingWeightError, match=r"inner\.parts\.0\.down_proj\.bias"):
+        Around(Hand()).load_weights(below(mlp))
+
+
+class PlusOne(RMSNorm):
+    """A norm that a checkpoint stores less one."""
+
+    def load_weights(self, weights):
+        return super().load_weights((name, weight + 1) for name, weight in weights)
+
+
+def test_an_override_holds_for_loads_updates_and_plans() -> None:
+    """Law 9: whatever the call, root or child, weights go through the overridden load_weights."""
+    for model, name in ((PlusOne(2), "weight"), (Around(PlusOne(2)), "inner.weight")):
+        for value, call in enumerate((model.load_weights, model.update_weights)):
+            weight = torch.full((2,), float(value))
+            for weights in ({name: weight}, [(name, weight)]):
+                assert call(weights) == {name}
+                (filled,) = model.parameters()
+                assert filled.tolist() == [value + 1] * 2
+        assert model.plan_weights({name: torch.zeros(2)}).report.ok
+
+
+def test_a_root_override_that_loads_children_by_hand_is_accounted_for() -> None:
+    """Law 1: an override that forgets a child does not make the load whole."""
+
+    class Hand(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = RMSNorm(2), RMSNorm(2)
+
+        def load_weights(self, weights):
+            for name, weight in weights:
+                child, _, rest = name.partition(".")
+                getattr(self, child).load_weights([(rest, weight)])
+
+    model = Hand()
+    both = {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}
+    assert model.load_weights(both) == set(both)
+    with pytest.raises(MissingWeightError, match=r"b\.weight"):
+        model.load_weights({"a.weight": torch.ones(2)})
+
+
+def test_an_override_that_swallows_a_failed_read_does_not_succeed() -> None:
+    """Law 9: a value that was not written is not reported as loaded."""
+
+    class Careless(RMSNorm):
+        def load_weights(self, weights):
+            try:
+                return super().load_weights((name, weight) for name, weight in weights)
+            except WeightLoadError:
+                return set()
+
+    model = Around(Careless(2, params_dtype=torch.float16))
+    model.last = RMSNorm(2)
+    good = {"inner.weight": torch.ones(2), "last.weight": torch.ones(2)}
+    model.load_weights(good)
+    with pytest.raises(WeightLoadError, match=r"inner\.weight"):
+        model.load_weights(good | {"inner.weight": torch.full((2,), 1e6)})
+    with pytest.raises(ModelNotReadyError):
+        model.check_ready()
+
+
+def test_an_override_with_yield_is_refused() -> None:
+    """A generator would route nothing and say nothing."""
+
+    class Yielding(RMSNorm):
+        def load_weights(self, weights):
+            yield from super().load_weights(weights)
+
+    with pytest.raises(TypeError, match=r"Yielding\.load_weights must not be"):
+        Yielding(2).load_weights({"weight": torch.ones(2)})
+
+
+def test_a_parameter_made_while_loading_is_loaded() -> None:
+    """An override may create what its checkpoint turns out to have."""
+
+    class Lazy(vLLMModule):
+        def load_weights(self, weights):
+            pairs = list(weights)
+            for name, weight in pairs:
+                self.register_parameter(
+                    name, nn.Parameter(torch.empty(weight.shape, device="meta"))
+                )
+            return super().load_weights(iter(pairs))
+
+    for weights in ({"w": torch.ones(2)}, iter([("w", torch.ones(2))])):
+        model = Lazy()
+        assert model.load_weights(weights) == {"w"}
+        assert model.w.tolist() == [1, 1]

@@ -1,0 +1,59 @@
+"""Plans: the same recursion with handles that are never read."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import MissingWeightError, ModelNotReadyError
+from vllm_module.testing import failing_reads
+
+tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+
+
+def unreadable(tensors):
+    return failing_reads(tensors, tensors, AssertionError("read"))
+
+
+def test_a_plan_reads_nothing_and_names_every_part() -> None:
+    """Law 8: each rank's plan has what it would read, narrowed, and leaves the model on meta."""
+    tensors = tree.checkpoint()
+    handles = unreadable(tensors)
+    kept = 0
+    for rank in range(2):
+        with tensor_parallel(rank=rank, size=2):
+            model = tree.Model()
+        plan = model.plan_weights(handles)
+        assert plan.report.ok
+        reads = list(plan.reads())
+        read_here = {read.name for read in reads}
+        # Ten tokens padded to a multiple of 64 all fall to rank 0.
+        assert read_here == set(tensors) - ({"embed.weight", "head.weight"} if rank else set())
+        kept += sum(r.source.shape.numel() for r in reads if r.name == "blocks.0.q_proj.weight")
+        assert all(p.is_meta for n, p in model.named_parameters() if ".plain." not in n)
+        with pytest.raises(ModelNotReadyError):
+            model.check_ready()
+    assert kept == tensors["blocks.0.q_proj.weight"].numel()
+
+
+def test_a_plan_tells_what_a_load_would_refuse() -> None:
+    """A plan's report has the problems, and no error is raised; expected shapes are a plan too."""
+    tensors = tree.Model().expected_weights()
+    assert all(tensor.is_meta for tensor in tensors.values())
+    assert tree.Model().plan_weights(tensors).report.ok
+    del tensors["embed.weight"]
+    report = tree.Model().plan_weights(tensors).report
+    assert [problem.name for problem in report.missing] == ["embed.weight"]
+
+
+def test_handles_are_refused_before_a_byte_is_read() -> None:
+    """Law 8: names, shapes and dtypes are compared first, even in a stream."""
+    handles = unreadable(tree.checkpoint())
+    del handles["blocks.1.norm.weight"]
+    for weights in (handles, iter(handles.items())):
+        with pytest.raises(MissingWeightError):
+            tree.Model().load_weights(weights)

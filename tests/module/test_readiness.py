@@ -1,0 +1,145 @@
+"""When a module runs: what is unfilled is named, and what is ready pays nothing."""
+
+from __future__ import annotations
+
+import runpy
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_module import vLLMModule
+from vllm_module.errors import ModelNotReadyError
+from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, SiluAndMul
+
+tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+
+
+def test_every_module_with_an_unfilled_tensor_refuses_to_run() -> None:
+    """Law 6: it says which, layers folded and slots named; modules without tensors just run."""
+    model = tree.Model()
+    with pytest.raises(
+        ModelNotReadyError, match=r"blocks\.\{0\.\.1\}\.qkv_proj\.weight \(slot 'k_"
+    ):
+        model(torch.arange(3))
+    with pytest.raises(ModelNotReadyError, match=r"down_proj\.bias"):
+        model.blocks[0].mlp(torch.zeros(1, 8))
+    tensors = tree.checkpoint()
+    model.update_weights({n: t for n, t in tensors.items() if n != "blocks.1.v_proj.bias"})
+    with pytest.raises(ModelNotReadyError) as refused:
+        model.check_ready()
+    assert str(refused.value).splitlines() == [
+        "Model cannot run: never loaded (call load_weights):",
+        "  blocks.1.qkv_proj.bias (slot 'v_proj')",
+    ]
+    model.blocks[0].eval()(torch.zeros(1, 8))
+    SiluAndMul()(torch.zeros(4))
+
+
+def test_a_ready_module_has_no_hook_left() -> None:
+    """Readiness costs a ready module nothing, however it became ready."""
+    model = tree.Model().eval()
+    model.load_weights(tree.checkpoint())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model(torch.arange(3))
+    updated = RMSNorm(2)
+    updated.update_weights({"weight": torch.ones(2)})
+    updated(torch.ones(2))
+    assert not updated._forward_pre_hooks
+
+
+def test_third_party_modules_on_meta_are_materialized_too() -> None:
+    """Law 9: a plain module built under torch.device('meta') loads by the same path."""
+
+    class Wrapper(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.device("meta"):
+                self.plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def forward(self, x):
+            return self.plain(x)
+
+    model = Wrapper().eval()
+    reference = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    tensors = {f"plain.{name}": tensor for name, tensor in reference.state_dict().items()}
+    model.load_weights(tensors)
+    assert model.plain[0].weight.requires_grad
+    x = torch.rand(2, 4)
+    assert torch.equal(model(x), reference(x))
+
+
+def test_a_computed_buffer_on_meta_is_refused_when_run() -> None:
+    """Law 6: what no checkpoint can fill is named, not run as garbage."""
+
+    class Computed(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.empty(4, device="meta"), persistent=False)
+
+        def forward(self, x):
+            return x + self.table
+
+    model = Computed()
+    model.load_weights({})
+    with pytest.raises(ModelNotReadyError, match="table"):
+        model(torch.zeros(4))
+
+
+def test_a_tensor_that_becomes_meta_again_is_unfilled() -> None:
+    """Law 6: what was filled once does not vouch for memory that is gone."""
+    mlp = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
+    mlp.load_weights({"g.weight": torch.ones(2, 2), "u.weight": torch.ones(2, 2)})
+    fresh = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
+    mlp.weight = fresh.weight
+    with pytest.raises(ModelNotReadyError):
+        mlp.check_ready()
+    mlp.update_weights({"g.weight": torch.ones(2, 2)})
+    with pytest.raises(ModelNotReadyError, match="slot 'u'"):
+        mlp.check_ready()
+
+
+def test_one_model_is_loaded_by_one_call_at_a_time() -> None:
+    """A second load of a model under way is an error, and the first goes on."""
+    model = RMSNorm(2)
+    errors = []
+
+    def second() -> None:
+        for use in (lambda: model.load_weights({"weight": torch.zeros(2)}), model.check_ready):
+            try:
+                use()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    def weights():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        yield "weight", torch.ones(2)
+
+    model.load_weights(weights())
+    assert errors == [
+        "this RMSNorm is already being loaded",
+        "RMSNorm cannot run: its weights are being loaded",
+    ]
+    assert model.weight.tolist() == [1, 1]
+
+
+def test_a_ready_module_does_not_run_while_it_is_updated() -> None:
+    """From the first tensor that is written until the last, whoever runs it is refused."""
+    model = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
+    tensors = {"g.weight": torch.ones(2, 2), "u.weight": torch.ones(2, 2)}
+    model.load_weights(tensors)
+
+    def weights():
+        model(torch.ones(2))
+        yield "g.weight", torch.zeros(2, 2)
+        with pytest.raises(ModelNotReadyError, match="its weights are being loaded"):
+            model(torch.ones(2))
+        yield "u.weight", torch.zeros(2, 2)
+
+    model.update_weights(weights())
+    assert model(torch.ones(2)).tolist() == [0] * 4
