@@ -18,8 +18,8 @@ demo: .venv/demo.stamp  ## make a small checkpoint, load it and generate text
 test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
 	$(BIN)/pytest -q -n 2 $(ARGS)
 
-laws: .venv/dev.stamp  ## hold the laws at length and print what was tried; EXAMPLES=300 of each
-	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),300)
+laws: .venv/dev.stamp  ## hold the laws at length and print what was tried; EXAMPLES=200 of each
+	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),200)
 
 lint: .venv/dev.stamp  ## check style, formatting and types
 	$(BIN)/ruff check

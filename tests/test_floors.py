@@ -22,7 +22,7 @@ FLOORS = (
     {"quantization"},
     {"layers"},
     {"models"},
-    {"registry"},
+    {"agreement", "registry"},
     {"loader"},
     {"runtime", "testing"},
     {"cli"},

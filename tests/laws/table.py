@@ -52,7 +52,7 @@ def catches(law: str, fault: str) -> tuple[str, str, bool]:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=300, help="cases of a law and subject")
+    parser.add_argument("--examples", type=int, default=200, help="cases of a law and subject")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     context = multiprocessing.get_context("forkserver")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from vllm_module.agreement import digests
 from vllm_module.cli.memory import peak_cuda, peak_resident, reset_peaks
 from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.options import (
@@ -33,7 +34,6 @@ from vllm_module.cli.ranks import (
     under_torchrun,
 )
 from vllm_module.distributed import tensor_parallel
-from vllm_module.loader import digests
 from vllm_module.module import vLLMModule
 from vllm_module.report import LoadReport
 
