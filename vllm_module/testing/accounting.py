@@ -30,8 +30,9 @@ def assert_accounting_exact(case: Case) -> None:
 
     A whole checkpoint is reported name by name. One with tensors missing, unexpected, given twice
     or misshapen is refused, collection or stream, naming exactly those; the module will not run,
-    and of a refused collection nothing is read. A tensor that two modules share, as the
-    configuration's ``tie_word_embeddings`` says, may be stored twice, but not with two values.
+    and of a refused collection nothing is read: a module that was whole goes on. A tensor that
+    two modules share, as the configuration's ``tie_word_embeddings`` says, may be stored twice, but
+    not with two values.
     """
     names = Names.of(case.whole)
     _assert_tied_as_configured(case, names)
@@ -58,6 +59,14 @@ def assert_accounting_exact(case: Case) -> None:
         _assert_tie_is_compared(case, tensors, name, other)
 
     damage = _Damage(case, given, again)
+    before = state(module)
+    refusal(
+        WeightLoadError,
+        lambda: module.load_weights(tuple(damage.pairs)),
+        f"a damaged checkpoint was loaded anew: {damage.told}",
+    )
+    module.check_ready()  # nothing was written: it goes on with what it has
+    assert_same_state(state(module), before, "after it refused another checkpoint")
     module = case.build(case.rank, case.size)
     streamed = case.choose([False, True], "as a stream")
     error = refusal(
@@ -118,6 +127,7 @@ class _Damage:
             "duplicated": [],
             "misshapen": [],
         }
+        self._case = case
         self._tensors = dict(tensors)
         self._more: list[tuple[str, torch.Tensor]] = []
         kinds = {
@@ -172,7 +182,8 @@ class _Damage:
 
     def _retype(self, name: str) -> None:
         tensor = self._tensors[name]
-        dtype = torch.bool if tensor.dtype == torch.int32 else torch.int32
+        others = {torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64}
+        dtype = self._case.choose(sorted(others - {tensor.dtype}, key=str), "dtype")
         self._replace(name, torch.zeros(tensor.shape, dtype=dtype))
 
     def _empty(self, name: str) -> None:

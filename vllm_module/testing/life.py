@@ -207,7 +207,9 @@ def assert_reload_in_place(case: Case) -> None:
     ]
     path, broken = below[case.choose(range(len(below)), "which module breaks")]
     if not _break(case, broken):
-        return  # an override took in the whole stream before it wrote anything
+        if not case.overridden:
+            module.check_ready()  # it broke before anything was written
+        return  # or an override took in the whole stream first
     when = f"after a load of {path or 'the module'} that broke midway"
     for each in broken.modules():
         if isinstance(each, vLLMModule):
@@ -222,21 +224,23 @@ def assert_reload_in_place(case: Case) -> None:
 
 
 def _break(case: Case, module: vLLMModule) -> bool:
-    """Have a load or an update break after something was written; return whether it was."""
+    """Have a load or an update break; return whether something was written before."""
     tensors = random_weights(module.expected_weights(), seed=case.seed + 2)
     before = state(module)
     call = case.choose(["load_weights", "update_weights"], "call")
     fault = OSError("the source broke")
     kept = sorted({read.name for read in module.plan_weights(tensors).reads()})
     of_reads = case.choose([False, True], "a read fails")
+    after = 1
     weights: Any
     if kept and of_reads:
         name = case.choose(kept, "fails to be read")
         weights = failing_reads(tensors, [name], fault)
     else:
-        after = case.choose(range(1, len(tensors) + 1), "the stream breaks after")
+        after = case.choose(range(len(tensors) + 1), "the stream breaks after")
         weights = failing_stream(tensors, after, fault)
     broken = refusal(OSError, lambda: getattr(module, call)(weights), "a broken source was loaded")
     assert broken is fault, f"raised {broken!r} in place of the source's own error"
-    written = any(not same_bits(tensor, before[path]) for path, tensor in state(module).items())
-    return written or not case.overridden
+    if after and not case.overridden:
+        return True
+    return any(not same_bits(tensor, before[path]) for path, tensor in state(module).items())

@@ -205,10 +205,10 @@ def assert_routed_exactly(case: Case) -> None:
 
 
 def _resembling(name: str, known: Iterable[str]) -> set[str]:
-    """Return names that differ from ``name`` in one component."""
+    """Return names that differ from ``name`` in one component, or have one more."""
     components = name.split(".")
     others = {component for other in known for component in other.split(".")}
-    similar = set()
+    similar = {f"{name}.", f".{name}", f"{name}.{components[-1]}"}
     for at, component in enumerate(components):
         variants = {component + component, component[:-1], component + "s", "x" + component}
         variants |= {component.swapcase(), "0" + component, "", " " + component} | others
