@@ -55,7 +55,7 @@ def together(
         )
     depth = _depth.get()
     with _alone(group, depth):
-        return _exchange(work, timeout, _Exchange(group, rank, size, depth))
+        return _carry_out(work, timeout, _Exchange(group, rank, size, depth))
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _alone(group: dist.ProcessGroup | None, depth: int) -> Iterator[None]:
             _underway.remove(call)
 
 
-def _exchange(work: Callable[[], T], timeout: float, exchange: _Exchange) -> list[T]:
+def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> list[T]:
     token = _depth.set(_depth.get() + 1)
     try:
         result = work()

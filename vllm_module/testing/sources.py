@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 
@@ -82,17 +81,14 @@ class Watch:
     Attributes:
         reads: for each part that was read, the tensor's name, where the part begins in each
             dimension, and its shape.
-        routed: whether every name had been given out when the first byte was read.
+        given_out: whether every name has been given out.
+        routed: whether that was so at every read.
 
     """
 
     reads: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     routed: bool = True
     given_out: bool = False
-
-    def elements(self, name: str) -> int:
-        """How many elements of a tensor were read."""
-        return sum(prod(shape) for read, _, shape in self.reads if read == name)
 
 
 class WatchedSource(Mapping[str, Weight]):
