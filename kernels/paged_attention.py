@@ -15,6 +15,8 @@ def paged_attention_reference(
     query_start_loc: torch.Tensor,
     scale: float,
     sliding_window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally, sequence by sequence, in plain torch.
 
@@ -27,6 +29,7 @@ def paged_attention_reference(
         query_start_loc: where each sequence's new tokens begin and end, ``[sequences + 1]``.
         scale: of the scores.
         sliding_window: how many of the last tokens, itself included, a token sees.
+        k_scale, v_scale: float32 ``[1]``; what a cache of eight bits holds is multiplied by them.
 
     Returns:
         ``[tokens, heads, head_size]``; zeros for tokens of no sequence.
@@ -41,12 +44,21 @@ def paged_attention_reference(
             continue
         pages = block_tables[sequence, : -(-context // page_size)].long()
         keys, values = (
-            cache[pages].flatten(0, 1)[:context].transpose(0, 1) for cache in (k_cache, v_cache)
+            _dequantized(cache[pages].flatten(0, 1)[:context], factor, query.dtype).transpose(0, 1)
+            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )
         output[begin:end] = causal_attention(
             query[begin:end].transpose(0, 1), keys, values, scale, sliding_window
         ).transpose(0, 1)
     return output
+
+
+def _dequantized(
+    held: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    if held.dtype.itemsize > 1:
+        return held
+    return (held.float() * (1 if scale is None else scale)).to(dtype)
 
 
 def causal_attention(

@@ -18,6 +18,7 @@ from vllm_module.distributed import ProcessGroup, tensor_parallel_group, togethe
 from vllm_module.errors import RankError
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
+from vllm_module.quantization import Rules
 from vllm_module.weights import Checkpoint
 
 T = TypeVar("T")
@@ -105,21 +106,27 @@ def _brief(value: str) -> str:
     return value if len(value) <= 50 else f"{value[:20]}..."
 
 
-def describe(config: HFConfig, dtype: torch.dtype, checkpoint: Checkpoint) -> dict[str, str]:
+def describe(
+    config: HFConfig, dtype: torch.dtype, rules: Rules | None, checkpoint: Checkpoint
+) -> dict[str, str]:
     """Say what a model is made from, so that ranks can compare it before they read a tensor."""
     entries = config.model_dump()
     said = {
         f"config.json's {name}": json.dumps(entries[name], sort_keys=True, default=repr)
         for name in sorted(entries)
     }
-    return {"checkpoint files": checkpoint.fingerprint, "dtype": str(dtype)} | said
+    chosen = {"dtype": str(dtype), "quantization": repr(rules)}
+    return {"checkpoint files": checkpoint.fingerprint, **chosen, **said}
 
 
 def digests(model: vLLMModule) -> dict[str, str]:
-    """Return a digest of each tensor of ``model`` that this rank keeps whole, by its name."""
-    stored = model.state_dict(keep_vars=True)  # without buffers that no checkpoint holds
-    tensors = {name: t for name, t in stored.items() if isinstance(t, torch.Tensor)}
-    return {f"{name} after loading": _digest(t) for name, t in tensors.items() if _is_whole(t)}
+    """Return a digest of each tensor that this rank keeps whole, as it is stored, by its name."""
+    kept = {at.path: at.tensor for at in model._locations() if at.conversion is None}
+    return {
+        f"{name} after loading": _digest(tensor)
+        for name, tensor in kept.items()
+        if tensor is not None and _is_whole(tensor)
+    }
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

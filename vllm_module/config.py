@@ -21,6 +21,32 @@ class _Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+OnlineScheme = Literal[
+    "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"
+]
+
+
+class QuantizationConfig(_Closed):
+    """How a full-precision checkpoint is quantized while it is loaded.
+
+    Layers go by the checkpoint's names: a name stands for itself, for all below it and for what
+    ends with it; ``re:`` and a regular expression for what it matches.
+
+    Attributes:
+        scheme: of every linear layer that nothing below says otherwise of.
+        ignore: layers that stay as they are.
+        overrides: layers with a scheme of their own, or ``"none"``; the first that fits, and before
+            ``ignore``.
+        weight_block_size: rows and columns of a block of ``fp8_per_block``.
+
+    """
+
+    scheme: OnlineScheme
+    ignore: tuple[str, ...] = ("lm_head",)
+    overrides: dict[str, OnlineScheme | Literal["none"]] = Field(default_factory=dict)
+    weight_block_size: tuple[PositiveInt, PositiveInt] = (128, 128)
+
+
 class ModelConfig(_Closed):
     """Which model, and how it is built.
 
@@ -28,6 +54,9 @@ class ModelConfig(_Closed):
         model: a local folder in Hugging Face layout, or a hub id.
         revision: of the hub repository: branch, tag or commit.
         dtype: of the parameters; ``"auto"`` takes the checkpoint's.
+        quantization: quantize while loading, by a scheme's name (``"fp8"`` is per tensor) or in
+            detail. A checkpoint that is quantized already says so itself; ``"fp8"`` and
+            ``"compressed-tensors"`` then only demand that it is.
         max_model_len: most tokens of a sequence; the configuration's own limit unless given.
         hf_overrides: entries that replace those of ``config.json``.
 
@@ -36,6 +65,9 @@ class ModelConfig(_Closed):
     model: str
     revision: str | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    quantization: (
+        OnlineScheme | Literal["fp8", "compressed-tensors"] | QuantizationConfig | None
+    ) = None
     max_model_len: PositiveInt | None = None
     hf_overrides: dict[str, Any] = Field(default_factory=dict)
 

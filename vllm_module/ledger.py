@@ -6,43 +6,105 @@ tensor fits, whether the slot is free, what is left to read, and where tied tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeGuard
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
-from vllm_module.errors import DuplicateWeightError, WeightReadError
+from vllm_module.errors import DuplicateWeightError, WeightLoadError, WeightReadError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.report import LoadReport, Problem
-from vllm_module.weights import Weight, prefer_huge_pages, read_all, read_into
+from vllm_module.weights import Destination, Readers, Weight, prefer_huge_pages, read_into
 from vllm_module.wording import shorten
 
 Mode = Literal["load", "update", "plan"]
 
 
-class Location(NamedTuple):
-    """Where a tensor lives: ``holder.attr``, at ``path`` in the tree.
+class Conversion(Protocol):
+    """What turns a checkpoint's tensor into what its module keeps of it, as it arrives.
 
-    ``filled`` is the record, kept by the module that answers for it, of what was ever filled;
-    there the tensor is called ``local``.
+    Attributes:
+        dtype: of the checkpoint's tensor; other floating-point dtypes of 16 bits and more will do.
+        makes: the other tensors of the module that are made of it, which no checkpoint stores.
+
     """
+
+    dtype: torch.dtype
+    makes: Sequence[str]
+
+    def jobs(
+        self, module: Any, weight: Weight, slot: str | None
+    ) -> Iterator[tuple[Weight, Destination]]:
+        """Yield parts of what this rank keeps of ``weight``, and what makes something of them."""
+
+    def restored(self, module: Any) -> torch.Tensor:
+        """Return what the module keeps, turned back: as near as can be to what was stored."""
+
+    def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return how far each number of ``stored``, a whole slot, may be from what is restored."""
+
+
+class Owner(Protocol):
+    """The module that answers for a tensor: its own, or one of a plain module below it."""
+
+    _device: torch.device
+    _filled: set[tuple[str, str]]  # what was ever filled: (local name, slot)
+
+    @property
+    def _processes_early(self) -> bool: ...
+    def _is_filled(self) -> bool: ...
+    def process_weights_after_loading(self) -> None: ...  # noqa: D102
+
+
+class Location(NamedTuple):
+    """Where a tensor lives: ``holder.attr``, at ``path`` in the tree; ``local`` to its owner."""
 
     path: str
     holder: nn.Module
     attr: str
-    device: torch.device
-    filled: set[tuple[str, str]]
+    owner: Owner
     local: str
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The parameter or persistent buffer that is there now."""
-        parameter = self.holder._parameters.get(self.attr)
-        if parameter is not None or self.attr in self.holder._non_persistent_buffers_set:
+        """The parameter or persistent buffer that is there now, if a checkpoint stores it."""
+        holder, attr = self.holder, self.attr
+        if "conversions" in holder.__dict__ and any(
+            attr in conversion.makes for conversion in holder.__dict__["conversions"].values()
+        ):
+            return None
+        parameter = holder._parameters.get(attr)
+        if parameter is not None or attr in holder._non_persistent_buffers_set:
             return parameter
-        return self.holder._buffers.get(self.attr)
+        return holder._buffers.get(attr)
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """What converts the checkpoint's tensor; ``None`` where it is kept as it is."""
+        return self.holder.__dict__.get("conversions", _NOTHING).get(self.attr)
+
+    def stored_name(self, slot: str) -> str:
+        """Return the name by which a checkpoint stores ``slot`` of this tensor."""
+        above, _, attr = self.path.rpartition(".")
+        beside = attr in getattr(self.holder, "stored_beside", ())
+        if not slot and not beside:
+            return self.path
+        above = above.rpartition(".")[0]
+        name = f"{slot}.{attr}" if slot else attr
+        return f"{above}.{name}" if above else name
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that the tensor has in a checkpoint, up to conversions among wide floats."""
+        conversion, tensor = self.conversion, self.tensor
+        assert tensor is not None
+        return tensor.dtype if conversion is None else conversion.dtype
+
+
+_NOTHING: dict[str, Conversion] = {}
 
 
 class Filling(NamedTuple):
@@ -62,6 +124,14 @@ class Filling(NamedTuple):
             yield from tensor.cut(self.weight, self.slot)
         elif tensor.numel():
             yield self.weight, tensor.data
+
+    def jobs(self) -> Iterator[tuple[Weight, Destination]]:
+        """Yield what is read, and what it is read into."""
+        conversion = self.location.conversion
+        if conversion is None:
+            yield from self.cut()
+        else:
+            yield from conversion.jobs(self.location.holder, self.weight, self.slot)
 
 
 @dataclass
@@ -113,7 +183,7 @@ class Ledger:
                 return
             self._tied[path, filled] = name
             tied_to = first if first not in self._misfits else None
-        if problem := _misfit(tensor, slot, weight, self.mode):
+        if problem := _misfit(location, tensor, slot, weight, self.mode):
             report.misshapen.append(Problem(name, problem))
             self._misfits.add(name)
             return
@@ -131,39 +201,49 @@ class Ledger:
             for slot in slots_of(tensor):
                 if (key, slot) not in self._filled and (key, slot) not in seen:
                     seen.add((key, slot))
-                    self.report.missing.append(_missing(location.path, slot, tensor))
+                    self.report.missing.append(_missing(location, slot, tensor))
 
     def fill(self, fillings: list[Filling]) -> None:
         """Read what was entered into the parameters, making them real as their turn comes."""
         self.touched |= bool(fillings)
-        with torch.no_grad():
-            try:
-                read_all(self._jobs(fillings))
-            except WeightReadError as error:
-                # A file's handle says what it could not read; a tensor does not know its name.
-                if self._copying is not None:
-                    raise WeightReadError(f"{self._copying}: {error}") from None
-                raise
-            for filling in fillings:
-                if filling.tied_to is not None:
-                    _check_tied(filling)
+        with torch.no_grad(), Readers() as readers:
+            # A module that processes its weights does so as soon as it has them, so that what it
+            # then lets go of is held for one module at a time.
+            for owner, of_owner in groupby(fillings, _processing_owner):
+                group = list(of_owner)
+                try:
+                    readers.read(self._jobs(group))
+                except WeightReadError as error:
+                    # A file's handle says what it could not read; a tensor does not know its name.
+                    if self._copying is not None:
+                        raise WeightReadError(f"{self._copying}: {error}") from None
+                    raise
+                for filling in group:
+                    if filling.tied_to is not None:
+                        _check_tied(filling)
+                self._mark_filled(group)
+                if owner is not None:
+                    location = group[0].location
+                    process(owner, location.path[: -len(location.local)])
+
+    def _mark_filled(self, fillings: list[Filling]) -> None:
         for _, slot, _, location, _ in fillings:
             tensor = location.tensor
             assert tensor is not None
             slots = slots_of(tensor) if slot is None else (slot,)
             # Listing the tree for every bucket of an update would be dear, and changes nothing.
-            if self.mode == "load" or not location.filled.issuperset(
+            if self.mode == "load" or not location.owner._filled.issuperset(
                 (location.local, slot) for slot in slots
             ):
                 for place in self._places_of(tensor, location):
-                    place.filled.update((place.local, slot) for slot in slots)
+                    place.owner._filled.update((place.local, slot) for slot in slots)
 
-    def _jobs(self, fillings: list[Filling]) -> Iterator[tuple[Weight, torch.Tensor]]:
+    def _jobs(self, fillings: list[Filling]) -> Iterator[tuple[Weight, Destination]]:
         for filling in fillings:
             self._copying = filling.name if isinstance(filling.weight, torch.Tensor) else None
             self._materialize(filling.location)
             if filling.tied_to is None:
-                yield from filling.cut()
+                yield from filling.jobs()
 
     def _materialize(self, location: Location) -> None:
         """Make the tensor at ``location`` real if it is meta, in every place it is tied to."""
@@ -171,12 +251,17 @@ class Ledger:
         assert tensor is not None
         if not tensor.is_meta:
             return
-        real = _materialized(tensor, location.device)
+        device, conversion = location.owner._device, location.conversion
+        for made in conversion.makes if conversion is not None else ():
+            there = location.holder._parameters[made]
+            assert there is not None
+            location.holder._parameters[made] = materialized(there, device)
+        real = materialized(tensor, device)
         prefer_huge_pages(real)
         places = self._places_of(tensor, location)
         for place in places:
             # What was filled before, if it was real once, went with its memory.
-            place.filled.difference_update((place.local, slot) for slot in slots_of(tensor))
+            place.owner._filled.difference_update((place.local, slot) for slot in slots_of(tensor))
             if isinstance(real, nn.Parameter):
                 place.holder._parameters[place.attr] = real
             else:
@@ -212,17 +297,37 @@ def slots_of(tensor: torch.Tensor) -> tuple[str, ...]:
     return tensor.slots if _is_typed(tensor) else _ONE_SLOT
 
 
-def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def materialized(tensor: torch.Tensor, device: torch.device) -> Any:
+    """Return a tensor like ``tensor``, of its own class, with memory on ``device`` or on meta."""
     if _is_typed(tensor):
         return tensor.materialize_on(device)
     # Not empty_like: of a meta tensor it runs in Python and imports half a second of sympy.
-    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    real: Any = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+    )
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(real, requires_grad=tensor.requires_grad)
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     return real
 
 
-def _misfit(tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode) -> str | None:
+def process(owner: Owner, prefix: str) -> None:
+    """Let a module whose weights are all there make of them what it runs with."""
+    if not owner._is_filled():
+        return
+    try:
+        owner.process_weights_after_loading()
+    except WeightLoadError as error:
+        raise type(error)(f"{prefix}{error}") from None
+
+
+def _processing_owner(filling: Filling) -> Owner | None:
+    owner = filling.location.owner
+    return owner if owner._processes_early else None
+
+
+def _misfit(
+    location: Location, tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode
+) -> str | None:
     """Say why ``weight`` cannot fill ``slot`` of ``tensor``; ``None`` if it can."""
     if not isinstance(weight, torch.Tensor) and not hasattr(weight, "read_into"):
         return f"expected a tensor or a handle, got {type(weight).__name__}"
@@ -232,8 +337,9 @@ def _misfit(tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode) 
         fits = torch.Size(weight.shape) == tensor.shape
     if not fits:
         return f"expected shape {_expected(tensor, slot)}, got {list(weight.shape)}"
-    if weight.dtype != tensor.dtype and not (_is_wide(weight.dtype) and _is_wide(tensor.dtype)):
-        return f"expected dtype {tensor.dtype} or one that converts to it, got {weight.dtype}"
+    dtype = location.stored_dtype
+    if weight.dtype != dtype and not (_is_wide(weight.dtype) and _is_wide(dtype)):
+        return f"expected dtype {dtype} or one that converts to it, got {weight.dtype}"
     if isinstance(weight, torch.Tensor) and weight.is_meta and mode != "plan":
         return "expected a tensor with data, got one on the meta device"
     return None
@@ -258,29 +364,20 @@ def expected_weights(locations: Iterable[Location]) -> dict[str, torch.Tensor]:
         tensor = location.tensor
         assert tensor is not None
         for slot in slots_of(tensor) if id(tensor) not in seen else ():
-            name = _stored_name(location.path, slot)
+            name = location.stored_name(slot)
             shape = _expected(tensor, slot)
-            expected[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            expected[name] = torch.empty(shape, dtype=location.stored_dtype, device="meta")
         seen.add(id(tensor))
     return expected
 
 
-def _stored_name(path: str, slot: str) -> str:
-    """Return the name by which a checkpoint stores ``slot`` of the tensor at ``path``."""
-    if not slot:
-        return path
-    above, _, attr = path.rpartition(".")
-    above = above.rpartition(".")[0]
-    return f"{above}.{slot}.{attr}" if above else f"{slot}.{attr}"
-
-
-def _missing(path: str, slot: str, tensor: torch.Tensor) -> Problem:
+def _missing(location: Location, slot: str, tensor: torch.Tensor) -> Problem:
     """Name a missing slot as a checkpoint would, and say what it is a part of."""
     expected = f"expected shape {_expected(tensor, slot)}"
     if slot:
-        *_, layer, attr = ("", "this layer", *path.split("."))[-3:]
+        *_, layer, attr = ("", "this layer", *location.path.split("."))[-3:]
         expected += f", slot {slot!r} of {layer}.{attr}"
-    return Problem(_stored_name(path, slot), expected)
+    return Problem(location.stored_name(slot), expected)
 
 
 def _check_tied(filling: Filling) -> None:

@@ -24,6 +24,7 @@ from vllm_module.agreement import (
 from vllm_module.config import DeviceConfig, HFConfig, LoadConfig, ModelConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.module import vLLMModule
+from vllm_module.quantization import Rules, quantize, rules_for
 from vllm_module.registry import model_class
 from vllm_module.weights import Checkpoint, open_checkpoint, read_json, resolve
 
@@ -55,20 +56,22 @@ def get_model(
 
     opened = ExitStack()
 
-    def find() -> tuple[HFConfig, torch.dtype, Checkpoint]:
+    def find() -> tuple[HFConfig, torch.dtype, Rules | None, Checkpoint]:
         folder = resolve(model_config.model, model_config.revision)
         config = read_config(folder, model_config)
+        rules = quantization_rules(model_config, config)
         checkpoint = opened.enter_context(open_checkpoint(folder))
-        return config, parameter_dtype(model_config, config, checkpoint), checkpoint
+        return config, parameter_dtype(model_config, config, checkpoint), rules, checkpoint
 
     def load() -> vLLMModule:
-        model = build_model(config, dtype, (device_config or DeviceConfig()).torch_device)
+        device = (device_config or DeviceConfig()).torch_device
+        model = build_model(config, dtype, device, rules)
         with progress(model, checkpoint) if load_config.show_progress else nullcontext():
             model.load_weights(checkpoint.items())  # pairs, as an override expects them
         return model
 
     with opened, loading_group(timeout) as group:
-        config, dtype, checkpoint = in_step(
+        config, dtype, rules, checkpoint = in_step(
             find, lambda found: describe(*found), timeout, group, demand_alike
         )
         return in_step(load, digests, timeout, group, demand_same_tensors).eval()
@@ -130,7 +133,14 @@ def parameter_dtype(
     return dtype
 
 
-def build_model(config: HFConfig, dtype: torch.dtype, device: torch.device) -> vLLMModule:
+def quantization_rules(model_config: ModelConfig, config: HFConfig) -> Rules | None:
+    """Return how layers are quantized: as asked for, or as config.json says they are stored."""
+    return rules_for(model_config.quantization, getattr(config, "quantization_config", None))
+
+
+def build_model(
+    config: HFConfig, dtype: torch.dtype, device: torch.device, rules: Rules | None = None
+) -> vLLMModule:
     """Build the architecture of ``config``: parameters on meta, to be loaded onto ``device``."""
     build = model_class(config.architectures)
     with _one_default_dtype:
@@ -138,7 +148,10 @@ def build_model(config: HFConfig, dtype: torch.dtype, device: torch.device) -> v
         torch.set_default_dtype(dtype)
         try:
             with device:
-                return build(config)  # type: ignore[call-arg]  # every registered class takes it
+                model = build(config)  # type: ignore[call-arg]  # every registered class takes it
+            if rules is not None:
+                quantize(model, rules)
+            return model
         except AttributeError as error:
             if "config.json" not in str(error):
                 raise

@@ -32,7 +32,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.ledger import Filling, Ledger, Location, Mode, expected_weights, slots_of
+from vllm_module.ledger import (
+    Conversion,
+    Filling,
+    Ledger,
+    Location,
+    Mode,
+    expected_weights,
+    materialized,
+    process,
+    slots_of,
+)
 from vllm_module.report import LoadReport, Problem, fold
 from vllm_module.weights import Weight
 from vllm_module.wording import shorten
@@ -41,12 +51,16 @@ Weights = Mapping[str, Weight] | Iterable[tuple[str, Weight]]
 
 
 class Route(NamedTuple):
-    """Where a component leads: to the child or tensor ``attr``, to a slot, or to a skip rule."""
+    """Where a component leads: to the child or tensor ``attr``, to a slot, or to a skip rule.
+
+    ``beside``: it is the child's own tensor, which a checkpoint stores beside the child.
+    """
 
     attr: str = ""
     child: nn.Module | None = None
     slot: str | None = None
     skip: str | None = None
+    beside: bool = False
 
 
 class PlannedRead(NamedTuple):
@@ -88,6 +102,7 @@ class _Loading:
         self.at = Place("", "", "")
         self.routes: dict[int, dict[str, Route]] = {}
         self.places: dict[int, Place] = {id(root): self.at}  # of children that were called
+        self.processing: dict[str, vLLMModule] = {}  # what processes its weights, by path
         self.scanned = False
         self.failure: BaseException | None = None
 
@@ -139,15 +154,19 @@ class vLLMModule(nn.Module):
 
     Attributes:
         shard_names: the checkpoint components that this layer fuses into its own parameters.
+        stored_beside: tensors of this layer that a checkpoint stores beside it, not below it.
         weight_aliases: other checkpoint components under which a child, slot or tensor is known.
         skipped_weights: checkpoint components that are not loaded, each with the rule as its
             reason.
+        conversions: for tensors that are kept otherwise than a checkpoint stores them, what
+            converts them as they arrive.
         load_report: what the last successful load through this module did.
 
     A subclass may override ``load_weights`` to rename or transform pairs on their way to
     ``super()``, or to call children by hand. It is given pairs of name and tensor or handle (see
     ``Handle.read``), all of its own at once from a collection and some of them, several times, from
-    a stream. When an inner call returns, its names are routed and their bytes may be unread.
+    a stream. When an inner call returns, its names are routed and their bytes may be unread: what
+    is to be made of them belongs into ``process_weights_after_loading``.
 
     """
 
@@ -157,8 +176,10 @@ class vLLMModule(nn.Module):
             cls.load_weights = _accounted(cls.load_weights)  # type: ignore[method-assign]
 
     shard_names: Sequence[str] = ()
+    stored_beside: Sequence[str] = ()
     weight_aliases: Mapping[str, str] = MappingProxyType({})
     skipped_weights: Mapping[str, str] = MappingProxyType({})
+    conversions: Mapping[str, Conversion]
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +191,21 @@ class vLLMModule(nn.Module):
         self._busy = False
         # A hook, so that a ready module pays nothing: the check takes itself away.
         self._guard: RemovableHandle | None = self.register_forward_pre_hook(_require_ready)
+
+    @property
+    def processes(self) -> bool:
+        """Whether ``process_weights_after_loading`` does anything."""
+        own = type(self).process_weights_after_loading
+        return own is not vLLMModule.process_weights_after_loading
+
+    def process_weights_after_loading(self) -> None:
+        """Make of the weights, which are all there, what the module runs with.
+
+        Called by each load and update that filled some of them: as soon as they are complete or,
+        where there are modules of ours below, when all have been read; never before. It works out
+        everything anew, in place, so that a captured CUDA graph sees it. A ``WeightLoadError``
+        refuses the checkpoint; its message begins with the name of the tensor.
+        """
 
     # Loading
 
@@ -213,6 +249,31 @@ class vLLMModule(nn.Module):
         """
         return expected_weights(self._locations())
 
+    def sleep(self) -> None:
+        """Release the memory of all weights: back to meta, until :meth:`load_weights` fills them.
+
+        Tied tensors stay tied, as far as both ends are below. Memory that others hold on to, such
+        as a captured CUDA graph, is not released.
+        """
+        if self._busy:
+            raise RuntimeError(f"this {type(self).__name__} is being loaded")
+        meta, on_cuda = torch.device("meta"), False
+        asleep: dict[int, tuple[torch.Tensor, Any]] = {}
+        for module in self.modules():
+            kept = module._non_persistent_buffers_set
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and name not in kept:
+                        on_cuda |= tensor.is_cuda
+                        pair = asleep.setdefault(id(tensor), (tensor, materialized(tensor, meta)))
+                        tensors[name] = pair[1]
+        for each in self._modules_that_load():
+            each._filled.clear()
+            each._arm()
+        asleep.clear()
+        if on_cuda:
+            torch.cuda.empty_cache()
+
     def check_ready(self) -> None:
         """Raise ``ModelNotReadyError``, naming every tensor below that was never filled."""
         cannot = f"{type(self).__name__} cannot run: "
@@ -226,11 +287,11 @@ class vLLMModule(nn.Module):
             for location in self._locations()
             if (tensor := location.tensor) is not None
             for slot in slots_of(tensor)
-            if tensor.is_meta or (location.local, slot) not in location.filled
+            if tensor.is_meta or (location.local, slot) not in location.owner._filled
         ]
         if unfilled:
             lines = "\n".join(f"  {line}" for line in fold(unfilled))
-            raise ModelNotReadyError(f"{cannot}never loaded (call load_weights):\n{lines}")
+            raise ModelNotReadyError(f"{cannot}not loaded (call load_weights):\n{lines}")
         computed = [name for name, buffer in self.named_buffers() if buffer.is_meta]
         if computed:
             raise ModelNotReadyError(
@@ -270,6 +331,8 @@ class vLLMModule(nn.Module):
         ``module`` is this module or, on its behalf, a plain one below it at path ``inside``.
         """
         ledger, at = loading.ledger, loading.at
+        if self.processes:
+            loading.processing[at.path] = self
         routes = loading.routes.get(id(module))
         if routes is None:
             routes = loading.routes[id(module)] = _routes(module)
@@ -278,25 +341,29 @@ class vLLMModule(nn.Module):
         for name, weight in weights:
             component, dot, rest = name.partition(".")
             route = routes.get(component)
-            attr, child, slot, skip = route or (component, None, None, None)
-            if route is not None and child is not None and rest:
+            attr, child, slot, skip, beside = route or (component, None, None, None, False)
+            if route is not None and child is not None and (bool(rest) != beside):
                 if slot is not None:  # a fused child takes all of its slots in one call
                     component, rest = attr, f"{slot}.{rest}"
+                elif beside:
+                    component, rest = attr, component
                 if component not in groups:
                     groups[component] = (route, [])
                 groups[component][1].append((rest, weight))
             elif slot is not None and child is None and rest:
-                location = self._location(module, inside, rest, at.path)
+                attr = routes[rest].attr if rest in routes else rest  # an alias
+                location = self._location(module, inside, attr, at.path)
                 ledger.enter(at.above + name, location, slot, weight)
             elif skip is not None:
                 ledger.report.skipped[prefix + name] = skip
             elif not dot and (attr in module._parameters or attr in module._buffers):
                 location = self._location(module, inside, attr, at.path)
-                ledger.enter(prefix + name, location, None, weight)
+                stored = at.above if attr in self.stored_beside else prefix
+                ledger.enter(stored + name, location, None, weight)
             else:
                 detail = _no_route(module, component, routes)
                 ledger.report.unexpected.append(Problem(prefix + name, detail))
-        for component, ((attr, child, _, _), group) in groups.items():
+        for component, ((attr, child, *_), group) in groups.items():
             if isinstance(child, vLLMModule):
                 place = Place(f"{at.path}{inside}{attr}.", f"{prefix}{component}.", prefix)
                 load = child.load_weights
@@ -370,6 +437,9 @@ class vLLMModule(nn.Module):
         if loading.failure is not None:
             raise loading.failure
         self._fill(loading)
+        for path, module in sorted(loading.processing.items(), key=lambda item: -len(item[0])):
+            if not module._processes_early:
+                process(module, path)
         self.load_report = ledger.report
         if ledger.mode == "load":
             whole = not any(buffer.is_meta for buffer in self.buffers())
@@ -380,12 +450,29 @@ class vLLMModule(nn.Module):
 
     # Readiness
 
+    @property
+    def _processes_early(self) -> bool:
+        """Whether to process as soon as its own weights are there: it has none below."""
+        return self.processes and not any(isinstance(m, vLLMModule) for m in self._below())
+
+    def _below(self) -> Iterator[nn.Module]:
+        return (module for module in self.modules() if module is not self)
+
+    def _is_filled(self) -> bool:
+        """Whether every slot below was filled."""
+        return all(
+            not tensor.is_meta and (location.local, slot) in location.owner._filled
+            for location in self._locations()
+            if (tensor := location.tensor) is not None
+            for slot in slots_of(tensor)
+        )
+
     def _modules_that_load(self) -> Iterator[vLLMModule]:
         return (module for module in self.modules() if isinstance(module, vLLMModule))
 
     def _location(self, holder: nn.Module, inside: str, attr: str, path: str) -> Location:
         local = inside + attr
-        return Location(path + local, holder, attr, self._device, self._filled, local)
+        return Location(path + local, holder, attr, self, local)
 
     def _locations(self) -> Iterator[Location]:
         """Yield where every tensor below is that a checkpoint stores, in tree order.
@@ -457,6 +544,7 @@ def _routes(module: nn.Module) -> dict[str, Route]:
             claims.append((attr, Route(attr, child)))
             if isinstance(child, vLLMModule):
                 claims += [(slot, Route(attr, child, slot)) for slot in child.shard_names]
+                claims += [(own, Route(attr, child, beside=True)) for own in child.stored_beside]
     if isinstance(module, vLLMModule):
         claims += [(slot, Route(slot=slot)) for slot in module.shard_names]
         claims += [(name, Route(skip=rule)) for name, rule in module.skipped_weights.items()]

@@ -239,6 +239,14 @@ class BasevLLMParameter(nn.Parameter):
                     yield source, target
             first += declared.size
 
+    def region(self, slot: str) -> torch.Tensor:
+        """Return the view of this parameter that ``slot`` fills, without the padding."""
+        view = self.data
+        for dim, of_dim in enumerate(self.shards):
+            kept = of_dim[self.slots.index(slot)] if dim == self.slot_dim else of_dim[0]
+            view = view.narrow(dim, kept.offset, kept.length)
+        return view
+
 
 def _rebuild(
     cls: type[BasevLLMParameter], data: torch.Tensor, requires_grad: bool, declared: dict[str, Any]

@@ -34,7 +34,7 @@ def test_the_demo_shows_and_checks_all_of_it(run: Run, tmp_path: Path) -> None:
     assert "the same from transformers" in out
     assert "missing 1: the checkpoint lacks them" in out
     assert "unexpected 1: the model has no place for them" in out
-    assert "Qwen3ForCausalLM cannot run: never loaded" in out
+    assert "Qwen3ForCausalLM cannot run: not loaded" in out
     assert "it was cut off" in out
     assert "\x1b" not in out
     # What was kept is a checkpoint like any other, and the folder is not written to again.

@@ -27,6 +27,7 @@ from vllm_module.layers import (
     SiluAndMul,
     VocabParallelEmbedding,
 )
+from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, Scheme
 from vllm_module.registry import model_class
 from vllm_module.testing import (
     HeadLayout,
@@ -116,6 +117,37 @@ class Vocabulary(vLLMModule):
         return self.head(self.embed(ids))
 
 
+def quantized(build: Callable[..., vLLMModule]) -> Callable[..., vLLMModule]:
+    """Build a block whose layers all hold their weights by one scheme."""
+
+    def quantize(scheme: Scheme, **arguments: Any) -> vLLMModule:
+        module = build(**arguments)
+        for layer in module.modules():
+            if isinstance(layer, QuantizableLayer):
+                layer.quantize(EightBitMethod(scheme))
+        return module
+
+    return quantize
+
+
+# With one row in a block, rows can be cut anywhere.
+ONLINE_SCHEMES = st.sampled_from(
+    [
+        Scheme("block", block=(1, 2), online=True),
+        *(scheme for scheme in ONLINE.values() if scheme.strategy != "block"),
+    ]
+)
+STORED_SCHEMES = st.sampled_from(
+    [
+        Scheme("tensor"),
+        Scheme("tensor", activations="static"),
+        Scheme("channel"),
+        Scheme("channel", torch.int8, "none"),
+        Scheme("block", block=(1, 2), scale_name="weight_scale_inv"),
+    ]
+)
+
+
 class Plain(vLLMModule):
     """PyTorch's own modules, with buffers, around one of ours."""
 
@@ -162,6 +194,13 @@ def x_like_weight(module: vLLMModule) -> tuple[Any, ...]:
     """Give rows as wide as the layer's weight takes them."""
     (expected, *_) = module.expected_weights().values()
     return (torch.randn(4, expected.shape[-1]).to(expected.dtype),)
+
+
+def fits(block: tuple[int, int], inner: int, size: int) -> bool:
+    """Whether the edges of MLP's fused slots, and of its ranks' shards, fall between blocks."""
+    part = inner // size
+    last_may_be_cut = size == 1
+    return part % block[0] == 0 and (last_may_be_cut or part % block[1] == 0)
 
 
 def kv_are_shared(size: int, layout: HeadLayout, **arguments: Any) -> bool:
@@ -235,6 +274,32 @@ LAYERS: dict[str, Subject] = {
         x_of(6),
         (SiluAndMul, GeluAndMul),
         lambda size, inner, **arguments: inner % size == 0,
+    ),
+    "quantized while loading": Subject(
+        quantized(MLP),
+        {
+            "scheme": ONLINE_SCHEMES,
+            "inner": features(),
+            "bias": st.booleans(),
+            "gelu": st.just(False),
+        },
+        x_of(6),
+        takes=lambda size, scheme, inner, **arguments: (
+            inner % size == 0 and (scheme.strategy != "block" or fits(scheme.block, inner, size))
+        ),
+    ),
+    "stored quantized": Subject(
+        quantized(MLP),
+        {
+            "scheme": STORED_SCHEMES,
+            "inner": features(),
+            "bias": st.booleans(),
+            "gelu": st.just(False),
+        },
+        x_of(6),
+        takes=lambda size, scheme, inner, **arguments: (
+            inner % size == 0 and (scheme.strategy != "block" or fits(scheme.block, inner, size))
+        ),
     ),
     "named": Subject(
         Named, {"inner": features()}, x_of(6), takes=lambda size, inner: inner % size == 0

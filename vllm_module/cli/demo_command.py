@@ -14,8 +14,8 @@ from vllm_module.cli.demo_checkpoint import PARAGRAPH, PROMPT, write_checkpoint
 from vllm_module.cli.demo_damage import refuse_damaged
 from vllm_module.cli.demo_steps import Prompt, Story, compare_texts, load_sizes, show_plan
 from vllm_module.cli.model_source import ModelSource
-from vllm_module.cli.options import DType
 from vllm_module.cli.output import console, plural, size
+from vllm_module.config import ModelConfig
 from vllm_module.weights import open_checkpoint
 
 
@@ -43,7 +43,7 @@ def demo(
         if checkpoint is None:
             _make_checkpoint(story, folder)
         # In float32, so that no order of summing changes a token.
-        source = ModelSource.find(checkpoint or str(folder), DType.float32)
+        source = ModelSource.find(ModelConfig(model=checkpoint or str(folder), dtype="float32"))
         if checkpoint is None:
             prompt = Prompt.encode(source, PROMPT, most=200, expected=PARAGRAPH)
         else:

@@ -13,9 +13,11 @@ from vllm_module.cli.options import (
     DType,
     DTypeOption,
     JsonOption,
+    QuantizationOption,
     SizeOption,
     Source,
     UsageError,
+    model_config,
     torch_device,
 )
 from vllm_module.cli.output import print_json
@@ -49,6 +51,7 @@ def generate(
         typer.Option("--max-new-tokens", min=1, metavar="K", help="Most tokens for each prompt."),
     ] = 64,
     dtype: DTypeOption = DType.auto,
+    quantization: QuantizationOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
     as_json: JsonOption = False,
@@ -69,17 +72,18 @@ def generate(
     completions += [Completion(None, _parse_ids(ids)) for ids in prompt_ids or ()]
     tp_size = tensor_parallel_size(tp)
     target = rank_device(torch_device(device))
+    asked = model_config(source, dtype, quantization)
     quiet = as_json or not is_first_rank()
     if under_torchrun():
         with process_group(target):
-            find_alike(source, dtype, timeout)
+            find_alike(asked, timeout)
 
             def prepare() -> Job:
-                return Job.prepare(source, dtype, completions, max_new_tokens, quiet)
+                return Job.prepare(asked, completions, max_new_tokens, quiet)
 
             job = _run_own_rank(prepare, target, timeout)
     else:
-        job = Job.prepare(source, dtype, completions, max_new_tokens, quiet)
+        job = Job.prepare(asked, completions, max_new_tokens, quiet)
         run_ranks(tp_size, lambda rank: job.run(job.begin(target, rank), printing=rank == 0))
     if as_json and is_first_rank():
         print_json(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_module.cli.model_source import ModelSource
-from vllm_module.cli.options import DType
 from vllm_module.cli.output import CommandError, console
 from vllm_module.cli.progress import load_weights
+from vllm_module.config import ModelConfig
 from vllm_module.runtime.generate import stream
 from vllm_module.runtime.tokenizer import TextStream, Tokenizer, stop_tokens
 
@@ -42,14 +42,13 @@ class Job:
     @classmethod
     def prepare(
         cls,
-        source: str,
-        dtype: DType,
+        model_config: ModelConfig,
         completions: list[Completion],
         max_new_tokens: int,
         quiet: bool,
     ) -> Job:
         """Read what is beside the weights, and encode the prompts."""
-        found = ModelSource.find(source, dtype)
+        found = ModelSource.find(model_config)
         texts = []
         if completions[0].prompt is not None:
             tokenizer = Tokenizer(found.folder)

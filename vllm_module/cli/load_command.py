@@ -15,8 +15,10 @@ from vllm_module.cli.options import (
     DType,
     DTypeOption,
     JsonOption,
+    QuantizationOption,
     SizeOption,
     Source,
+    model_config,
     torch_device,
 )
 from vllm_module.cli.output import console, print_json, print_table, size
@@ -33,6 +35,7 @@ from vllm_module.cli.ranks import (
     tensor_parallel_size,
     under_torchrun,
 )
+from vllm_module.config import ModelConfig
 from vllm_module.distributed import tensor_parallel
 from vllm_module.module import vLLMModule
 from vllm_module.report import LoadReport
@@ -71,6 +74,7 @@ def load(
         typer.Option("--rank", min=0, help="Load this rank only; without torchrun.", metavar="R"),
     ] = None,
     dtype: DTypeOption = DType.auto,
+    quantization: QuantizationOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
     as_json: JsonOption = False,
@@ -90,11 +94,12 @@ def load(
         why = "torchrun chooses the ranks" if under_torchrun() else f"0 to {tp_size - 1} are there"
         raise typer.BadParameter(f"cannot load rank {rank}: {why}", param_hint="--rank")
     target = rank_device(torch_device(device))
+    asked = model_config(source, dtype, quantization)
     if under_torchrun():
         with process_group(target):
-            found, report, loads = _load_own_rank(source, dtype, target, timeout)
+            found, report, loads = _load_own_rank(asked, target, timeout)
     else:
-        found = ModelSource.find(source, dtype)
+        found = ModelSource.find(asked)
         loads = []
         for each in range(tp_size) if rank is None else (rank,):
             with tensor_parallel(rank=each, size=tp_size):
@@ -141,9 +146,9 @@ def load_rank(
 
 
 def _load_own_rank(
-    source: str, dtype: DType, device: torch.device, timeout: float
+    asked: ModelConfig, device: torch.device, timeout: float
 ) -> tuple[ModelSource, LoadReport, list[RankLoad]]:
-    found = find_alike(source, dtype, timeout)
+    found = find_alike(asked, timeout)
 
     def work() -> tuple[RankLoad, LoadReport, dict[str, str]]:
         measured, report, model = load_rank(found, device, dist.get_rank(), shown=is_first_rank())

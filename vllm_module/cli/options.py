@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from vllm_module.config import DeviceConfig
+from vllm_module.config import DeviceConfig, ModelConfig
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's copy of it
 
@@ -20,6 +20,17 @@ class DType(str, Enum):
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
+
+
+class Quantization(str, Enum):
+    """What a checkpoint is turned into while it is loaded, or is said to be."""
+
+    fp8 = "fp8"
+    fp8_per_tensor = "fp8_per_tensor"
+    fp8_per_channel = "fp8_per_channel"
+    fp8_per_block = "fp8_per_block"
+    int8_per_channel_weight_only = "int8_per_channel_weight_only"
+    compressed_tensors = "compressed-tensors"
 
 
 Source = Annotated[
@@ -39,6 +50,13 @@ SizeOption = Annotated[
 DTypeOption = Annotated[
     DType, typer.Option("--dtype", help="Of the parameters; auto takes the checkpoint's.")
 ]
+QuantizationOption = Annotated[
+    Quantization | None,
+    typer.Option(
+        "--quantization",
+        help="Quantize linear layers while loading; a checkpoint that is quantized says so itself.",
+    ),
+]
 DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1 …; auto takes CUDA if there is one.")
 ]
@@ -54,6 +72,16 @@ EXAMPLES = {
     "generate": 'Example: vllm-module generate ./Qwen3-0.6B --tp 2 --prompt "The sky is"',
     "demo": "Example: vllm-module demo --keep ./demo-checkpoint",
 }
+
+
+def model_config(source: str, dtype: DType, quantization: Quantization | None) -> ModelConfig:
+    """Return what the options that a command shares with others say of a model."""
+    entries: dict[str, Any] = {
+        "model": source,
+        "dtype": dtype.value,
+        "quantization": quantization and quantization.value,
+    }
+    return ModelConfig(**entries)
 
 
 def torch_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm_module.distributed import tensor_parallel
 from vllm_module.ledger import slots_of
 from vllm_module.module import LoadPlan, vLLMModule
 from vllm_module.report import LoadReport, fold
-from vllm_module.weights import Checkpoint, reading
+from vllm_module.weights import Checkpoint, Destination, reading
 from vllm_module.weights.safetensors import SafetensorsHandle
 
 
@@ -52,7 +53,11 @@ class Read:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's plan: bytes it reads, memory of the device, and of the host by kind of device."""
+    """One rank's plan: bytes it reads, memory of the device, and of the host by kind of device.
+
+    ``quantizing_bytes``: the most that the device holds beside the model, of tensors in full
+    precision that are being quantized.
+    """
 
     rank: int
     reads: list[Read]
@@ -60,6 +65,7 @@ class RankPlan:
     bytes_read: int
     device_bytes: int
     staging_bytes: dict[str, int]
+    quantizing_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints of it."""
@@ -69,6 +75,7 @@ class RankPlan:
             "bytes_read": self.bytes_read,
             "device_bytes": self.device_bytes,
             "staging_bytes": self.staging_bytes,
+            "quantizing_bytes": self.quantizing_bytes,
             "reads": [
                 {key: value for key, value in vars(read).items() if key not in hidden}
                 for read in self.reads
@@ -97,6 +104,7 @@ def plan_rank(source: ModelSource, checkpoint: Checkpoint, rank: int, tp_size: i
         sum(read.bytes for read in reads),
         _memory(model),
         {"cpu": _staging(plan, on_cpu=True), "cuda": _staging(plan, on_cpu=False)},
+        _quantizing(plan),
     )
 
 
@@ -156,12 +164,29 @@ def _staging(plan: LoadPlan, *, on_cpu: bool) -> int:
 
     What is read into host memory as it is stored goes there directly.
     """
-    staged = [
-        min(source.nbytes, reading._PIECE)
-        for filling in plan.fillings
-        for source, target in filling.cut()
-        if isinstance(source, SafetensorsHandle)
-        and not (on_cpu and source.dtype == target.dtype and target.is_contiguous())
-    ]
-    readers = min(reading._MAX_THREADS, os.cpu_count() or 1)
-    return sum(heapq.nlargest(readers, staged))
+    staged = []
+    for source, target in _jobs(plan):
+        if isinstance(target, torch.Tensor):
+            direct = on_cpu and source.dtype == target.dtype and target.is_contiguous()
+            staged += [] if direct else [min(source.nbytes, reading._PIECE)]
+        elif not on_cpu:
+            staged.append(source.nbytes)
+    return _in_hand(staged)
+
+
+def _quantizing(plan: LoadPlan) -> int:
+    """Return the most memory that holds full precision on its way to a quantized weight."""
+    converted = (s.nbytes for s, target in _jobs(plan) if not isinstance(target, torch.Tensor))
+    return _in_hand(converted)
+
+
+def _jobs(plan: LoadPlan) -> Iterator[tuple[SafetensorsHandle, Destination]]:
+    for filling in plan.fillings:
+        for source, target in filling.jobs():
+            assert isinstance(source, SafetensorsHandle)
+            yield source, target
+
+
+def _in_hand(sizes: Iterable[int]) -> int:
+    """Return the most that the threads which read can have in hand, one size each."""
+    return sum(heapq.nlargest(min(reading._MAX_THREADS, os.cpu_count() or 1), sizes))

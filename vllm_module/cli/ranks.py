@@ -13,9 +13,8 @@ import typer
 
 from vllm_module.agreement import demand_alike, demand_same_tensors, describe
 from vllm_module.cli.model_source import ModelSource
-from vllm_module.cli.options import DType
 from vllm_module.cli.output import REFUSALS, CommandError
-from vllm_module.config import LoadConfig
+from vllm_module.config import LoadConfig, ModelConfig
 from vllm_module.distributed import together
 from vllm_module.errors import RankError
 
@@ -77,13 +76,13 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def find_alike(source: str, dtype: DType, timeout: float) -> ModelSource:
+def find_alike(model_config: ModelConfig, timeout: float) -> ModelSource:
     """Return what every rank of the process group finds, if all of them find the same."""
 
     def find() -> tuple[ModelSource, dict[str, str]]:
-        found = ModelSource.find(source, dtype)
+        found = ModelSource.find(model_config)
         with found.open() as checkpoint:
-            return found, describe(found.config, found.dtype, checkpoint)
+            return found, describe(found.config, found.dtype, found.rules, checkpoint)
 
     found = on_every_rank(find, timeout)
     with _one_speaks():

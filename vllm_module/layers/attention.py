@@ -8,7 +8,7 @@ import torch
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
-from vllm_module.module import vLLMModule
+from vllm_module.quantization import QuantizableKVCache
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AttentionMetadata:
         return self.context_lens.repeat_interleave(self.query_start_loc.diff())
 
 
-class Attention(vLLMModule):
+class Attention(QuantizableKVCache):
     """Causal attention of this rank's heads over a paged KV cache.
 
     Args:
@@ -85,7 +85,8 @@ class Attention(vLLMModule):
         if self.kv_cache is None:
             raise RuntimeError("attention with metadata needs a kv_cache, and none was given")
         k_cache, v_cache = self.kv_cache
-        reshape_and_cache(key, value, k_cache, v_cache, metadata.slot_mapping)
+        scales = self.k_scale, self.v_scale
+        reshape_and_cache(key, value, k_cache, v_cache, metadata.slot_mapping, *scales)
         return paged_attention(
             query,
             k_cache,
@@ -95,6 +96,7 @@ class Attention(vLLMModule):
             metadata.query_start_loc,
             self.scale,
             self.sliding_window,
+            *scales,
         ).flatten(1)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import ColumnvLLMParameter, Dim, ModelWeightParameter
+from vllm_module.quantization import QuantizableLayer
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
 
@@ -38,7 +39,7 @@ class VocabParallelEmbedding(vLLMModule):
         multiple = math.lcm(padding_size, group.size)
         padded = -(-num_embeddings // multiple) * multiple
         self._vocab = Dim.cut(num_embeddings, group.size, padded=padded)
-        self.weight: nn.Parameter = ModelWeightParameter(
+        self.weight = ModelWeightParameter(
             self._vocab,
             Dim.whole(embedding_dim),
             tp_rank=group.rank,
@@ -61,7 +62,7 @@ class VocabParallelEmbedding(vLLMModule):
         return self.tp_group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-class ParallelLMHead(VocabParallelEmbedding):
+class ParallelLMHead(VocabParallelEmbedding, QuantizableLayer):
     """The projection to logits, its rows cut like the embedding's."""
 
     def __init__(
@@ -73,13 +74,14 @@ class ParallelLMHead(VocabParallelEmbedding):
         padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, params_dtype, padding_size)
+        self.create_weight(self._vocab, Dim.whole(embedding_dim), self.weight.dtype)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = ColumnvLLMParameter(
                 self._vocab,
                 tp_rank=self.tp_group.rank,
                 tp_size=self.tp_group.size,
-                dtype=self.weight.dtype,
+                dtype=self.params_dtype,
             )
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
@@ -101,5 +103,5 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map ``hidden [..., embedding_dim]`` to logits ``[..., num_embeddings]`` on every rank."""
-        logits = F.linear(hidden, self.weight, self.bias)
+        logits = self.quant_method.apply(self, hidden, self.bias)
         return self.tp_group.all_gather(logits)[..., : self.num_embeddings]

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
-from vllm_module.module import vLLMModule
-from vllm_module.parameters import ColumnvLLMParameter, Dim, ModelWeightParameter, Slot
+from vllm_module.parameters import ColumnvLLMParameter, Dim, Slot
+from vllm_module.quantization import QuantizableLayer
 
 
-class LinearBase(vLLMModule):
+class LinearBase(QuantizableLayer):
     """What the linear layers share: a weight and a bias, described by their feature dimensions.
 
     With ``skip_bias_add`` the bias is loaded but not added: the caller adds ``layer.bias`` where
@@ -36,18 +35,12 @@ class LinearBase(vLLMModule):
         super().__init__()
         self.tp_group = group = tensor_parallel_group()
         self.skip_bias_add = skip_bias_add
-        dtype = params_dtype or torch.get_default_dtype()
-        self.weight = ModelWeightParameter(
-            output, input, tp_rank=group.rank, tp_size=group.size, dtype=dtype
-        )
+        self.create_weight(output, input, params_dtype or torch.get_default_dtype())
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = ColumnvLLMParameter(
-                output, tp_rank=group.rank, tp_size=group.size, dtype=dtype
+                output, tp_rank=group.rank, tp_size=group.size, dtype=self.params_dtype
             )
-
-    def apply_weight(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
-        return F.linear(x, self.weight, bias)
 
     def extra_repr(self) -> str:
         group = self.tp_group
@@ -74,7 +67,7 @@ class ReplicatedLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output]``."""
-        return self.apply_weight(x, None if self.skip_bias_add else self.bias)
+        return self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -107,7 +100,7 @@ class ColumnParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output / size]``, or ``[..., output]`` if gathered."""
-        y = self.apply_weight(x, None if self.skip_bias_add else self.bias)
+        y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
         if not self.gather_output or self.tp_group.size == 1:
             return y
         # Slot by slot: the ranks' outputs laid end to end would interleave the slots.
@@ -255,7 +248,7 @@ class RowParallelLinear(LinearBase):
             x = x.chunk(group.size, dim=-1)[group.rank]
         # One rank's partial sum carries the bias, so that the total has it once.
         bias = self.bias if group.rank == 0 and not self.skip_bias_add else None
-        y = self.apply_weight(x, bias)
+        y = self.quant_method.apply(self, x, bias)
         return group.all_reduce(y) if self.reduce_results and group.size > 1 else y
 
 

@@ -17,6 +17,7 @@ from vllm_module.testing.checkpoints import (
     Names,
     Tensors,
     assert_same_state,
+    converted,
     state,
     write_checkpoint,
 )
@@ -199,8 +200,9 @@ def assert_order_independent(case: Case) -> None:
     several updates.
     """
     wide = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-    # What an override computes depends on the precision that it is given.
-    dtype = None if case.overridden else case.choose([None, *wide], "stored dtype")
+    # What an override or a conversion computes depends on the precision that it is given.
+    computed = case.overridden or converted(case.whole)
+    dtype = None if computed else case.choose([None, *wide], "stored dtype")
     given = {
         name: tensor.to(dtype) if dtype and tensor.dtype in wide else tensor
         for name, tensor in case.tensors.items()

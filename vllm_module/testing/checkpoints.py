@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+from vllm_module.ledger import Conversion
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 
@@ -25,15 +26,19 @@ def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Te
 
     ``expected`` is what :meth:`vLLMModule.expected_weights` returns. Matrices are normal, scaled by
     the root of their last dimension, so that outputs stay of the order of inputs; vectors are
-    positive, for they may be variances.
+    positive, for they may be variances, and so is what is called a scale.
     """
     generator = torch.Generator().manual_seed(seed)
-    return {name: _random(like, generator) for name, like in expected.items()}
+    return {
+        name: _random(like, generator, positive="scale" in name.rpartition(".")[2])
+        for name, like in expected.items()
+    }
 
 
-def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random(like: torch.Tensor, generator: torch.Generator, positive: bool) -> torch.Tensor:
     if like.dtype.is_floating_point:
-        if like.dim() < 2 or like.dtype.itemsize == 1:  # some 8-bit formats have no sign
+        # Some 8-bit formats have no sign.
+        if positive or like.dim() < 2 or like.dtype.itemsize == 1:
             return (torch.rand(like.shape, generator=generator) + 0.5).to(like.dtype)
         values = torch.randn(like.shape, generator=generator)
         return (values / like.shape[-1] ** 0.5).to(like.dtype)
@@ -79,11 +84,15 @@ class Names:
         skipped: list[str] = []
         for prefix, owner in module.named_modules(remove_duplicate=False):
             at = f"{prefix}." if prefix else ""
+            unstored = owner._non_persistent_buffers_set | made(owner)
+            beside = getattr(owner, "stored_beside", ())
             own = [*owner._parameters.items(), *owner._buffers.items()]
             for attr, tensor in own:
-                if tensor is None or attr in owner._non_persistent_buffers_set:
+                if tensor is None or attr in unstored:
                     continue
                 path = f"{at}{attr}"
+                if attr in beside:
+                    path = f"{prefix.rpartition('.')[0]}.{attr}".lstrip(".")
                 slots = tensor.slots if isinstance(tensor, BasevLLMParameter) else ("",)
                 for slot in slots:
                     name = part_name(path, slot) if slot else path
@@ -134,6 +143,18 @@ class Names:
         return name in known or any(
             name == skipped or name.startswith(f"{skipped}.") for skipped in self.skipped
         )
+
+
+def made(module: nn.Module) -> set[str]:
+    """Return the tensors of ``module`` itself that are made while it is loaded, never stored."""
+    conversions = vars(module).get("conversions", {})
+    return {attr for conversion in conversions.values() for attr in conversion.makes}
+
+
+def converted(module: vLLMModule) -> dict[str, Conversion]:
+    """Return, by path, what is kept otherwise than a checkpoint stores it."""
+    found = {location.path: location.conversion for location in module._locations()}
+    return {path: conversion for path, conversion in found.items() if conversion is not None}
 
 
 def part_name(path: str, slot: str) -> str:

@@ -15,6 +15,7 @@ from vllm_module.testing.checkpoints import (
     Names,
     Tensors,
     assert_same_state,
+    converted,
     fuse,
     part_name,
     same_bits,
@@ -31,11 +32,14 @@ def assert_sharding_equivalent(case: Case) -> None:
     """Law 3: the ranks' shards cover every tensor, and all ranks together compute the same.
 
     Put together again, they give the checkpoint bit for bit: replicas agree, padding is zero,
-    nothing is left out. Then, where the module has a ``forward``, every rank's outputs are those
-    of the unsharded module, up to the order of sums.
+    nothing is left out. What is converted, such as quantized, while it is loaded is as near to the
+    checkpoint as its conversion says. Then, where the module has a ``forward``, every rank's
+    outputs are those of the unsharded module, up to the order of sums; unless a conversion's bits
+    depend on the cut.
     """
     size, whole, tensors = case.size, case.build(), case.tensors
-    assert_covers(case)
+    if not assert_covers(case):
+        return
     whole.load_weights(tensors)
     if case.inputs is None:
         return
@@ -77,8 +81,11 @@ def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
         )
 
 
-def assert_covers(case: Case) -> None:
-    """Put the ranks' parameters together and compare them with the checkpoint, bit by bit."""
+def assert_covers(case: Case) -> bool:
+    """Put the ranks' parameters together and compare them with the checkpoint, bit by bit.
+
+    Return whether they are what one rank holds; what is converted may differ by its error.
+    """
     size, tensors = case.size, case.tensors
 
     def load(module: vLLMModule) -> Tensors:
@@ -86,21 +93,34 @@ def assert_covers(case: Case) -> None:
         # Processes exchange tensors by pickle, which knows no floats of 8 bits.
         return {
             path: tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-            for path, tensor in state(module).items()
+            for path, tensor in _restored(module).items()
         }
 
     whole = case.build()
     whole.load_weights(tensors)
-    dtypes = {path: tensor.dtype for path, tensor in state(whole).items()}
+    held = _restored(whole)
+    dtypes = {path: tensor.dtype for path, tensor in held.items()}
+    conversions = converted(case.whole)
+    alike = True
     ranks = [
         {path: tensor.view(dtypes.get(path, tensor.dtype)) for path, tensor in rank.items()}
         for rank in case.on_every_rank(load)
     ]
     together = _stored(case.build(0, size), ranks, f"over {size} ranks")
-    alone = _stored(case.whole, [state(whole)], "on one rank")
+    alone = _stored(case.whole, [held], "on one rank")
     assert together.keys() == alone.keys(), f"{sorted(together.keys() ^ alone.keys())}"
     tied = {name for names in Names.of(case.whole).tied.values() for name in names}
     for name, (path, tensor) in alone.items():
+        if path in conversions:
+            given, bound = tensors[name], conversions[path].error_bound(tensors[name])
+            for got, where in ((tensor, "one rank"), (together[name][1], f"{size} ranks")):
+                over = ((got - given).abs() - bound).max().item()
+                assert over <= 0, (
+                    f"{path} over {where} is farther from {name} than its conversion says, "
+                    f"by {over:.3g}"
+                )
+            alike &= same_bits(together[name][1], tensor)
+            continue
         assert same_bits(together[name][1], tensor), (
             f"{path} over {size} ranks, put together, is not what one rank holds of {name}"
         )
@@ -111,6 +131,19 @@ def assert_covers(case: Case) -> None:
         assert same_bits(tensor, given.reshape(tensor.shape)), (
             f"{path} on one rank is not the checkpoint's {name}"
         )
+    return alike
+
+
+def _restored(module: vLLMModule) -> Tensors:
+    """Return a copy of every tensor that is stored, by path; what was converted, turned back."""
+    tensors = {}
+    for location in module._locations():
+        tensor, conversion = location.tensor, location.conversion
+        assert tensor is not None
+        if conversion is not None:
+            tensor = conversion.restored(location.holder)
+        tensors[location.path] = tensor.detach().clone()
+    return tensors
 
 
 def _stored(

@@ -1,16 +1,19 @@
 """Sources of weights: names, and handles of tensors that are read only where they are wanted."""
 
+from vllm_module.weights.buckets import receive_weights, send_weights
 from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
-from vllm_module.weights.handle import Handle, Weight, read_into
+from vllm_module.weights.handle import Destination, Handle, Weight, read_into
 from vllm_module.weights.hub import resolve
 from vllm_module.weights.pages import prefer_huge_pages
-from vllm_module.weights.reading import read_all
+from vllm_module.weights.reading import Readers, read_all
 from vllm_module.weights.regular_file import read_file
 from vllm_module.weights.strict_json import read_json
 
 __all__ = [
     "Checkpoint",
+    "Destination",
     "Handle",
+    "Readers",
     "Weight",
     "open_checkpoint",
     "prefer_huge_pages",
@@ -18,5 +21,7 @@ __all__ = [
     "read_file",
     "read_into",
     "read_json",
+    "receive_weights",
     "resolve",
+    "send_weights",
 ]

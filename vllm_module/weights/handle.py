@@ -32,13 +32,25 @@ class Handle(Protocol):
 Weight: TypeAlias = Handle | torch.Tensor
 
 
-def read_into(weight: Weight, destination: torch.Tensor) -> None:
+class Sink(Protocol):
+    """A destination that makes something else of a weight than a copy."""
+
+    def receive(self, weight: Weight) -> None:
+        """Read ``weight``, all of it at once, and keep what is made of it."""
+
+
+Destination: TypeAlias = Sink | torch.Tensor
+
+
+def read_into(weight: Weight, destination: Destination) -> None:
     """Fill ``destination`` with ``weight``, which is read or, if it is in memory, copied.
 
     Shapes must be equal (MisshapenWeightError). A finite value that the destination's dtype
     cannot hold is refused, as are bytes that cannot be read (WeightReadError).
     """
-    if isinstance(weight, torch.Tensor):
+    if not isinstance(destination, torch.Tensor):
+        destination.receive(weight)
+    elif isinstance(weight, torch.Tensor):
         copy_checked(weight, destination, "a tensor in memory")
     else:
         weight.read_into(destination)

@@ -7,54 +7,32 @@ from threading import Thread
 
 import torch
 
-from vllm_module.weights.handle import Handle, Weight, read_into
+from vllm_module.weights.handle import Destination, Handle, Weight, read_into
 
 _PIECE = 16 << 20  # a larger weight is cut into pieces of this many bytes
 _BATCH = 2 << 20  # smaller ones are handed over together: each time costs tens of µs
 _MAX_THREADS = 4
 
-_Job = tuple[Handle, torch.Tensor]
+_Job = tuple[Handle, Destination]
 
 
-def read_all(jobs: Iterable[tuple[Weight, torch.Tensor]]) -> None:
-    """Read each weight into its destination, by several threads at once.
-
-    The calling thread reads too, and takes further jobs only while a thread is soon free for
-    them, so ``jobs`` may make the destinations as it goes. Tensors in memory are copied. When it
-    returns, everything is read. The first exception ends it, is raised as it is, and leaves
-    destinations half filled; no thread outlives the call. Raises as ``read_into`` does.
-    """
-    readers = _Readers()
-    batch: list[_Job] = []
-    room = _BATCH
-    try:
-        for weight, destination in jobs:
-            if isinstance(weight, torch.Tensor):
-                read_into(weight, destination)
-                continue
-            for piece, part in _pieces(weight, destination):
-                batch.append((piece, part))
-                room -= _nbytes(piece)
-                if room <= 0:
-                    readers.read(batch)
-                    batch, room = [], _BATCH
-        _read(batch)
-        readers.finish()
-    except BaseException:
-        readers.stop()
-        raise
-    finally:
-        readers.join()
-    readers.check()
+def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
+    """Read each weight into its destination, as :meth:`Readers.read` does."""
+    with Readers() as readers:
+        readers.read(jobs)
 
 
 def _nbytes(weight: Handle) -> int:
     return weight.shape.numel() * weight.dtype.itemsize
 
 
-def _pieces(weight: Handle, destination: torch.Tensor) -> Iterator[_Job]:
+def _pieces(weight: Handle, destination: Destination) -> Iterator[_Job]:
     nbytes = _nbytes(weight)
-    if nbytes <= _PIECE or weight.shape != destination.shape:  # the latter is refused when read
+    if (
+        nbytes <= _PIECE
+        or not isinstance(destination, torch.Tensor)
+        or weight.shape != destination.shape  # is refused when read
+    ):
         yield weight, destination
         return
     dim = next(dim for dim, size in enumerate(weight.shape) if size > 1)
@@ -69,11 +47,14 @@ def _pieces(weight: Handle, destination: torch.Tensor) -> Iterator[_Job]:
 
 def _read(batch: list[_Job]) -> None:
     for weight, destination in batch:
-        weight.read_into(destination)
+        read_into(weight, destination)
 
 
-class _Readers:
-    """Threads that read beside the calling one; they start with the first batch for them."""
+class Readers:
+    """Threads that read beside the calling one while a ``with`` block lasts.
+
+    They start with the first batch for them, and none outlives the block.
+    """
 
     def __init__(self) -> None:
         self._helpers = min(_MAX_THREADS, os.cpu_count() or 1) - 1
@@ -83,9 +64,50 @@ class _Readers:
         self._stopped = False
         self._inference = torch.is_inference_mode_enabled()  # threads do not inherit it
 
-    def read(self, batch: list[_Job]) -> None:
-        """Hand a batch to a thread or, when all are busy, read it here."""
-        self.check()
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *broken: object) -> None:
+        self._stopped |= broken[0] is not None
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def read(self, jobs: Iterable[tuple[Weight, Destination]]) -> None:
+        """Read each weight into its destination, by all threads at once.
+
+        The calling thread reads too, and takes further jobs only while a thread is soon free for
+        them, so ``jobs`` may make the destinations as it goes. Tensors in memory are copied. When
+        it returns, everything is read. The first exception ends it, is raised as it is, and leaves
+        destinations half filled. Raises as ``read_into`` does.
+        """
+        try:
+            batch: list[_Job] = []
+            room = _BATCH
+            for weight, destination in jobs:
+                if isinstance(weight, torch.Tensor):
+                    read_into(weight, destination)
+                    continue
+                for piece, part in _pieces(weight, destination):
+                    batch.append((piece, part))
+                    room -= _nbytes(piece)
+                    if room <= 0:
+                        self._hand_over(batch)
+                        batch, room = [], _BATCH
+            _read(batch)
+            self._finish()
+        except BaseException:
+            self._stopped = True
+            raise
+        finally:
+            self._finish()  # drops what is queued if it is stopped
+            self._queue.join()
+        self._check()
+
+    def _hand_over(self, batch: list[_Job]) -> None:
+        """Give a batch to a thread or, when all are busy, read it here."""
+        self._check()
         while len(self._threads) < self._helpers:
             thread = Thread(target=self._work, name="weight-reader", daemon=True)
             try:
@@ -99,39 +121,37 @@ class _Readers:
         except Full:
             _read(batch)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Help with what is still queued."""
-        while not self._stopped:
+        while not self._queue.empty():
             try:
                 batch = self._queue.get_nowait()
             except Empty:
                 return
-            _read(batch or [])
+            try:
+                if not self._stopped:
+                    _read(batch or [])
+            except BaseException:
+                self._stopped = True
+                raise
+            finally:
+                self._queue.task_done()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise what a thread raised; to keep it here too would keep its frames' tensors alive."""
         if self._errors:
             raise self._errors.pop()
 
-    def stop(self) -> None:
-        """Drop what is still queued."""
-        self._stopped = True
-
-    def join(self) -> None:
-        """End the threads after the batches they have in hand."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-
     def _work(self) -> None:
         with torch.inference_mode(self._inference):
             while (batch := self._queue.get()) is not None:
-                if self._stopped:
-                    continue
                 try:
-                    _read(batch)
+                    if not self._stopped:
+                        _read(batch)
                 except BaseException as error:
                     if not self._stopped:
                         self._errors.append(error)
                     self._stopped = True
+                finally:
+                    del batch  # or it would be held until the next one comes
+                    self._queue.task_done()

@@ -1,0 +1,721 @@
+"""Weights pushed by a trainer into ranks that run: real processes over gloo.
+
+As a script, ``test_buckets.py DIRECTORY`` is those processes: one trainer (rank 0) and two ranks
+that share a model, which go through all cases in one group, one after another, and then, in groups
+of their own, those in which a rank is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from vllm_module import vLLMModule
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import ModelNotReadyError
+from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
+from vllm_module.weights import open_checkpoint, receive_weights, send_weights
+
+SIZE = 3
+TIMEOUT = 10.0  # of the groups, in seconds
+# Groups that break. Of four ranks, one is no neighbour of the dead one in gloo's rings.
+BROKEN = {"trainer killed": 4, "receiver killed": 4, "receiver interrupted": 3}
+KILLED = 2  # of them
+PAIRS = {f"t{i}": torch.full((3,), float(i)) for i in range(6)}  # a bucket of 48 bytes holds three
+STRANGE = {
+    "silent": ValueError(),
+    "terminal": ValueError("\x1b[2J\x00 and \r\n a lone \ud800"),
+    "long": ValueError("line\n" * 10_000),
+    "stop": StopIteration("inside"),
+    "interrupt": KeyboardInterrupt("inside"),
+}
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class Model(vLLMModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(8)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            8, [12, 20], bias=True, shard_names=["gate_proj", "up_proj"]
+        )
+        self.down_proj = RowParallelLinear(32, 8, params_dtype=torch.bfloat16)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    expected = Model().expected_weights()
+    return {
+        name: torch.rand(meta.shape, generator=generator, dtype=torch.float32).to(meta.dtype)
+        for name, meta in expected.items()
+    }
+
+
+def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
+    """Draw bytes and see them as every dtype that torch copies, in every form it has."""
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randint(0, 256, (6, 96), dtype=torch.uint8, generator=generator)
+    names = "bfloat16 float16 float32 float64 float8_e4m3fn float8_e5m2 float8_e8m0fnu complex64"
+    names += " complex128 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn_x2"
+    found = {name: matrix.view(getattr(torch, name)) for name in names.split()}
+    found["bool"] = matrix > 127
+    for name, tensor in list(found.items()):
+        found |= {
+            f"{name} transposed": tensor.t(),
+            f"{name} in steps": tensor[::2, 1::3],
+            f"{name} scalar": tensor[0, 0],
+            f"{name} empty": tensor[:0],
+            f"{name} expanded": tensor[0].expand(2, 3, -1),
+        }
+    found["conjugate"] = torch.view_as_complex(torch.rand(3, 2, generator=generator)).conj()
+    found["a name \ud800\n"] = torch.rand(3, generator=generator)
+    found["parameter"] = torch.nn.Parameter(torch.rand(3, generator=generator))
+    return found
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(as_bytes(one), as_bytes(other))
+    )
+
+
+class Rank:
+    """One of the processes: rank 0 sends, the others receive and share a model."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.number = dist.get_rank()
+        self.sharers = dist.new_group([1, 2])
+        self.cases: dict[str, Callable[[], Any]] = {}
+        with tensor_parallel(rank=0, size=1):
+            self.new = weights(7)
+            old = weights(3)
+        if self.number:
+            with tensor_parallel(group=self.sharers):
+                self.model, self.fresh = Model(), Model()
+            self.fresh.load_weights(self.new)
+            self.old = old
+        for name in dir(self):
+            if name.startswith("case_"):
+                self.cases[name[5:].replace("_", " ")] = getattr(self, name)
+        for size in (1, 100, 1 << 20):
+            for seed in range(4):
+                self.cases[f"bits {size} {seed}"] = lambda s=size, o=seed: self.update(s, o)
+        for kind in (*STRANGE, "unprintable"):
+            self.cases[f"strange {kind} sent"] = lambda k=kind: self.strange(k, 0)
+            self.cases[f"strange {kind} received"] = lambda k=kind: self.strange(k, 2)
+        for count in (0, 1, 2):
+            self.cases[f"sender fails after {count}"] = lambda c=count: self.sender_fails(c)
+        for bucket in (1, 2):
+            for mistake in ("refuses", "leaves"):
+                for who in (1, 2):
+                    self.cases[f"{who} {mistake} in bucket {bucket}"] = (
+                        lambda m=mistake, w=who, b=bucket: self.receiver_stops(m, w, 3 * b - 2)
+                    )
+        self.cases["last in step"] = lambda: self.update(100, 0)
+
+    def send(self, pairs: Any, bucket_bytes: Any = 48) -> None:
+        send_weights(pairs, bucket_bytes=bucket_bytes)
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        with receive_weights(src=0) as pairs:
+            return {name: tensor.clone() for name, tensor in pairs}
+
+    def load_old(self) -> dict[str, int]:
+        self.model.load_weights(self.old)
+        assert not self.is_new()
+        return {name: tensor.data_ptr() for name, tensor in self.model.state_dict().items()}
+
+    def is_new(self) -> bool:
+        state, fresh = self.model.state_dict(), self.fresh.state_dict()
+        return state.keys() == fresh.keys() and all(same(state[k], fresh[k]) for k in fresh)
+
+    def can_run(self) -> bool:
+        try:
+            self.model.check_ready()
+        except ModelNotReadyError:
+            return False
+        return True
+
+    def update(self, bucket_bytes: int, seed: int, pairs: Any = None) -> Any:
+        if self.number == 0:
+            pairs = list((pairs or self.new).items())
+            random.Random(seed).shuffle(pairs)
+            return send_weights(iter(pairs), bucket_bytes=bucket_bytes)
+        where = self.load_old()
+        with receive_weights(src=0) as received:
+            self.model.update_weights(received)
+        now = {name: tensor.data_ptr() for name, tensor in self.model.state_dict().items()}
+        return {"new": self.is_new(), "stayed": now == where, "runs": self.can_run()}
+
+    def case_from_a_file(self) -> Any:
+        if self.number:
+            return self.update(0, 0)
+        with open_checkpoint(self.directory / "checkpoint") as checkpoint:
+            return self.update(200, 0, dict(checkpoint))
+
+    def case_two_rounds(self) -> Any:
+        pairs = list(self.new.items())
+        if self.number == 0:
+            self.send(pairs[:3])
+            return self.send(pairs[3:])
+        self.load_old()
+        filled, was_new = [], []
+        for _ in range(2):
+            with receive_weights(src=0) as received:
+                filled.append(len(self.model.update_weights(received)))
+            was_new.append(self.is_new())
+        return {"filled": filled, "new": was_new}
+
+    def case_all_kinds(self) -> Any:
+        kinds = tensors_of_all_kinds()
+        if self.number == 0:
+            for bucket_bytes in (1, 700, 1 << 20):
+                send_weights(kinds, bucket_bytes=bucket_bytes)
+            return None
+        wrong = []
+        for _ in range(3):
+            received = self.collect()
+            assert list(received) == list(kinds)
+            wrong += [name for name, tensor in kinds.items() if not same(tensor, received[name])]
+        return {"wrong": wrong, "count": len(kinds)}
+
+    def case_one_memory(self) -> Any:
+        if self.number == 0:
+            return self.send({f"t{i}": torch.ones(12) * i for i in range(9)})
+        with receive_weights(src=0) as pairs:
+            kept = [tensor for _, tensor in pairs]
+        return {"places": len({tensor.data_ptr() for tensor in kept}), "first": kept[0].tolist()}
+
+    def case_nothing(self) -> Any:
+        if self.number == 0:
+            for nothing in ({}, [], iter(())):
+                self.send(nothing)
+            return self.send({"empty": torch.empty(0, 3)})
+        with receive_weights(src=0):
+            pass
+        return [len(self.collect()) for _ in range(3)]
+
+    def case_takes_all_and_asks_no_more(self) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        with receive_weights(src=0) as pairs:
+            return [next(pairs)[0] for _ in PAIRS]
+
+    def strange(self, kind: str, who: int) -> Any:
+        error = STRANGE.get(kind) or UnprintableError()
+
+        def broken() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from PAIRS.items()
+            raise error
+
+        if self.number == 0:
+            return self.send(PAIRS if who else broken())
+        with receive_weights(src=0) as pairs:
+            first = next(pairs)[0]
+            if self.number == who:
+                raise error
+            return [first, *(name for name, _ in pairs)]
+
+    def sender_fails(self, count: int) -> Any:
+        pairs = list(self.new.items())
+
+        def broken() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from pairs[:count]
+            raise OSError(f"the optimizer lost {pairs[count][0]}")
+
+        if self.number == 0:
+            return self.send(broken(), 1)
+        self.load_old()
+        try:
+            with receive_weights(src=0) as pairs:
+                self.model.update_weights(pairs)
+        finally:
+            self.note = {"runs": self.can_run()}
+
+    def receiver_stops(self, how: str, who: int, taken: int) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        with receive_weights(src=0) as pairs:
+            for count, (name, _) in enumerate(pairs, 1):
+                if self.number == who and count == taken:
+                    if how == "leaves":
+                        break
+                    raise LookupError(f"{name} is not wanted")
+        return None
+
+    def case_model_refuses(self) -> Any:
+        if self.number == 0:
+            return self.send({**self.new, "norm.scale": torch.ones(8)}, 1)
+        self.load_old()
+        try:
+            with receive_weights(src=0) as pairs:
+                if self.number == 2:
+                    pairs = ((k, v) for k, v in pairs if k != "norm.scale")
+                self.model.update_weights(pairs)
+        finally:
+            self.note = {"runs": self.can_run(), "new": self.is_new()}
+
+    def case_model_refuses_midway(self) -> Any:
+        if self.number == 0:
+            return self.send(self.new, 1)
+        self.load_old()
+        try:
+            with receive_weights(src=0) as pairs:
+                for count, (name, tensor) in enumerate(pairs):
+                    if self.number == 1 and count == 2:
+                        raise OverflowError(name)
+                    self.model.update_weights(iter([(name, tensor)]))
+        finally:
+            self.note = {"new": self.is_new()}
+
+    def case_closed_early(self) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        with receive_weights(src=0) as pairs:
+            if self.number == 1:
+                next(pairs)
+                pairs.close()  # type: ignore[attr-defined]
+            return [name for name, _ in pairs]
+
+    def case_failure_swallowed(self) -> Any:
+        if self.number == 0:
+            return self.send(iter([("a", torch.ones(1)), ("b", "no tensor")]))
+        with receive_weights(src=0) as pairs:
+            try:
+                list(pairs)
+            except Exception as error:
+                self.note = {"swallowed": type(error).__name__}
+
+    def case_used_too_late(self) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        kept = None
+        try:
+            with receive_weights(src=0) as kept:
+                next(kept)
+                if self.number == 1:
+                    raise LookupError
+                list(kept)
+        except Exception:
+            return next(kept)
+
+    def case_two_fail(self) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        with receive_weights(src=0):
+            raise LookupError(f"of {self.number}")
+
+    def case_all_fail(self) -> Any:
+        if self.number == 0:
+            return self.send([("a", torch.ones(1)), ("b", "no tensor")])
+        with receive_weights(src=0):
+            raise LookupError(f"of {self.number}")
+
+    def case_cannot_be_packed(self) -> Any:
+        if self.number == 0:
+            return self.send({"x": torch.ones(2), "m": torch.empty(3, device="meta")})
+        return list(self.collect())
+
+    def case_bucket_of_nothing(self) -> Any:
+        return self.collect() if self.number else self.send(PAIRS, 0)
+
+    def case_name_no_text(self) -> Any:
+        return self.collect() if self.number else self.send({3: torch.ones(1)})
+
+    def case_no_memory(self) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        with receive_weights(src=0) as pairs:
+            if self.number == 2:
+                torch.empty = no_memory  # type: ignore[assignment]
+            try:
+                return [name for name, _ in pairs]
+            finally:
+                torch.empty = EMPTY  # type: ignore[assignment]
+
+    def case_two_send(self) -> Any:
+        return self.collect() if self.number == 1 else self.send(PAIRS)
+
+    def case_nobody_sends(self) -> Any:
+        return self.collect()
+
+    def case_another_source(self) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        with receive_weights(src=self.number - 1) as pairs:
+            return list(pairs)
+
+    def case_another_device(self) -> Any:
+        if self.number == 0:
+            return self.send(PAIRS)
+        with receive_weights(src=0, device="meta" if self.number == 2 else None) as pairs:
+            return list(pairs)
+
+    def case_subgroup(self) -> Any:
+        if self.number == 0:
+            return None
+        if self.number == 2:
+            send_weights(PAIRS, group=self.sharers)
+            return send_weights(PAIRS, group=self.sharers)
+        with receive_weights(src=1, group=self.sharers) as pairs:
+            self.note["names"] = list(dict(pairs))
+        with receive_weights(src=2, group=self.sharers) as pairs:  # its number in the world
+            return len(dict(pairs))
+
+    def run_all(self) -> None:
+        for name, case in self.cases.items():
+            self.note: dict[str, Any] = {}
+            file = self.directory / f"{name}.{self.number}"
+            try:
+                self.note["returned"] = case()
+            except BaseException as error:
+                write(file, self.note, error)
+            else:
+                write(file, self.note)
+
+
+def write(file: Path, note: dict[str, Any], error: BaseException | None = None) -> None:
+    if error is not None:
+        note["raised"] = type(error).__name__
+        note["message"] = "" if isinstance(error, UnprintableError) else str(error)
+        note["ranks"] = list(getattr(error, "ranks", ()))
+        note["cause"] = type(error.__cause__).__name__
+    file.write_text(json.dumps(note, default=repr))
+
+
+EMPTY = torch.empty
+
+
+def no_memory(*size: Any, **options: Any) -> torch.Tensor:
+    if size == (48,):
+        raise torch.OutOfMemoryError("of this device")
+    return EMPTY(*size, **options)
+
+
+def break_off(directory: Path, name: str, number: int) -> None:
+    """Let a rank break off while weights are sent; the others stay until all have noticed."""
+    event = directory / f"{name}.event"
+
+    def happen(what: signal.Signals) -> None:
+        event.touch()
+        os.kill(os.getpid(), what)
+
+    def pairs_and_end() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from PAIRS.items()
+        if name == "trainer killed":
+            happen(signal.SIGKILL)
+        time.sleep(0.6)  # receivers wait for the last bucket meanwhile
+
+    try:
+        if number == 0:
+            send_weights(pairs_and_end(), bucket_bytes=48)
+        else:
+            with receive_weights(src=0) as pairs:
+                for tensor_name, _ in pairs:
+                    if number == 1 and name == "receiver killed":
+                        happen(signal.SIGKILL)
+                    if number == 1 and name == "receiver interrupted" and tensor_name == "t2":
+                        threading.Timer(0.3, happen, [signal.SIGINT]).start()
+    except BaseException as error:
+        note = {"seconds": time.time() - event.stat().st_mtime}
+        write(directory / f"{name}.{number}", note, error)
+        end = time.time() + 0.8 * TIMEOUT
+        while len(list(directory.glob(f"{name}.[0-3]"))) < 3 and time.time() < end:
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """Run the script; give what came of a case on each rank."""
+    directory = tmp_path_factory.mktemp("buckets")
+    # From 3.12 on Python warns of forks beside threads; torch has some that do nothing yet.
+    allowed = "ignore:This process:DeprecationWarning"
+    script = [sys.executable, "-W", "error", "-W", allowed, __file__, str(directory)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def notes(case: str) -> list[dict[str, Any]]:
+        files = [directory / f"{case}.{rank}" for rank in range(BROKEN.get(case, SIZE))]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+    return notes
+
+
+Ran = Callable[[str], list[dict[str, Any]]]
+
+
+def raised(notes: list[dict[str, Any]]) -> list[str | None]:
+    return [note.get("raised") for note in notes]
+
+
+def test_the_old_weights_are_not_the_new_ones() -> None:
+    """What an update is compared with differs in every tensor from what it begins with."""
+    old, new = weights(3), weights(7)
+    assert len(new) == 7
+    assert not any(same(old[name], new[name]) for name in new)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_update_gives_the_bits_of_a_fresh_load(ran: Ran, bucket_bytes: int, seed: int) -> None:
+    """Any bucket size and any order give each rank its shards, in the memory it had."""
+    expected = {"returned": {"new": True, "stayed": True, "runs": True}}
+    assert ran(f"bits {bucket_bytes} {seed}") == [{"returned": None}, expected, expected]
+
+
+@pytest.mark.parametrize("case", ["from a file", "last in step"])
+def test_handles_are_sent_and_failures_leave_ranks_in_step(ran: Ran, case: str) -> None:
+    """A checkpoint's handles arrive like tensors; so does what is sent after failed rounds."""
+    expected = {"returned": {"new": True, "stayed": True, "runs": True}}
+    assert ran(case) == [{"returned": None}, expected, expected]
+
+
+def test_rounds_follow_each_other(ran: Ran) -> None:
+    """Weights may be sent in several calls, and the last one completes them."""
+    expected = {"returned": {"filled": [2, 3], "new": [False, True]}}
+    assert ran("two rounds")[1:] == [expected, expected]
+
+
+def test_every_dtype_and_form_arrives(ran: Ran) -> None:
+    """Scalars, empty, expanded and strided tensors of all dtypes arrive with their very bits."""
+    count = len(tensors_of_all_kinds())
+    assert count > 100
+    assert ran("all kinds")[1:] == [{"returned": {"wrong": [], "count": count}}] * 2
+
+
+def test_one_bucket_of_memory_is_used_again(ran: Ran) -> None:
+    """Tensors of all buckets lie in one memory: who keeps one finds the last bucket's values."""
+    expected = {"returned": {"places": 1, "first": [8.0] * 12}}
+    assert ran("one memory")[1:] == [expected, expected]
+
+
+def test_nothing_and_nothing_more_are_well(ran: Ran) -> None:
+    """No pair at all is sent well, and who took the last tensor need not ask for another."""
+    assert ran("nothing") == [{"returned": None}] + [{"returned": [0, 0, 1]}] * 2
+    names = list(PAIRS)
+    assert ran("takes all and asks no more") == [{"returned": None}] + [{"returned": names}] * 2
+
+
+@pytest.mark.parametrize(("count", "runs"), [(0, True), (1, True), (2, False)])
+def test_a_trainer_that_fails_breaks_every_update(ran: Ran, count: int, runs: bool) -> None:
+    """Receivers raise its message, and a model to which a bucket was written refuses to run."""
+    sender, *receivers = ran(f"sender fails after {count}")
+    text = f"the optimizer lost {list(weights(7))[count]}"
+    assert (sender["raised"], sender["message"]) == ("OSError", text)
+    for note in receivers:
+        assert (note["raised"], note["runs"]) == ("WeightReadError", runs)
+        assert f"rank 0 of 3 failed: OSError: {text}\n" in note["message"]
+
+
+@pytest.mark.parametrize("bucket", [1, 2])
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_receiver_that_refuses_stops_all(ran: Ran, who: int, bucket: int) -> None:
+    """Its error stays what it is; the trainer and the other receivers name it, in every bucket."""
+    notes = ran(f"{who} refuses in bucket {bucket}")
+    own = notes.pop(who)
+    text = f"t{3 * bucket - 3} is not wanted"
+    assert (own["raised"], own["message"]) == ("LookupError", text)
+    for note in notes:
+        assert (note["raised"], note["ranks"]) == ("RankError", [who])
+        assert note["message"].startswith(f"rank {who} of 3 failed: LookupError: {text}\n")
+
+
+@pytest.mark.parametrize("bucket", [1, 2])
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_receiver_that_leaves_early_is_named_by_all(ran: Ran, who: int, bucket: int) -> None:
+    """To leave tensors untaken is an error on every rank, the one that left included."""
+    for rank, note in enumerate(ran(f"{who} leaves in bucket {bucket}")):
+        assert (note["raised"], note["ranks"]) == ("RankError", [who])
+        name = f"rank {who} of 3" + (" (this one)" if rank == who else "")
+        assert note["message"].startswith(f"{name} left the block of receive_weights before")
+
+
+def test_an_iterator_that_is_closed_was_not_exhausted(ran: Ran) -> None:
+    """To close the iterator and go on as if it had ended is to leave early."""
+    assert [note["ranks"] for note in ran("closed early")] == [[1]] * 3
+
+
+def test_a_name_the_model_refuses_is_told_to_the_trainer(ran: Ran) -> None:
+    """The model's report stays an error of its own on its rank, and the others quote it."""
+    sender, refuser, other = ran("model refuses")
+    assert refuser["raised"] == "UnexpectedWeightError"
+    assert not refuser["runs"]
+    for note in (sender, other):
+        assert (note["raised"], note["ranks"]) == ("RankError", [1])
+        assert "failed: UnexpectedWeightError: Model refuses" in note["message"]
+        assert "norm.scale" in note["message"]
+
+
+def test_a_refusal_midway_stops_the_others_midway(ran: Ran) -> None:
+    """No rank has all new weights when one has stopped before the end."""
+    notes = ran("model refuses midway")
+    assert raised(notes) == ["RankError", "OverflowError", "RankError"]
+    assert not any(note["new"] for note in notes[1:])
+
+
+def test_several_failures_are_all_told(ran: Ran) -> None:
+    """The trainer names all receivers that failed; what a rank raised itself comes first."""
+    sender, *receivers = ran("two fail")
+    assert sender["ranks"] == [1, 2]
+    assert "rank 2 of 3 failed: LookupError: of 2" in sender["message"]
+    assert raised(receivers) == ["LookupError"] * 2
+    assert raised(ran("all fail")) == ["TypeError", "LookupError", "LookupError"]
+
+
+@pytest.mark.parametrize("kind", [*STRANGE, "unprintable"])
+def test_errors_of_any_kind_and_text_are_told(ran: Ran, kind: str) -> None:
+    """Text that is empty, broken, endless or steers a terminal is told, short and escaped."""
+    error = type(STRANGE.get(kind) or UnprintableError()).__name__
+    sender, *receivers = ran(f"strange {kind} sent")
+    # A generator must not raise StopIteration: Python makes it a RuntimeError.
+    sent = "RuntimeError" if kind == "stop" else error
+    assert raised([sender, *receivers]) == [sent, "WeightReadError", "WeightReadError"]
+    other_sender, other, own = ran(f"strange {kind} received")
+    assert raised([other_sender, other, own]) == ["RankError", "RankError", error]
+    for note in (*receivers, other_sender, other):
+        assert f"failed: {sent if note in receivers else error}" in note["message"]
+        assert len(note["message"]) < 500
+        assert all(line.isprintable() for line in note["message"].splitlines())
+
+
+def test_a_failure_cannot_be_swallowed(ran: Ran) -> None:
+    """A block that goes on after the iterator raised raises the same on leaving."""
+    sender, *receivers = ran("failure swallowed")
+    assert sender["raised"] == "TypeError"
+    for note in receivers:
+        assert note["raised"] == note["swallowed"] == "WeightReadError"
+        assert "expected pairs of name and tensor" in note["message"]
+
+
+def test_the_iterator_ends_with_its_block(ran: Ran) -> None:
+    """Taken up after its block, it says so, instead of a step that nobody else makes."""
+    note = ran("used too late")[1]
+    assert note["raised"] == "RuntimeError"
+    assert "block of receive_weights was left" in note["message"]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("cannot be packed", "WeightReadError", "m (Tensor, torch.float32) cannot be packed"),
+        ("bucket of nothing", "ValueError", "bucket_bytes is 0"),
+        ("name no text", "TypeError", "got 3 and Tensor"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_on_all_ranks(
+    ran: Ran, case: str, kind: str, text: str
+) -> None:
+    """A trainer's mistake is raised by it, and told to receivers that wait already."""
+    sender, *receivers = ran(case)
+    assert sender["raised"] == kind
+    assert raised(receivers) == ["WeightReadError"] * 2
+    assert all(text in note["message"] for note in (sender, *receivers))
+
+
+def test_a_rank_without_memory_for_a_bucket_stops_all(ran: Ran) -> None:
+    """Ranks make room before bytes travel: one that cannot is named, not waited for."""
+    sender, other, own = ran("no memory")
+    assert own["raised"] == "OutOfMemoryError"
+    assert sender["ranks"] == other["ranks"] == [2]
+    assert "OutOfMemoryError: of this device" in sender["message"]
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "text"),
+    [
+        ("two send", [0, 2], "of 3 ranks 2 send: [0, 2]"),
+        ("nobody sends", [], "of 3 ranks 0 send"),
+        ("another source", [2], "receives with src=1, but rank 0 sends"),
+        ("another device", [2], "receives on meta, but cpu is sent"),
+    ],
+)
+def test_calls_that_do_not_belong_together_are_told(
+    ran: Ran, case: str, ranks: list[int], text: str
+) -> None:
+    """Ranks that disagree on who sends, or on where buckets are, all raise the same."""
+    for note in ran(case):
+        assert (note["raised"], note["ranks"]) == ("RankError", ranks)
+        assert text in note["message"]
+
+
+def test_a_subgroup_has_numbers_of_its_own(ran: Ran) -> None:
+    """Sources and failures are numbered in the group, and messages add the world's number."""
+    notes = ran("subgroup")
+    assert notes[1]["names"] == list(PAIRS)
+    for note in notes[1:]:
+        assert note["ranks"] == [0]
+        assert "rank 0 of 2 (rank 1 of the world)" in note["message"]
+        assert "receives with src=2, but rank 1 sends" in note["message"]
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"), [("trainer killed", 0), ("receiver killed", 1), ("receiver interrupted", 1)]
+)
+def test_a_rank_that_is_killed_or_interrupted_holds_up_nobody(
+    ran: Ran, case: str, rank: int
+) -> None:
+    """The others say so long before the group's timeout, though none of them ends."""
+    notes = ran(case)
+    own = notes.pop(rank)
+    assert own.get("raised") == ("KeyboardInterrupt" if "interrupted" in case else None)
+    for note in notes:
+        assert (note["raised"], note["cause"]) == ("RankError", "RuntimeError")
+        assert "lost touch with the others" in note["message"]
+        assert note["seconds"] < TIMEOUT / 2
+
+
+def main(directory: Path) -> None:
+    free_port = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["free_port"]
+    torch.set_num_threads(1)
+    with tensor_parallel(rank=0, size=1):
+        (directory / "checkpoint").mkdir()
+        save_file(weights(7), directory / "checkpoint/model.safetensors")
+    pids = []
+    for name, size in {"all": SIZE, **BROKEN}.items():
+        port = free_port()
+        for number in range(size):
+            if (pid := os.fork()) == 0:
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                wait = timedelta(seconds=TIMEOUT)
+                dist.init_process_group("gloo", rank=number, world_size=size, timeout=wait)
+                if name in BROKEN:
+                    break_off(directory, name, number)
+                else:
+                    Rank(directory).run_all()
+                    dist.destroy_process_group()
+                os._exit(0)
+            pids.append(pid)
+    killed = [os.waitpid(pid, 0)[1] for pid in pids]
+    assert sorted(killed) == [0] * (len(pids) - KILLED) + [signal.SIGKILL] * KILLED
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,26 @@
+"""Methods of quantization: which parameters a layer has, and how it multiplies by them."""
+
+from vllm_module.quantization.eight_bit import EightBitMethod
+from vllm_module.quantization.kv_cache import QuantizableKVCache
+from vllm_module.quantization.method import (
+    QuantizableLayer,
+    QuantizeMethod,
+    UnquantizedMethod,
+)
+from vllm_module.quantization.quantize import quantize
+from vllm_module.quantization.rules import Rules, online, rules_for
+from vllm_module.quantization.scheme import ONLINE, Scheme
+
+__all__ = [
+    "ONLINE",
+    "EightBitMethod",
+    "QuantizableKVCache",
+    "QuantizableLayer",
+    "QuantizeMethod",
+    "Rules",
+    "Scheme",
+    "UnquantizedMethod",
+    "online",
+    "quantize",
+    "rules_for",
+]

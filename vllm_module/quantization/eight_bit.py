@@ -1,0 +1,102 @@
+"""Weights in eight bits, stored so or quantized while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from vllm_module.errors import WeightReadError
+from vllm_module.kernels.scaled_matmul import scaled_matmul
+from vllm_module.ledger import Conversion
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    PerTensorScaleParameter,
+)
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.online import QuantizeOnline, rows_and_block
+from vllm_module.quantization.scheme import Scheme
+
+_CHUNK = 1 << 22  # numbers that are looked at at a time
+
+
+class EightBitMethod(QuantizeMethod):
+    """A weight in eight bits with scales, stored so or quantized while it is loaded."""
+
+    processes = True
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return ``weight``, its scale (float32) and, where stored, ``input_scale``."""
+        scheme, output = self.scheme, layer.output
+        rank, size, wide = layer.tp_group.rank, layer.tp_group.size, torch.float32
+        scale: BasevLLMParameter
+        if scheme.strategy == "tensor":
+            scale = PerTensorScaleParameter(output, tp_rank=rank, tp_size=size, dtype=wide)
+        elif scheme.strategy == "channel":
+            scale = ChannelQuantScaleParameter(output, tp_rank=rank, tp_size=size, dtype=wide)
+        else:
+            scale = BlockQuantScaleParameter(
+                output, layer.input, block=scheme.block, tp_rank=rank, tp_size=size, dtype=wide
+            )
+        created: dict[str, BasevLLMParameter]
+        created = {"weight": layer.new_weight(scheme.dtype), scheme.scale_name: scale}
+        if scheme.activations == "static":
+            created["input_scale"] = PerTensorScaleParameter(
+                output, tp_rank=rank, tp_size=size, dtype=wide
+            )
+        return created
+
+    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
+        if not self.scheme.online:
+            return {}
+        return {"weight": QuantizeOnline(self.scheme, layer.params_dtype)}
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Refuse scales and weights that are no numbers to compute with."""
+        scale = getattr(layer, self.scheme.scale_name)
+        if self.scheme.online:  # a number that is not finite makes its scale so
+            _demand(
+                scale, torch.isfinite, "weight", "holds NaN or infinity: it cannot be quantized"
+            )
+            return
+        what = "must be finite and not negative"
+        _demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, what)
+        if self.scheme.activations == "static":
+            static = layer.get_parameter("input_scale")
+            what = "must be finite and positive"
+            _demand(static, lambda x: x.isfinite() & (x > 0), "input_scale", what)
+        if self.scheme.dtype == torch.float8_e4m3fn:
+            # NaN has every bit but the sign; there is no infinity.
+            _demand(
+                layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", "holds NaN"
+            )
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        scheme = self.scheme
+        scale, block = rows_and_block(layer, scheme)
+        static = None
+        if scheme.activations == "static":  # one input for all slots, which the largest one holds
+            static = layer.get_parameter("input_scale").max()
+        quantized = scheme.activations != "none"
+        return scaled_matmul(x, layer.weight, scale, block, bias, static, quantize_input=quantized)
+
+
+def _demand(
+    parameter: nn.Parameter, good: Callable[[torch.Tensor], torch.Tensor], name: str, what: str
+) -> None:
+    """Refuse a parameter's first slot that is not good all over; ``name`` is what it is called."""
+    assert isinstance(parameter, BasevLLMParameter)
+    for slot in parameter.slots:
+        region = parameter.region(slot)
+        rows = max(1, _CHUNK // max(1, region[:1].numel()))  # masks are as large as what they mask
+        parts = (region[first : first + rows] for first in range(0, len(region), rows))
+        if not all(bool(good(part).all()) for part in parts):
+            raise WeightReadError(f"{name}{f' (slot {slot!r})' if slot else ''} {what}")

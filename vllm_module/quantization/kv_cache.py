@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import torch
+
+from vllm_module.errors import WeightReadError
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import Dim, PerTensorScaleParameter
+
+
+class QuantizableKVCache(vLLMModule):
+    """A layer with a cache of keys and values, which an FP8 checkpoint may have scales for.
+
+    Attributes:
+        k_scale, v_scale: float32 ``[1]``; the cache holds keys and values divided by them. ``None``
+            without :meth:`create_kv_scales`.
+
+    """
+
+    k_scale: PerTensorScaleParameter | None
+    v_scale: PerTensorScaleParameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_scale = self.v_scale = None
+
+    def create_kv_scales(self) -> None:
+        """Expect ``k_scale`` and ``v_scale`` of a checkpoint, beside this layer."""
+        self.stored_beside = ("k_scale", "v_scale")
+        for name in self.stored_beside:
+            scale = PerTensorScaleParameter(Dim.whole(1), tp_rank=0, tp_size=1, dtype=torch.float32)
+            self.register_parameter(name, scale)
+
+    @property
+    def processes(self) -> bool:
+        return self.k_scale is not None
+
+    def process_weights_after_loading(self) -> None:
+        for name in self.stored_beside:
+            scale = self.get_parameter(name)
+            if not bool((scale.isfinite() & (scale > 0)).all()):
+                raise WeightReadError(f"{name} must be finite and positive, got {scale.item()}")

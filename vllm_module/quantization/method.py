@@ -1,0 +1,107 @@
+"""What a method of quantization is, and the layers that take one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional as F
+
+from vllm_module.distributed import TensorParallelGroup
+from vllm_module.ledger import Conversion
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
+
+
+class QuantizeMethod(ABC):
+    """How layers hold their weight ``[output, input]`` and multiply by it; one serves many.
+
+    Attributes:
+        processes: whether ``process_weights_after_loading`` does anything.
+
+    """
+
+    processes = False
+
+    @abstractmethod
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return the layer's parameters, on meta, by name; ``weight`` is among them."""
+
+    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
+        """Return what converts checkpoint tensors as they arrive, for parameters that need it."""
+        return {}
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Check, or work out, what the layer runs with once its weights are complete."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map ``x [..., input]`` to ``[..., output]``."""
+
+
+class UnquantizedMethod(QuantizeMethod):
+    """A weight in the layer's own dtype."""
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        return {"weight": layer.new_weight(layer.params_dtype)}
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+class QuantizableLayer(vLLMModule):
+    """A layer with a weight ``[output, input]`` that a method of quantization holds and applies.
+
+    Attributes:
+        output, input: the weight's features, the same description on every rank.
+        params_dtype: of the weight before it is quantized.
+        quant_method: creates, processes and applies the weight.
+
+    """
+
+    weight: ModelWeightParameter
+    tp_group: TensorParallelGroup
+    output: Dim
+    input: Dim
+    params_dtype: torch.dtype
+    quant_method: QuantizeMethod = UnquantizedMethod()
+
+    def create_weight(self, output: Dim, input: Dim, params_dtype: torch.dtype) -> None:
+        """Describe the weight and create it, unquantized, on meta."""
+        self.output, self.input, self.params_dtype = output, input, params_dtype
+        self._parameters |= self.quant_method.create_weights(self)
+
+    def quantize(self, method: QuantizeMethod) -> None:
+        """Have ``method`` create the weight, in place of the one that is there on meta.
+
+        Raises ``ShardingError`` where this rank's shard and the method's blocks do not fit, and
+        ``RuntimeError`` once the layer was loaded.
+        """
+        names = self.quant_method.create_weights(self).keys()
+        if not all(self.get_parameter(name).is_meta for name in names):
+            raise RuntimeError(f"{type(self).__name__} is loaded: quantize it before it is")
+        created = method.create_weights(self)
+        others = {name: p for name, p in self._parameters.items() if name not in names}
+        self._parameters = {**created, **others}
+        self.quant_method = method
+        self.conversions = method.conversions(self)
+
+    def new_weight(self, dtype: torch.dtype) -> ModelWeightParameter:
+        """Return a weight of ``dtype``, on meta."""
+        rank, size = self.tp_group.rank, self.tp_group.size
+        return ModelWeightParameter(
+            self.output, self.input, tp_rank=rank, tp_size=size, dtype=dtype
+        )
+
+    @property
+    def processes(self) -> bool:
+        return self.quant_method.processes
+
+    def process_weights_after_loading(self) -> None:
+        self.quant_method.process_weights_after_loading(self)

@@ -1,0 +1,127 @@
+"""Quantizing weights as they arrive, a part at a time: no layer is ever held in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_module.kernels.quantize import dequantize, quantize
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.quantization.method import QuantizableLayer
+from vllm_module.quantization.scheme import Scheme
+from vllm_module.weights import Destination, Weight, read_into
+
+_PIECE = 4 << 20  # bytes of the checkpoint read at a time, where a scale does not span more
+
+
+@dataclass(frozen=True)
+class QuantizedRegion:
+    """Where part of a weight goes, and its scales: both are made of what is received.
+
+    Shapes: quantized ``[rows, columns]``, scale ``[row blocks, column blocks]``.
+    """
+
+    quantized: torch.Tensor
+    scale: torch.Tensor
+    block: tuple[int, int]
+
+    def receive(self, weight: Weight) -> None:
+        if not isinstance(weight, torch.Tensor):
+            device = self.quantized.device
+            wide = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            read_into(weight, wide)
+            weight = wide
+        quantize(weight.to(self.quantized.device), self.quantized, self.scale, self.block)
+
+
+class QuantizeOnline:
+    """Turns a full-precision ``weight`` into one of eight bits and its scales.
+
+    A scale is made of what this rank keeps of a tensor, and so depends on the cut where it spans
+    one: per tensor, and per channel of a row-parallel layer. Each rank's scale is then at most the
+    unsharded one, and so is the error (:meth:`Scheme.error_bound`).
+    """
+
+    def __init__(self, scheme: Scheme, dtype: torch.dtype) -> None:
+        self.scheme, self.dtype = scheme, dtype
+        self.makes: Sequence[str] = (scheme.scale_name,)
+
+    def jobs(
+        self, module: QuantizableLayer, weight: Weight, slot: str | None
+    ) -> Iterator[tuple[Weight, Destination]]:
+        parameter, scale = module.weight, getattr(module, self.scheme.scale_name)
+        first = 0
+        for declared in module.output.slots:
+            if slot is None or slot == declared.name:
+                stored = weight if slot is not None else weight.narrow(0, first, declared.size)
+                yield from self._slot(parameter, scale, stored, declared.name)
+            first += declared.size
+
+    def restored(self, module: QuantizableLayer) -> torch.Tensor:
+        """Return the weight multiplied by its scales, in float32."""
+        return dequantize(module.weight, *rows_and_block(module, self.scheme), dtype=torch.float32)
+
+    def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the bound of the scheme, by scales of the whole tensor."""
+        block = self._block(*stored.shape)
+        rows, columns = (-(-size // of) for size, of in zip(stored.shape, block, strict=True))
+        scale = stored.new_empty(rows, columns, dtype=torch.float32)
+        quantize(stored, torch.empty_like(stored, dtype=self.scheme.dtype), scale, block)
+        scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        scale = scale[: stored.shape[0], : stored.shape[1]]
+        return self.scheme.error_bound(stored.float(), scale)
+
+    def _block(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the rows and columns that share a scale of a slot's ``rows`` and ``columns``."""
+        if self.scheme.strategy == "block":
+            return self.scheme.block
+        return (rows if self.scheme.strategy == "tensor" else 1), columns
+
+    def _slot(
+        self,
+        parameter: BasevLLMParameter,
+        scale: BasevLLMParameter,
+        stored: Weight,
+        slot: str,
+    ) -> Iterator[tuple[Weight, Destination]]:
+        scales = scale.region(slot)
+        kept = next(parameter.cut(stored, slot), None)
+        if kept is None:
+            scales.fill_(1)  # of padding alone
+            return
+        source, target = kept
+        rows, columns = target.shape
+        tall, wide = self._block(rows, columns)
+        scales = scales.view(-1, -(-columns // wide))
+        row_bytes = max(1, columns * source.dtype.itemsize)
+        # What is in memory is taken whole.
+        blocks = (
+            1 + rows // tall if isinstance(source, torch.Tensor) else _PIECE // (row_bytes * tall)
+        )
+        step = max(1, blocks) * tall
+        for top in range(0, rows, step):
+            count = min(step, rows - top)
+            region = QuantizedRegion(
+                target.narrow(0, top, count),
+                scales.narrow(0, top // tall, -(-count // tall)),
+                (min(tall, count), wide),
+            )
+            yield source.narrow(0, top, count), region
+
+
+def rows_and_block(layer: QuantizableLayer, scheme: Scheme) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Return a layer's scales as a matmul takes them, and the rows and columns that share one.
+
+    Each slot keeps the scale that its own numbers need, whatever its neighbours'; a matmul takes
+    one a row.
+    """
+    weight, scale = layer.weight, getattr(layer, scheme.scale_name)
+    if scheme.strategy == "block":
+        return scale, scheme.block
+    if scheme.strategy == "tensor":
+        rooms = [shard.room for shard in weight.shards[0]]
+        rows = [scale[slot : slot + 1].expand(room) for slot, room in enumerate(rooms)]
+        scale = torch.cat(rows).unsqueeze(1)
+    return scale, (1, weight.shape[1])

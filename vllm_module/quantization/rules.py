@@ -1,0 +1,223 @@
+"""Which layer is quantized how: from what the user asks for, or from a checkpoint's config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from vllm_module.config import QuantizationConfig
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.quantization.scheme import ONLINE, Activations, Scheme
+
+Rule = tuple[str, Scheme | None]
+EVERY_LAYER = "Linear"  # as compressed-tensors says it, by PyTorch's class
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules of target and scheme (``None``: not quantized), of which a layer takes the first.
+
+    A target is a name, which stands for itself, for all that is below it and for what ends with it,
+    whole components compared; ``re:`` and a regular expression that matches a name's beginning; or
+    ``Linear``, which is every layer that can be quantized.
+
+    Attributes:
+        demanded: targets that the user wrote, and that have to be found.
+        kv_cache: whether the checkpoint has scales for keys and values.
+
+    """
+
+    rules: tuple[Rule, ...]
+    demanded: tuple[str, ...] = ()
+    kv_cache: bool = False
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """Return the scheme of the layer that a checkpoint calls ``name``."""
+        return next((scheme for target, scheme in self.rules if matches(target, name)), None)
+
+
+def matches(target: str, name: str) -> bool:
+    """Tell whether a layer's ``name`` is one that ``target`` stands for."""
+    if target == EVERY_LAYER:
+        return True
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), name) is not None
+    return f".{name}.".startswith(f".{target}.") or f".{name}.".endswith(f".{target}.")
+
+
+def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules | None:
+    """Return the rules for a checkpoint, ``None`` where nothing is quantized.
+
+    Args:
+        asked: ``ModelConfig.quantization``.
+        stored: ``quantization_config`` of the checkpoint's config.json, ``None`` if there is none.
+
+    Raises:
+        UnsupportedModelError: the two contradict each other, or no method here implements it.
+        CheckpointFormatError: ``stored`` makes no sense.
+
+    """
+    if stored is None:
+        if asked == "compressed-tensors":
+            raise UnsupportedModelError(
+                "quantization 'compressed-tensors' was asked for, but config.json has no "
+                f"quantization_config: to quantize while loading, ask for one of {_names(ONLINE)}"
+            )
+        return None if asked is None else online(asked)
+    if not isinstance(stored, Mapping):
+        raise CheckpointFormatError(
+            f"quantization_config of config.json must be an object, got {stored!r:.100}"
+        )
+    method = stored.get("quant_method")
+    if method not in _STORED:
+        raise UnsupportedModelError(
+            f"the checkpoint is quantized by {method!r:.100} (quantization_config of config.json): "
+            f"expected one of {_names(_STORED)}"
+        )
+    if asked not in (None, method):
+        raise UnsupportedModelError(
+            f"quantization {getattr(asked, 'scheme', asked)!r} was asked for, but "
+            f"the checkpoint is quantized already, by {method!r} (quantization_config of "
+            "config.json): leave it out, or take the checkpoint in full precision"
+        )
+    return _STORED[method](stored)
+
+
+def online(asked: str | QuantizationConfig) -> Rules:
+    """Return the rules that quantize a full-precision checkpoint while it is loaded."""
+    if isinstance(asked, str):
+        name: Any = "fp8_per_tensor" if asked == "fp8" else asked
+        asked = QuantizationConfig(scheme=name)
+    schemes = {
+        name: replace(scheme, block=asked.weight_block_size) for name, scheme in ONLINE.items()
+    }
+    rules: list[Rule] = [
+        (_target(target), None if name == "none" else schemes[name])
+        for target, name in asked.overrides.items()
+    ]
+    rules += [(_target(target), None) for target in asked.ignore]
+    written = {*asked.overrides, *asked.ignore} - {"lm_head"}  # which models may lack
+    return Rules((*rules, (EVERY_LAYER, schemes[asked.scheme])), tuple(sorted(written)))
+
+
+class _FP8(BaseModel):
+    """``quant_method: fp8``, as DeepSeek-V3, Qwen3-FP8, Mistral and vLLM's own exports write it."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: tuple[PositiveInt, PositiveInt] | None = None
+    modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+    kv_cache_scheme: object = None
+
+
+def _fp8(stored: Mapping[str, Any]) -> Rules:
+    try:
+        config = _FP8(**stored)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    block = config.weight_block_size
+    if block and config.activation_scheme == "static":
+        raise UnsupportedModelError(
+            "quantization_config of config.json: static activations with a weight_block_size are "
+            "not supported: expected dynamic ones"
+        )
+    scheme = (
+        Scheme("block", block=block, scale_name="weight_scale_inv")
+        if block
+        else Scheme("tensor", activations=config.activation_scheme)
+    )
+    # None of them quantizes the head, and not all of them say so.
+    ignored = [*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()), "lm_head"]
+    rules = [(_target(target), None) for target in ignored]
+    return Rules((*rules, (EVERY_LAYER, scheme)), kv_cache=bool(config.kv_cache_scheme))
+
+
+def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
+    try:
+        from compressed_tensors.quantization import QuantizationConfig as Schema
+    except ImportError:
+        raise UnsupportedModelError(
+            "the checkpoint is in the layout of compressed-tensors, whose library reads its "
+            "configuration: pip install 'vllm-module[compressed-tensors]'"
+        ) from None
+    try:
+        config = Schema.model_validate(dict(stored))
+    except (ValidationError, ValueError) as error:
+        raise _invalid(error) from None
+    rules: list[Rule] = [(_target(target), None) for target in config.ignore or ()]
+    for name, group in config.config_groups.items():
+        scheme = _compressed_scheme(f"config_groups.{name}", group)
+        rules += [(_target(target), scheme) for target in group.targets]
+    # A layer of its own name goes before those that a class stands for.
+    rules.sort(key=lambda rule: rule[0] == EVERY_LAYER)
+    return Rules(tuple(rules), kv_cache=_has_kv_scales(config.kv_cache_scheme))
+
+
+def _compressed_scheme(where: str, group: Any) -> Scheme:
+    weights, inputs = group.weights, group.input_activations
+    strategy = getattr(weights, "strategy", None)
+    strategy = str(getattr(strategy, "value", strategy))
+    eight_bit_float = weights is not None and (weights.num_bits, weights.type) == (8, "float")
+    if (
+        not eight_bit_float
+        or not weights.symmetric
+        or strategy not in ("tensor", "channel", "block")
+    ):
+        raise _unsupported(
+            f"{where}.weights", "symmetric FP8 per tensor, channel or block", weights
+        )
+    if group.output_activations is not None:
+        raise _unsupported(f"{where}.output_activations", "none", group.output_activations)
+    activations: Activations = "none"
+    if inputs is not None:
+        if (inputs.num_bits, inputs.type, inputs.symmetric) != (8, "float", True):
+            raise _unsupported(f"{where}.input_activations", "symmetric FP8", inputs)
+        activations = "dynamic" if inputs.dynamic else "static"
+    block = tuple(weights.block_structure or (128, 128))
+    return Scheme(strategy, activations=activations, block=block)  # type: ignore[arg-type]
+
+
+def _has_kv_scales(scheme: Any) -> bool:
+    if scheme is None:
+        return False
+    strategy = str(getattr(scheme.strategy, "value", scheme.strategy))
+    if (scheme.num_bits, scheme.type, scheme.dynamic, strategy) != (8, "float", False, "tensor"):
+        raise _unsupported("kv_cache_scheme", "static FP8 per tensor", scheme)
+    return True
+
+
+def _unsupported(where: str, expected: str, got: object) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"quantization_config.{where} of config.json: expected {expected}, got {str(got)[:300]}"
+    )
+
+
+def _invalid(error: Exception) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"quantization_config of config.json makes no sense: {error}"[:1000]
+    )
+
+
+_STORED = {"fp8": _fp8, "compressed-tensors": _compressed_tensors}
+
+
+def _target(target: str) -> str:
+    if target.startswith("re:"):
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise CheckpointFormatError(
+                f"{target[:200]!r} is no regular expression: {error}"
+            ) from None
+    return target
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names)
