@@ -315,7 +315,8 @@ def process(owner: Owner, prefix: str) -> None:
     if not owner._is_filled():
         return
     try:
-        owner.process_weights_after_loading()
+        with torch.no_grad():
+            owner.process_weights_after_loading()
     except WeightLoadError as error:
         raise type(error)(f"{prefix}{error}") from None
 

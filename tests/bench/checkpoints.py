@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,26 @@ QWEN3: dict[str, Any] = {
 }
 
 
-def write_qwen3(folder: Path, *, files: int = 2, **changes: Any) -> Path:
+def random_bits(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return random bits of half the exponent's range: finite, distinct and quick to make."""
+    bits = torch.randint(0, 0x4000, shape, dtype=torch.int16, generator=generator)
+    return bits.view(torch.bfloat16)
+
+
+def plausible(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return ones for a norm, else normal numbers that keep features of the size they have."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return (torch.randn(shape, generator=generator) / shape[1] ** 0.5).bfloat16()
+
+
+def write_qwen3(
+    folder: Path,
+    *,
+    files: int = 2,
+    values: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] = random_bits,
+    **changes: Any,
+) -> Path:
     """Write a Qwen3-shaped bf16 checkpoint of 2.1 GB (47 layers of 0.6B's shape, untied)."""
     config = QWEN3 | changes
     hidden, inner, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
@@ -62,13 +82,7 @@ def write_qwen3(folder: Path, *, files: int = 2, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for file in range(files):
         part = names[file * len(names) // files : (file + 1) * len(names) // files]
-        tensors = {
-            # Random bits of half the exponent's range: finite, distinct and quick to make.
-            name: torch.randint(
-                0, 0x4000, shapes[name], dtype=torch.int16, generator=generator
-            ).view(torch.bfloat16)
-            for name in part
-        }
+        tensors = {name: values(shapes[name], generator) for name in part}
         path = f"model-{file + 1:05}-of-{files:05}.safetensors"
         save_file(tensors, folder / path, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, path)

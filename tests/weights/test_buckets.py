@@ -30,6 +30,7 @@ from vllm_module import vLLMModule
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
+from vllm_module.quantization import ONLINE, EightBitMethod
 from vllm_module.weights import open_checkpoint, receive_weights, send_weights
 
 SIZE = 3
@@ -59,6 +60,8 @@ class Model(vLLMModule):
         self.gate_up_proj = MergedColumnParallelLinear(
             8, [12, 20], bias=True, shard_names=["gate_proj", "up_proj"]
         )
+        # Full precision arrives, and is quantized in place.
+        self.gate_up_proj.quantize(EightBitMethod(ONLINE["fp8_per_tensor"]))
         self.down_proj = RowParallelLinear(32, 8, params_dtype=torch.bfloat16)
 
 

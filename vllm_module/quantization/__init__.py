@@ -1,5 +1,6 @@
 """Methods of quantization: which parameters a layer has, and how it multiplies by them."""
 
+from vllm_module.quantization.assign import quantize
 from vllm_module.quantization.eight_bit import EightBitMethod
 from vllm_module.quantization.kv_cache import QuantizableKVCache
 from vllm_module.quantization.method import (
@@ -7,8 +8,7 @@ from vllm_module.quantization.method import (
     QuantizeMethod,
     UnquantizedMethod,
 )
-from vllm_module.quantization.quantize import quantize
-from vllm_module.quantization.rules import Rules, online, rules_for
+from vllm_module.quantization.rules import Rules, online_rules, rules_for
 from vllm_module.quantization.scheme import ONLINE, Scheme
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Rules",
     "Scheme",
     "UnquantizedMethod",
-    "online",
+    "online_rules",
     "quantize",
     "rules_for",
 ]

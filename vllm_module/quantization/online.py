@@ -89,7 +89,7 @@ class QuantizeOnline:
         scales = scale.region(slot)
         kept = next(parameter.cut(stored, slot), None)
         if kept is None:
-            scales.fill_(1)  # of padding alone
+            scales.zero_()  # of padding alone
             return
         source, target = kept
         rows, columns = target.shape

@@ -67,7 +67,7 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
                 "quantization 'compressed-tensors' was asked for, but config.json has no "
                 f"quantization_config: to quantize while loading, ask for one of {_names(ONLINE)}"
             )
-        return None if asked is None else online(asked)
+        return None if asked is None else online_rules(asked)
     if not isinstance(stored, Mapping):
         raise CheckpointFormatError(
             f"quantization_config of config.json must be an object, got {stored!r:.100}"
@@ -87,7 +87,7 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
     return _STORED[method](stored)
 
 
-def online(asked: str | QuantizationConfig) -> Rules:
+def online_rules(asked: str | QuantizationConfig) -> Rules:
     """Return the rules that quantize a full-precision checkpoint while it is loaded."""
     if isinstance(asked, str):
         name: Any = "fp8_per_tensor" if asked == "fp8" else asked

@@ -1,0 +1,163 @@
+"""What modules make of their weights: when they are complete, and never before."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_module import vLLMModule
+from vllm_module.errors import ModelNotReadyError, WeightReadError
+from vllm_module.layers import MergedColumnParallelLinear, RMSNorm
+
+tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+
+
+class Leaf(MergedColumnParallelLinear):
+    """Works out a sum of its rows, and notes when."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        super().__init__(4, [2, 2], bias=False, shard_names=["a", "b"])
+        self.log, self.name = log, name
+        self.register_buffer("sums", torch.zeros(4), persistent=False)
+
+    @property
+    def processes(self) -> bool:
+        return True
+
+    def process_weights_after_loading(self) -> None:
+        assert not torch.is_grad_enabled()
+        self.log.append(self.name)
+        torch.sum(self.weight, 1, out=self.sums)
+
+
+class Parent(vLLMModule):
+    """Has modules of ours below, and a plain one between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.first = Leaf(self.log, "first")
+        self.inner = nn.ModuleDict({"leaf": Leaf(self.log, "second")})
+        self.norm = RMSNorm(4)
+
+    def process_weights_after_loading(self) -> None:
+        assert not any(parameter.is_meta for parameter in self.parameters())
+        self.log.append("parent")
+
+
+class Root(vLLMModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent = Parent()
+
+    def process_weights_after_loading(self) -> None:
+        self.parent.log.append("root")
+
+    @property
+    def log(self) -> list[str]:
+        return self.parent.log
+
+
+def checkpoint() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(like.shape) for name, like in Root().expected_weights().items()}
+
+
+def test_each_module_processes_once_and_inner_ones_first() -> None:
+    """A whole load processes every module, as soon as it is complete and before those above it."""
+    root = Root()
+    tensors = checkpoint()
+    root.load_weights(tensors)
+    assert root.log == ["first", "second", "parent", "root"]
+    assert torch.equal(root.parent.first.sums, root.parent.first.weight.sum(1))
+
+
+def test_a_leaf_processes_before_the_next_one_is_materialized() -> None:
+    """Module by module: what one lets go of is gone before the next takes memory."""
+    root = Root()
+    seen = []
+    leaf, other = root.parent.first, root.parent.inner["leaf"]
+    leaf.process_weights_after_loading = lambda: seen.append(other.weight.is_meta)  # type: ignore[method-assign]
+    root.load_weights(checkpoint())
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nothing_processes_until_it_is_complete(streamed: bool) -> None:
+    """A module that lacks a slot is not processed; with the last one, it is, and those above."""
+    root, tensors = Root(), checkpoint()
+    late = "parent.inner.b.weight"
+    early = {name: tensor for name, tensor in tensors.items() if name != late}
+    root.update_weights(iter(early.items()) if streamed else early)
+    assert root.log == ["first"]
+    root.update_weights({late: tensors[late]})
+    assert root.log == ["first", "second", "parent", "root"]
+
+
+def test_an_update_processes_what_it_touched_again() -> None:
+    """New weights of one slot are processed in place, and nobody else's are."""
+    root, tensors = Root(), checkpoint()
+    root.load_weights(tensors)
+    root.log.clear()
+    address = root.parent.first.sums.data_ptr()
+    root.update_weights({"parent.a.weight": 2 * tensors["parent.a.weight"]})
+    assert root.log == ["first", "parent", "root"]
+    assert torch.equal(root.parent.first.sums, root.parent.first.weight.sum(1))
+    assert root.parent.first.sums.data_ptr() == address
+
+
+def test_a_plan_or_a_refused_checkpoint_processes_nothing() -> None:
+    """Without new bytes there is nothing to work out."""
+    root, tensors = Root(), checkpoint()
+    root.plan_weights(tensors)
+    with pytest.raises(ValueError, match="unexpected"):
+        root.load_weights(tensors | {"other": torch.zeros(1)})
+    assert root.log == []
+
+
+@pytest.mark.parametrize("name", ["first", "parent"])
+def test_a_refusal_names_the_tensor_and_the_model_will_not_run(name: str) -> None:
+    """What processing refuses is refused like any checkpoint: by its full path, and for good."""
+    root, tensors = Root(), checkpoint()
+
+    def refuse() -> None:
+        raise WeightReadError("weight: is odd")
+
+    where = root.parent if name == "parent" else root.parent.first
+    where.process_weights_after_loading = refuse  # type: ignore[method-assign]
+    path = "parent.weight" if name == "parent" else "parent.first.weight"
+    with pytest.raises(WeightReadError, match=f"^{path}: is odd$"):
+        root.load_weights(tensors)
+    with pytest.raises(ModelNotReadyError, match="is odd"):
+        root.check_ready()
+
+
+def test_code_that_breaks_leaves_the_model_refusing() -> None:
+    """An exception of another kind is raised as it is, and the model says that it is not whole."""
+    root = Root()
+    fault = KeyError("x")
+
+    def fail() -> None:
+        raise fault
+
+    root.parent.process_weights_after_loading = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError) as raised:
+        root.load_weights(checkpoint())
+    assert raised.value is fault
+    with pytest.raises(ModelNotReadyError, match="KeyError"):
+        root.check_ready()
+
+
+def test_weights_below_a_submodule_are_processed_up_to_it() -> None:
+    """A load of a submodule processes what is in it, not what is above."""
+    root = Root()
+    root.load_weights(checkpoint())
+    root.log.clear()
+    root.parent.inner["leaf"].load_weights(
+        {"a.weight": torch.ones(2, 4), "b.weight": torch.ones(2, 4)}
+    )
+    assert root.log == ["second"]
