@@ -57,7 +57,7 @@ def scaled_matmul_rowwise(
         # At least what vLLM takes, so that a token of zeros stays zero.
         x_scale = tokens.abs().amax(-1, keepdim=True).float().div(most).clamp_(min=1e-12)
     else:
-        x_scale = input_scale.expand(len(tokens), 1).contiguous()
+        x_scale = input_scale.repeat(len(tokens), 1)  # not a view: of one token its stride is 0
     quantized = (tokens.float() / x_scale).clamp_(-most, most).to(weight.dtype)
     y = torch._scaled_mm(
         quantized, weight.t(), scale_a=x_scale, scale_b=scale.t(), bias=bias, out_dtype=x.dtype

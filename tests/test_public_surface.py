@@ -18,6 +18,7 @@ PUBLIC = [
     "DeviceConfig",
     "LoadConfig",
     "ModelConfig",
+    "QuantizationConfig",
     "WeightLoadError",
     "get_model",
     "tensor_parallel",
@@ -30,6 +31,8 @@ tensor_parallel(*, rank=None, size=None, group=None)
 vLLMModule.load_weights(self, weights)
 vLLMModule.update_weights(self, weights)
 vLLMModule.plan_weights(self, weights)
+vLLMModule.sleep(self)
+vLLMModule.process_weights_after_loading(self)
 """
 
 LAYERS = """

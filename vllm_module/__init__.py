@@ -1,6 +1,6 @@
 """A PyTorch framework in which the module tree loads itself."""
 
-from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig, QuantizationConfig
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import WeightLoadError
 from vllm_module.loader import get_model
@@ -12,6 +12,7 @@ __all__ = [
     "DeviceConfig",
     "LoadConfig",
     "ModelConfig",
+    "QuantizationConfig",
     "WeightLoadError",
     "get_model",
     "tensor_parallel",

@@ -33,6 +33,7 @@ if __name__ == "__main__":
         "generate": run("generate", folder, *ids, "1,2,3"),
         "refused": run("generate", folder, *ids, "130"),
         "usage": run("load", folder, "--tp", "4"),
+        "quantized": run("load", folder, "--quantization", "fp8_per_tensor", "--json"),
     }
     leave()
     (directory / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))

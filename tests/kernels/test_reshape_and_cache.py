@@ -57,3 +57,18 @@ def test_views_and_dtypes() -> None:
     reshape_and_cache(key, value, k_cache, v_cache, slots)
     assert torch.equal(k_cache[slots // 3, slots % 3], key.bfloat16())
     assert torch.equal(v_cache[slots // 3, slots % 3], value.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_fp8_cache_holds_what_is_divided_by_its_scale(dtype: torch.dtype) -> None:
+    """Keys and values have scales of their own, and what is beyond the range saturates."""
+    caches = torch.zeros(2, PAGES, 3, HEADS, HEAD_SIZE).to(dtype)
+    key, value = torch.randn(2, 2, HEADS, HEAD_SIZE)
+    key[0, 0, 0] = 1e9
+    k_scale, v_scale = torch.tensor([0.5]), torch.tensor([3.0])
+    reshape_and_cache(key, value, *caches, torch.tensor([4, 0]), k_scale, v_scale)
+    most = torch.finfo(dtype).max
+    for cache, new, scale in ((caches[0], key, k_scale), (caches[1], value, v_scale)):
+        expected = (new / scale).clamp(-most, most).to(dtype)
+        assert torch.equal(cache[1, 1].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(cache[0, 0].view(torch.uint8), expected[1].view(torch.uint8))

@@ -38,6 +38,6 @@ def test_there_are_many_faults() -> None:
 def test_a_fault_breaks_its_law(fault: Any) -> None:
     """With one line of the running code changed, the law fails."""
     law = getattr(testing, f"assert_{fault.law}")
-    with pytest.raises(Exception) as caught, fault.applied():  # noqa: PT011  # some crash
+    with fault.applied(), pytest.raises(Exception) as caught:  # noqa: PT011  # some crash
         SUBJECTS[fault.subject].hold(law)
     assert not isinstance(caught.value, SyntaxError | NameError)

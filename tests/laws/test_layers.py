@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ShardingError
+from vllm_module.quantization import online
 from vllm_module.testing import LAWS, Law, assert_order_independent, tp_sizes
 from vllm_module.weights import file_bytes, reading
 
@@ -55,13 +56,16 @@ def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["column", "row", "attention", "vocabulary"])
+@pytest.mark.parametrize(
+    "name", ["column", "row", "attention", "vocabulary", "quantized while loading"]
+)
 def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read in pieces and batches of a few bytes, by several threads, the bits are the same."""
     monkeypatch.setattr(reading, "_PIECE", 24)
     monkeypatch.setattr(reading, "_BATCH", 16)
+    monkeypatch.setattr(online, "_PIECE", 24)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
     LAYERS[name].hold(assert_order_independent)

@@ -8,8 +8,15 @@ import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
+from vllm_module import vLLMModule
 from vllm_module.config import HFConfig
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import (
+    DuplicateWeightError,
+    MissingWeightError,
+    UnexpectedWeightError,
+    UnsupportedModelError,
+    WeightReadError,
+)
 from vllm_module.layers import Attention, AttentionMetadata, layer_sliding_window
 from vllm_module.models.llama import LlamaAttention, MistralAttention
 
@@ -147,3 +154,61 @@ def test_a_window_that_is_there_and_not_used() -> None:
     entries = Qwen2Config(num_hidden_layers=2).to_dict() | window
     assert windows(entries | {"use_sliding_window": False}) == [None, None]
     assert windows(entries | {"use_sliding_window": True}) == [7, 7]
+
+
+class Block(vLLMModule):
+    """An attention layer where a checkpoint stores its scales: beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention(4, 8, num_kv_heads=2)
+        self.attn.create_kv_scales()
+
+
+SCALES = {"k_scale": torch.tensor([0.03]), "v_scale": torch.tensor(0.2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_fp8_cache_is_scaled_in_and_out(dtype: torch.dtype) -> None:
+    """Attention over an FP8 cache is attention to keys and values rounded by their own scales."""
+    block = Block()
+    block.load_weights(SCALES)
+    layer = block.attn
+    q, (k, v) = torch.randn(TOKENS, 4, 8), torch.randn(2, TOKENS, 2, 8)
+    rounded = [
+        (x / scale).to(dtype).float() * scale
+        for x, scale in zip((k, v), SCALES.values(), strict=True)
+    ]
+    expected = layer(q, *rounded)
+    layer.kv_cache = torch.zeros(2, 5, PAGE, 2, 8).to(dtype)
+    pages = [3, 0, 2]
+    slots = [pages[p // PAGE] * PAGE + p % PAGE for p in range(TOKENS)]
+    got = layer(q, k, v, metadata_of(slots, pages, TOKENS))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(got, layer(q, k, v), atol=1e-3)
+
+
+def test_scales_are_stored_beside_the_layer() -> None:
+    """self_attn.k_scale is attn's own: expected, missed, refused twice and reported by its name."""
+    assert sorted(Block().expected_weights()) == ["k_scale", "v_scale"]
+    with pytest.raises(MissingWeightError, match=r"\n  v_scale: expected shape \[1\]"):
+        Block().load_weights({"k_scale": SCALES["k_scale"]})
+    block = Block()
+    assert block.load_weights(SCALES) == {"attn.k_scale", "attn.v_scale"}
+    assert block.load_report is not None
+    assert block.load_report.loaded["attn.k_scale"] == ["k_scale"]
+    with pytest.raises(DuplicateWeightError, match=r"k_scale: attn\.k_scale is already filled by"):
+        Block().load_weights([*SCALES.items(), ("attn.k_scale", SCALES["k_scale"])])
+    with pytest.raises(UnexpectedWeightError, match="k_scale"):
+        vLLMModule().load_weights(SCALES)
+    plain = Block()
+    plain.attn = Attention(4, 8)
+    with pytest.raises(UnexpectedWeightError, match=r"v_scale"):
+        plain.load_weights(SCALES)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
+def test_a_scale_that_cannot_divide_is_refused(bad: float) -> None:
+    """Keys over zero, or over nothing finite, would be no keys."""
+    with pytest.raises(WeightReadError, match=r"attn\.v_scale must be finite and positive"):
+        Block().load_weights(SCALES | {"v_scale": torch.tensor(bad)})

@@ -55,9 +55,8 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
 
 def _scheme(path: str, parts: list[str], rules: Rules) -> Scheme | None:
     """Return the one scheme of a layer and of the parts that it fuses."""
-    schemes = {part: rules.scheme_of(part) for part in parts}
+    schemes = {part: rules.scheme_of(part, path) for part in parts}
     if len({*schemes.values()}) > 1:
-        # The layer's own name decides for all of its parts, if it is named.
         said = "; ".join(f"{part}: {scheme or 'not quantized'}" for part, scheme in schemes.items())
         raise UnsupportedModelError(
             f"{path} fuses parts that are not quantized alike: {said}. Quantize all of them in one "

@@ -21,7 +21,8 @@ class QuantizableKVCache(vLLMModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.k_scale = self.v_scale = None
+        self.register_parameter("k_scale", None)
+        self.register_parameter("v_scale", None)
 
     def create_kv_scales(self) -> None:
         """Expect ``k_scale`` and ``v_scale`` of a checkpoint, beside this layer."""

@@ -13,7 +13,7 @@ from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.quantization.scheme import Scheme
 from vllm_module.weights import Destination, Weight, read_into
 
-_PIECE = 4 << 20  # bytes of the checkpoint read at a time, where a scale does not span more
+_PIECE = 4 << 20  # bytes of the checkpoint taken at a time, where a scale does not span more
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,7 @@ class QuantizeOnline:
         rows, columns = target.shape
         tall, wide = self._block(rows, columns)
         scales = scales.view(-1, -(-columns // wide))
-        row_bytes = max(1, columns * source.dtype.itemsize)
-        # What is in memory is taken whole.
-        blocks = (
-            1 + rows // tall if isinstance(source, torch.Tensor) else _PIECE // (row_bytes * tall)
-        )
-        step = max(1, blocks) * tall
+        step = max(1, _PIECE // (tall * columns * source.dtype.itemsize)) * tall
         for top in range(0, rows, step):
             count = min(step, rows - top)
             region = QuantizedRegion(

@@ -35,9 +35,17 @@ class Rules:
     demanded: tuple[str, ...] = ()
     kv_cache: bool = False
 
-    def scheme_of(self, name: str) -> Scheme | None:
-        """Return the scheme of the layer that a checkpoint calls ``name``."""
-        return next((scheme for target, scheme in self.rules if matches(target, name)), None)
+    def scheme_of(self, name: str, fused: str = "") -> Scheme | None:
+        """Return the scheme of the layer that a checkpoint calls ``name``.
+
+        It may be part of a layer that we call ``fused``, which stands for its parts; but patterns
+        are written for checkpoints, and ``.*v_proj`` would match qkv_proj too.
+        """
+        for target, scheme in self.rules:
+            pattern = target.startswith("re:")
+            if matches(target, name) or (fused and not pattern and matches(target, fused)):
+                return scheme
+        return None
 
 
 def matches(target: str, name: str) -> bool:

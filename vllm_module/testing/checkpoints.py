@@ -145,8 +145,14 @@ class Names:
         )
 
 
-def made(module: nn.Module) -> set[str]:
-    """Return the tensors of ``module`` itself that are made while it is loaded, never stored."""
+def made(module: nn.Module, *, below: bool = False) -> set[str]:
+    """Return the tensors of ``module`` that are made while it is loaded, and never stored.
+
+    Its own, by name, or with ``below`` those of the whole tree, by path.
+    """
+    if below:
+        modules = module.named_modules(remove_duplicate=False)
+        return {f"{path}.{attr}".lstrip(".") for path, each in modules for attr in made(each)}
     conversions = vars(module).get("conversions", {})
     return {attr for conversion in conversions.values() for attr in conversion.makes}
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Slot
 from vllm_module.testing.case import Case, law
-from vllm_module.testing.checkpoints import random_weights
+from vllm_module.testing.checkpoints import made, random_weights
 from vllm_module.testing.sources import WatchedSource, WatchedStream
 
 
@@ -41,8 +41,10 @@ def assert_reads_what_it_keeps(case: Case) -> None:
 
 def _loaded(module: vLLMModule) -> list[torch.Tensor]:
     """Return the tensors that a checkpoint fills, tied ones once."""
-    tensors = (location.tensor for location in module._locations())
-    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+    others = made(module, below=True)
+    persistent = module.state_dict().keys()
+    buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
+    return [*(p for name, p in module.named_parameters() if name not in others), *buffers]
 
 
 def _kept(tensor: torch.Tensor) -> int:

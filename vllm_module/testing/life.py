@@ -18,6 +18,7 @@ from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
     assert_same_state,
+    made,
     part_name,
     random_weights,
     same_bits,
@@ -137,10 +138,10 @@ def assert_meta_first(case: Case) -> None:
     _assert_refuses(module, "before anything was loaded")
     module.update_weights({n: t for n, t in case.tensors.items() if n not in late})
     message = _assert_refuses(module, f"without {sorted(late)}")
-    stored = {location.path for location in module._locations()}
+    others = made(module, below=True)
     for path, parameter in module.named_parameters(remove_duplicate=True):
-        if path not in stored:
-            continue  # made of another
+        if path in others:
+            continue
         slots = parameter.slots if isinstance(parameter, BasevLLMParameter) else ("",)
         missing = [s for s in slots if (part_name(path, s) if s else path) in late]
         if isinstance(parameter, BasevLLMParameter):

@@ -17,6 +17,7 @@ from vllm_module.testing.checkpoints import (
     assert_same_state,
     converted,
     fuse,
+    made,
     part_name,
     same_bits,
     state,
@@ -136,13 +137,11 @@ def assert_covers(case: Case) -> bool:
 
 def _restored(module: vLLMModule) -> Tensors:
     """Return a copy of every tensor that is stored, by path; what was converted, turned back."""
-    tensors = {}
+    others = made(module, below=True)
+    tensors = {path: tensor for path, tensor in state(module).items() if path not in others}
     for location in module._locations():
-        tensor, conversion = location.tensor, location.conversion
-        assert tensor is not None
-        if conversion is not None:
-            tensor = conversion.restored(location.holder)
-        tensors[location.path] = tensor.detach().clone()
+        if location.conversion is not None:
+            tensors[location.path] = location.conversion.restored(location.holder)
     return tensors
 
 

@@ -1,0 +1,223 @@
+"""Which layer takes which scheme: names, patterns, order, and who may contradict whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_module import QuantizationConfig, vLLMModule
+from vllm_module.config import HFConfig
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.models.llama import LlamaForCausalLM
+from vllm_module.quantization import (
+    ONLINE,
+    EightBitMethod,
+    QuantizableLayer,
+    Rules,
+    online_rules,
+    quantize,
+    rules_for,
+)
+from vllm_module.quantization.rules import matches
+
+
+def model(**changes: Any) -> vLLMModule:
+    entries = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32,
+    }
+    return LlamaForCausalLM(HFConfig(**entries | changes))
+
+
+def schemes(model: vLLMModule) -> dict[str, str | None]:
+    """Return the strategy and dtype of every layer that could be quantized, by its short name."""
+    found = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, QuantizableLayer):
+            method = layer.quant_method
+            name = path.removeprefix("model.layers.")
+            eight = isinstance(method, EightBitMethod)
+            known = {scheme: name for name, scheme in ONLINE.items()}
+            found[name] = known[method.scheme] if eight else None
+    return found
+
+
+LAYERS = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
+TENSOR, CHANNEL, INT8 = "fp8_per_tensor", "fp8_per_channel", "int8_per_channel_weight_only"
+
+
+@pytest.mark.parametrize("asked", [TENSOR, CHANNEL, INT8, "fp8"])
+def test_every_linear_layer_but_the_head(asked: str) -> None:
+    """A scheme's name quantizes all linear layers; the head stays unless it is asked for."""
+    built = model()
+    quantize(built, online_rules(asked))
+    expected = dict.fromkeys((f"{i}.{name}" for i in (0, 1) for name in LAYERS), asked)
+    if asked == "fp8":
+        expected = dict.fromkeys(expected, TENSOR)
+    assert schemes(built) == expected | {"lm_head": None}
+    built = model()
+    quantize(built, online_rules(QuantizationConfig(scheme=CHANNEL, ignore=())))
+    assert schemes(built)["lm_head"] == CHANNEL
+
+
+def test_a_tied_head_stays_as_the_embedding_is() -> None:
+    """A weight that the embedding reads rows of cannot be held in two ways."""
+    built = model(tie_word_embeddings=True)
+    quantize(built, online_rules(QuantizationConfig(scheme=CHANNEL, ignore=())))
+    assert schemes(built)["lm_head"] is None
+    assert built.lm_head.weight is built.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("ignore", "left"),
+    [
+        (["model.layers.0"], [f"0.{name}" for name in LAYERS]),
+        (["model.layers.1.mlp"], ["1.mlp.gate_up_proj", "1.mlp.down_proj"]),
+        (["down_proj"], ["0.mlp.down_proj", "1.mlp.down_proj"]),
+        (["mlp.down_proj"], ["0.mlp.down_proj", "1.mlp.down_proj"]),
+        (["model.layers.0.self_attn.qkv_proj"], ["0.self_attn.qkv_proj"]),
+        (["q_proj", "k_proj", "v_proj"], ["0.self_attn.qkv_proj", "1.self_attn.qkv_proj"]),
+        (
+            [r"re:.*\.[oq]_proj$", "re:.*[kv]_proj"],
+            [f"{i}.{n}" for i in (0, 1) for n in LAYERS[:2]],
+        ),
+        (["re:model.layers.1"], [f"1.{name}" for name in LAYERS]),
+    ],
+)
+def test_exclusions(ignore: list[str], left: list[str]) -> None:
+    """By whole components, at the beginning or the end of a name, or by a pattern; never inside."""
+    built = model()
+    quantize(built, online_rules(QuantizationConfig(scheme=CHANNEL, ignore=(*ignore, "lm_head"))))
+    assert [name for name, scheme in schemes(built).items() if scheme is None] == [*left, "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "fits"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("lm_head", "lm_head_2", False),
+        ("head", "lm_head", False),
+        ("layers.1", "model.layers.1.mlp", False),
+        ("model.layers.1", "model.layers.10.mlp", False),
+        ("mlp", "model.layers.1.mlp.down_proj", False),
+        ("model.layers.1", "model.layers.1.mlp", True),
+        ("re:layers", "model.layers.1", False),
+        ("re:.*layers", "model.layers.1", True),
+        ("Linear", "anything", True),
+    ],
+)
+def test_matching(target: str, name: str, fits: bool) -> None:
+    """What a target stands for."""
+    assert matches(target, name) is fits
+
+
+def test_layers_of_their_own_scheme() -> None:
+    """Overrides go before exclusions, the first that fits wins, and schemes mix across layers."""
+    built = model()
+    asked = QuantizationConfig(
+        scheme=TENSOR,
+        ignore=("model.layers.1", "lm_head"),
+        overrides={
+            "model.layers.1.mlp.down_proj": INT8,
+            "model.layers.0.self_attn": "none",
+            "down_proj": CHANNEL,
+        },
+    )
+    quantize(built, online_rules(asked))
+    assert schemes(built) == {
+        "0.self_attn.qkv_proj": None,
+        "0.self_attn.o_proj": None,
+        "0.mlp.gate_up_proj": TENSOR,
+        "0.mlp.down_proj": CHANNEL,
+        "1.self_attn.qkv_proj": None,
+        "1.self_attn.o_proj": None,
+        "1.mlp.gate_up_proj": None,
+        "1.mlp.down_proj": INT8,
+        "lm_head": None,
+    }
+
+
+@pytest.mark.parametrize("target", ["k_proj", "model.layers.1.mlp.gate_proj", "re:.*0.*v_proj"])
+def test_parts_of_a_fused_layer_go_together(target: str) -> None:
+    """One part excluded and its siblings not: refused, with what each of them would be."""
+    part = {"k_proj": "k_proj", "re:.*0.*v_proj": "v_proj"}.get(target, "gate_proj")
+    with pytest.raises(UnsupportedModelError, match=rf"{part}: not quantized"):
+        quantize(model(), online_rules(QuantizationConfig(scheme=CHANNEL, ignore=(target,))))
+
+
+@pytest.mark.parametrize(
+    "target", ["lm_haed", "model.layers.2", "re:.*q_porj", "layers.1.mlp_proj"]
+)
+def test_a_target_that_is_nowhere_is_refused(target: str) -> None:
+    """A typing error would quantize what was to be left alone."""
+    for entries in ({"ignore": (target,)}, {"overrides": {target: "none"}}):
+        with pytest.raises(UnsupportedModelError, match=r"is no module of LlamaForCausalLM"):
+            quantize(model(), online_rules(QuantizationConfig(scheme=CHANNEL, **entries)))
+
+
+def test_only_what_is_not_loaded_is_quantized() -> None:
+    """Afterwards the full-precision weights would be there twice, or lost."""
+    built = model()
+    layer = built.model.layers[0].mlp.down_proj
+    layer.load_weights({"weight": layer.weight.new_zeros(16, 32, device="cpu")})
+    with pytest.raises(RuntimeError, match="quantize it before"):
+        quantize(built, online_rules(CHANNEL))
+
+
+def test_a_layer_can_be_given_another_scheme_before_it_is_loaded() -> None:
+    """The last one counts, and nothing of the first is left."""
+    built = model()
+    quantize(built, online_rules("fp8_per_tensor"))
+    quantize(built, online_rules(INT8))
+    layer = built.model.layers[0].mlp.down_proj
+    assert [tuple(p.shape) for p in layer.parameters()] == [(16, 32), (16, 1)]
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize("asked", [None, "fp8"])
+def test_a_stored_scheme_is_the_checkpoint_s(asked: str | None) -> None:
+    """config.json says how it is stored; to ask for that by name changes nothing."""
+    rules = rules_for(asked, FP8)
+    assert isinstance(rules, Rules)
+    scheme = rules.scheme_of("model.layers.0.mlp.up_proj")
+    assert scheme is not None
+    assert (scheme.online, scheme.strategy) == (False, "tensor")
+    assert rules.scheme_of("lm_head") is None
+
+
+@pytest.mark.parametrize(
+    "asked", [TENSOR, "compressed-tensors", QuantizationConfig(scheme=CHANNEL)]
+)
+def test_what_is_asked_for_and_what_is_stored_must_agree(asked: Any) -> None:
+    """A quantized checkpoint is not quantized again."""
+    with pytest.raises(UnsupportedModelError, match="is quantized already, by 'fp8'"):
+        rules_for(asked, FP8)
+
+
+def test_full_precision_is_not_taken_for_stored() -> None:
+    """compressed-tensors is a layout, which a checkpoint has or has not."""
+    assert rules_for(None, None) is None
+    with pytest.raises(UnsupportedModelError, match="fp8_per_channel"):
+        rules_for("compressed-tensors", None)
+
+
+def test_the_configuration_is_closed() -> None:
+    """A setting that does not exist is refused, and so is a scheme that does not."""
+    with pytest.raises(ValidationError):
+        QuantizationConfig(scheme="fp4")
+    with pytest.raises(ValidationError):
+        QuantizationConfig(scheme=TENSOR, skip=["lm_head"])
+    with pytest.raises(ValidationError):
+        QuantizationConfig(scheme=TENSOR, weight_block_size=(0, 128))
