@@ -127,10 +127,12 @@ class Dim:
             last = slot is self.slots[-1] and slot.parts == 1
             part = slot.padded // slot.parts
             if part % unit and not (partial and last):
+                advice = f"choose a tensor-parallel size that leaves a multiple of {unit}"
+                if slot.padded % unit:
+                    advice = "no tensor-parallel size can change that"
                 raise ShardingError(
                     f"{slot.label}: its shard of {part} features ({slot.padded} in {slot.parts} "
-                    f"parts) ends inside a {what} of {unit}: choose a tensor-parallel size that "
-                    f"leaves a multiple of {unit}"
+                    f"parts) ends inside a {what} of {unit}: {advice}"
                 )
             size, padded = -(-slot.size // unit), -(-slot.padded // unit)
             slots.append(Slot(slot.name, size, slot.parts, padded))

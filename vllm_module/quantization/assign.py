@@ -23,6 +23,8 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
         ShardingError: a block of a weight would belong to two ranks or parts.
 
     """
+    if any(module._filled for module in model.modules() if isinstance(module, vLLMModule)):
+        raise RuntimeError(f"{type(model).__name__} is loaded: quantize it before it is")
     names = [name for name, _ in model.named_modules()]
     holders = Counter(
         id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
@@ -44,7 +46,12 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
         try:
             module.quantize(methods.setdefault(scheme, EightBitMethod(scheme)))
         except ShardingError as error:
-            raise ShardingError(f"{path} cannot be held in {scheme}: {error}") from None
+            advice = (
+                ", or leave the layer out (ignore), or take another weight_block_size or scheme"
+                if scheme.online
+                else ""
+            )
+            raise ShardingError(f"{path} cannot be held in {scheme}: {error}{advice}") from None
     for target in rules.demanded:
         if not any(matches(target, name) for name in names):
             raise UnsupportedModelError(

@@ -30,6 +30,13 @@ class EightBitMethod(QuantizeMethod):
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
+        if scheme.online:
+            return
+        # Either of them is what the weight is multiplied by, whatever "inv" says.
+        (other,) = {"weight_scale", "weight_scale_inv"} - {scheme.scale_name}
+        self.weight_aliases = {other: scheme.scale_name}
+        if scheme.activations == "static":
+            self.weight_aliases["activation_scale"] = "input_scale"
 
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return ``weight``, its scale (float32) and, where stored, ``input_scale``."""
@@ -61,21 +68,20 @@ class EightBitMethod(QuantizeMethod):
         """Refuse scales and weights that are no numbers to compute with."""
         scale = getattr(layer, self.scheme.scale_name)
         if self.scheme.online:  # a number that is not finite makes its scale so
-            _demand(
-                scale, torch.isfinite, "weight", "holds NaN or infinity: it cannot be quantized"
-            )
+            what = "must be finite to be quantized: train or convert it anew"
+            _demand(scale, torch.isfinite, "weight", what)
             return
-        what = "must be finite and not negative"
+        again = "quantize the checkpoint anew"
+        what = f"must be finite and not negative: {again}"
         _demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, what)
         if self.scheme.activations == "static":
+            what = f"must be finite and positive: calibrate it and {again}"
             static = layer.get_parameter("input_scale")
-            what = "must be finite and positive"
             _demand(static, lambda x: x.isfinite() & (x > 0), "input_scale", what)
         if self.scheme.dtype == torch.float8_e4m3fn:
             # NaN has every bit but the sign; there is no infinity.
-            _demand(
-                layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", "holds NaN"
-            )
+            what = f"must be finite: {again}"
+            _demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", what)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
@@ -97,6 +103,7 @@ def _demand(
     for slot in parameter.slots:
         region = parameter.region(slot)
         rows = max(1, _CHUNK // max(1, region[:1].numel()))  # masks are as large as what they mask
-        parts = (region[first : first + rows] for first in range(0, len(region), rows))
-        if not all(bool(good(part).all()) for part in parts):
-            raise WeightReadError(f"{name}{f' (slot {slot!r})' if slot else ''} {what}")
+        for part in (region[first : first + rows] for first in range(0, len(region), rows)):
+            if not bool((fine := good(part)).all()):
+                where = f"{name}{f' (slot {slot!r})' if slot else ''}"
+                raise WeightReadError(f"{where} has {part[~fine][0].item():g}, and {what}")

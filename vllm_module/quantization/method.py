@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional as F
@@ -19,10 +20,12 @@ class QuantizeMethod(ABC):
 
     Attributes:
         processes: whether ``process_weights_after_loading`` does anything.
+        weight_aliases: other names that checkpoints have for the parameters.
 
     """
 
     processes = False
+    weight_aliases: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
@@ -91,6 +94,7 @@ class QuantizableLayer(vLLMModule):
         self._parameters = {**created, **others}
         self.quant_method = method
         self.conversions = method.conversions(self)
+        self.weight_aliases = method.weight_aliases
 
     def new_weight(self, dtype: torch.dtype) -> ModelWeightParameter:
         """Return a weight of ``dtype``, on meta."""

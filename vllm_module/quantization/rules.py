@@ -81,7 +81,7 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
             f"quantization_config of config.json must be an object, got {stored!r:.100}"
         )
     method = stored.get("quant_method")
-    if method not in _STORED:
+    if not isinstance(method, str) or method not in _STORED:
         raise UnsupportedModelError(
             f"the checkpoint is quantized by {method!r:.100} (quantization_config of config.json): "
             f"expected one of {_names(_STORED)}"
@@ -141,7 +141,7 @@ def _fp8(stored: Mapping[str, Any]) -> Rules:
         if block
         else Scheme("tensor", activations=config.activation_scheme)
     )
-    # None of them quantizes the head, and not all of them say so.
+    # Published ones leave the head alone, and not all of them say so.
     ignored = [*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()), "lm_head"]
     rules = [(_target(target), None) for target in ignored]
     return Rules((*rules, (EVERY_LAYER, scheme)), kv_cache=bool(config.kv_cache_scheme))
@@ -157,15 +157,26 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
         ) from None
     try:
         config = Schema.model_validate(dict(stored))
-    except (ValidationError, ValueError) as error:
+    except Exception as error:  # the library raises many kinds for what makes no sense to it
         raise _invalid(error) from None
-    rules: list[Rule] = [(_target(target), None) for target in config.ignore or ()]
+    groups: list[tuple[str, Scheme | None]] = []
     for name, group in config.config_groups.items():
         scheme = _compressed_scheme(f"config_groups.{name}", group)
-        rules += [(_target(target), scheme) for target in group.targets]
-    # A layer of its own name goes before those that a class stands for.
-    rules.sort(key=lambda rule: rule[0] == EVERY_LAYER)
-    return Rules(tuple(rules), kv_cache=_has_kv_scales(config.kv_cache_scheme))
+        groups += [(target, scheme) for target in group.targets]
+    # As the library does: a layer's own name goes before patterns, and a class comes last.
+    groups.sort(key=lambda rule: (rule[0] == EVERY_LAYER, rule[0].startswith("re:"), rule[0]))
+    rules = [*((target, None) for target in config.ignore or ()), *groups]
+    return Rules(
+        tuple((_exactly(target), scheme) for target, scheme in rules),
+        kv_cache=_has_kv_scales(config.kv_cache_scheme),
+    )
+
+
+def _exactly(target: str) -> str:
+    """Return a target that stands for one name alone, as compressed-tensors' names do."""
+    if target == EVERY_LAYER or target.startswith("re:"):
+        return _target(target)
+    return rf"re:{re.escape(target)}\Z"
 
 
 def _compressed_scheme(where: str, group: Any) -> Scheme:

@@ -1,0 +1,204 @@
+"""Quantized checkpoints that other people's code wrote: their bytes are kept, and mean the same."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_module import ModelConfig, get_model, vLLMModule
+from vllm_module.distributed import run_ranks
+from vllm_module.parameters import BasevLLMParameter
+
+WITHIN = 1e-4  # of each logit, in float32, as in tests/models
+
+compute = runpy.run_path(str(Path(__file__).parents[1] / "models" / "one_rank.py"))["compute"]
+
+# What a layer holds under one name, per tensor, files store under either.
+SPELLINGS = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+SPELLINGS |= {theirs: ours for ours, theirs in SPELLINGS.items()}
+
+
+def load(checkpoint: Any) -> vLLMModule:
+    return get_model(model_config=ModelConfig(model=str(checkpoint.folder), dtype="float32"))
+
+
+@torch.inference_mode()
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model.compute_logits(model(ids, torch.arange(len(ids))))
+
+
+def kept(model: vLLMModule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what one rank holds of each checkpoint tensor, by the tensor's name."""
+    for path, parameter in model.named_parameters():
+        assert isinstance(parameter, BasevLLMParameter) or "norm" in path
+        above, _, attr = path.rpartition(".")
+        if ".attn." in path:  # scales of the cache, which are stored beside it
+            above = above.removesuffix(".attn")
+        if not isinstance(parameter, BasevLLMParameter):
+            yield path, parameter.data
+            continue
+        for slot in parameter.slots:
+            name = f"{above.rpartition('.')[0]}.{slot}" if slot else above
+            yield f"{name}.{attr}", parameter.region(slot)
+
+
+def shard(name: str, tensor: torch.Tensor, rank: int, size: int, config: Any) -> torch.Tensor:
+    """Return what a rank should hold of a tensor: column layers cut rows, row layers columns."""
+    layer = name.split(".")[-2]
+    replicated = layer in ("k_proj", "v_proj") and config["num_key_value_heads"] == 1
+    if tensor.dim() == 0 or tensor.numel() == 1 or "norm" in name or replicated:
+        return tensor
+    if layer in ("embed_tokens", "lm_head"):
+        rows = -(-config["vocab_size"] // 64) * 64 // size
+        return tensor[rank * rows : (rank + 1) * rows]
+    if layer in ("o_proj", "down_proj"):
+        cut = tensor.dim() == 2 and tensor.shape[1] > 1
+        return tensor.chunk(size, 1)[rank] if cut else tensor
+    return tensor.chunk(size, 0)[rank]
+
+
+def assert_bytes(model: vLLMModule, checkpoint: Any, rank: int, size: int) -> set[torch.dtype]:
+    """Check each tensor held against the file's; return the dtypes met."""
+    stored, dtypes = checkpoint.tensors, set()
+    for name, held in kept(model):
+        source = name
+        if name not in stored:
+            above, _, attr = name.rpartition(".")
+            source = f"{above}.{SPELLINGS.get(attr, attr)}"
+        if source not in stored:
+            assert name == "lm_head.weight"  # tied
+            assert checkpoint.config["tie_word_embeddings"]
+            continue
+        expected = shard(source, stored.pop(source), rank, size, checkpoint.config)
+        if expected.dtype == torch.bfloat16:  # all 16-bit numbers are float32 numbers
+            expected = expected.float()
+        assert held.dtype == expected.dtype, name
+        held, expected = held.reshape(-1).contiguous(), expected.reshape(-1).contiguous()
+        assert torch.equal(held.view(torch.uint8), expected.view(torch.uint8)), name
+        dtypes.add(held.dtype)
+    assert stored.keys() == set()
+    return dtypes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bytes_are_kept_and_mean_the_same(
+    published: Callable[[str], Any], layout: str, size: int
+) -> None:
+    """Weights and scales are the file's bytes, and logits those of the publisher's dequantizing."""
+    checkpoint = published(layout)
+
+    def work(rank: int) -> torch.Tensor:
+        model = load(checkpoint)
+        dtypes = assert_bytes(model, checkpoint, rank, size)
+        assert dtypes == {torch.float32, torch.float8_e4m3fn}
+        return logits(model, checkpoint.ids)
+
+    for computed in run_ranks(size, work):
+        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
+
+
+def test_layouts_are_those_that_are_published(published: Callable[[str], Any], layout: str) -> None:
+    """The files have the names, shapes and dtypes that the publishers document."""
+    checkpoint = published(layout)
+    tensors = checkpoint.tensors
+    quantized = {
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if tensor.dtype == torch.float8_e4m3fn
+    }
+    assert len(quantized) >= 3
+    fp8 = layout.startswith("fp8")
+    scale_name, input_name = "weight_scale", "input_scale"
+    if fp8:
+        scale_name, input_name = "weight_scale_inv", "activation_scale"
+    scales = {name for name in tensors if name.endswith((".weight_scale", "_inv"))}
+    assert scales == {f"{name}.{scale_name}" for name in quantized}
+    static = {name for name in tensors if name.endswith((".input_scale", ".activation_scale"))}
+    if "several" not in layout:
+        expected = quantized if "static" in layout or layout == "ct-kv-cache" else set()
+        assert static == {f"{name}.{input_name}" for name in expected}
+    cache = {name for name in tensors if name.endswith(("k_scale", "v_scale"))}
+    assert len(cache) == ("kv-cache" in layout) * 2 * checkpoint.config["num_hidden_layers"]
+    assert ("lm_head" in quantized) == ("head-too" in layout)
+
+
+def test_an_input_that_is_quantized_would_show(published: Callable[[str], Any]) -> None:
+    """On the CPU activations stay as they are; quantizing them, as the publisher does, shows."""
+    for name in ("ct-tensor-static", "ct-channel-dynamic", "ct-block"):
+        checkpoint = published(name)
+        computed = logits(load(checkpoint), checkpoint.ids)
+        theirs = (checkpoint.all_quantized - checkpoint.logits).abs().max()
+        assert theirs > 100 * WITHIN, name
+        assert (computed - checkpoint.logits).abs().max() < WITHIN, name
+
+
+def test_input_scales_change_no_bit_on_the_cpu(published: Callable[[str], Any]) -> None:
+    """On the CPU a stored input scale, however large, is kept and not multiplied by."""
+    checkpoint = published("vllm-tensor-static")
+    model = load(checkpoint)
+    before = logits(model, checkpoint.ids)
+    scales = {n: t * 1000 for n, t in checkpoint.tensors.items() if n.endswith("input_scale")}
+    assert len(scales) == 14
+    model.update_weights(scales)
+    assert torch.equal(logits(model, checkpoint.ids), before)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "ct-channel-dynamic", "vllm-tensor-dynamic"])
+def test_an_error_of_one_percent_in_any_scale_shows(
+    published: Callable[[str], Any], name: str
+) -> None:
+    """The comparison of logits sees it when any one scale is off by a hundredth."""
+    checkpoint = published(name)
+    model = load(checkpoint)
+
+    def error() -> float:
+        return (logits(model, checkpoint.ids) - checkpoint.logits).abs().max().item()
+
+    scales = {n: t for n, t in checkpoint.tensors.items() if "weight_scale" in n}
+    assert len(scales) == 14
+    for scale_name, scale in scales.items():
+        if "q_proj" in scale_name or "k_proj" in scale_name:
+            # Qwen3 normalizes one factor away.
+            if scale.numel() == 1:
+                continue
+            noise = 1 + 0.02 * torch.rand_like(scale)
+        else:
+            noise = torch.tensor(1.01)
+        model.update_weights({scale_name: scale * noise})
+        assert error() > 3 * WITHIN, scale_name
+        model.update_weights({scale_name: scale})
+    assert error() < WITHIN
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["ct-kv-cache", "ct-kv-cache-llama"])
+def test_scales_of_the_cache_are_undone(
+    published: Callable[[str], Any], name: str, size: int
+) -> None:
+    """Keys and values are divided by their stored scales and multiplied again: same logits."""
+    checkpoint = published(name)
+    ids = checkpoint.ids.tolist()
+    job = (checkpoint.folder, [ids[:-3]], 4, "float32")
+    for computed in run_ranks(size, lambda rank: compute(*job)):
+        expected = checkpoint.logits[: len(ids) - 3]
+        torch.testing.assert_close(computed["prompt_logits"][0], expected, rtol=0, atol=WITHIN)
+        # The steps go on with tokens of their own; without the cache they give the same logits.
+        model = load(checkpoint)
+        tokens = ids[:-3] + computed["tokens"][0]
+        again = logits(model, torch.tensor(tokens))[len(ids) - 4 : -1]
+        steps = computed["step_logits"][:, 0]
+        torch.testing.assert_close(steps, again, rtol=0, atol=WITHIN)
+
+
+def test_a_quantized_checkpoint_can_be_demanded(published: Callable[[str], Any]) -> None:
+    """``quantization`` that names what the checkpoint is changes nothing."""
+    for name, method in (("fp8-block", "fp8"), ("ct-block", "compressed-tensors")):
+        checkpoint = published(name)
+        config = ModelConfig(model=str(checkpoint.folder), quantization=method)
+        model = get_model(model_config=config)
+        assert torch.equal(logits(model, checkpoint.ids), logits(load(checkpoint), checkpoint.ids))
