@@ -39,6 +39,7 @@ def quantize_reference(
         amax = wide.new_zeros((count, scale.shape[1]), dtype=torch.float32)
         values = None
         for top, rows in pieces:
+            values = None  # or two copies would be held at a time
             values = _in_blocks(wide[top : top + rows], block)
             amax = torch.maximum(amax, _amax(values))
         stripe = scale[first : first + count]
@@ -46,6 +47,7 @@ def quantize_reference(
         divisor = stripe[:, None, :, None].float()
         for top, rows in pieces:
             if values is None or len(pieces) > 1:
+                values = None
                 values = _in_blocks(wide[top : top + rows], block)
             values.div_(divisor)
             if not quantized.dtype.is_floating_point:

@@ -34,6 +34,7 @@ def reshape_and_cache_reference(
         if cache.dtype.itemsize == 1:
             most = greatest(cache.dtype)
             tokens = (tokens.float() / (1 if scale is None else scale)).clamp_(-most, most)
+            tokens = tokens if cache.dtype.is_floating_point else tokens.round_()
         cache[slots // page_size, slots % page_size] = tokens.to(cache.dtype)
 
 

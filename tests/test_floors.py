@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"config", "errors", "kernels", "wording"},
     {"distributed", "report", "weights"},
-    {"parameters"},
+    {"parameters", "routes"},
+    {"location"},
+    {"processing"},
     {"ledger"},
     {"module"},
     {"quantization"},

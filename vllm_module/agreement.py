@@ -120,8 +120,9 @@ def describe(
 
 
 def digests(model: vLLMModule) -> dict[str, str]:
-    """Return a digest of each tensor that this rank keeps whole, as it is stored, by its name."""
-    kept = {at.path: at.tensor for at in model._locations() if at.conversion is None}
+    """Return a digest of each tensor that this rank keeps whole, by its name."""
+    # Not what is made of others, such as scales, which may depend on how those are cut.
+    kept = {location.path: location.tensor for location in model._locations()}
     return {
         f"{name} after loading": _digest(tensor)
         for name, tensor in kept.items()

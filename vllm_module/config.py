@@ -29,8 +29,9 @@ OnlineScheme = Literal[
 class QuantizationConfig(_Closed):
     """How a full-precision checkpoint is quantized while it is loaded.
 
-    Layers go by the checkpoint's names: a name stands for itself, for all below it and for what
-    ends with it; ``re:`` and a regular expression for what it matches.
+    Layers go by the checkpoint's names: a name, or some of its components in a row, stands for
+    itself and all below it (``"mlp"``, ``"layers.0"``); ``re:`` and a regular expression for what
+    it matches. What has no effect is refused.
 
     Attributes:
         scheme: of every linear layer that nothing below says otherwise of.

@@ -6,105 +6,28 @@ tensor fits, whether the slot is free, what is left to read, and where tied tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from vllm_module.errors import DuplicateWeightError, WeightLoadError, WeightReadError
-from vllm_module.parameters import BasevLLMParameter
+from vllm_module.errors import DuplicateWeightError, WeightReadError
+from vllm_module.location import (
+    Location,
+    expected_shape,
+    is_typed,
+    materialized,
+    slots_of,
+)
+from vllm_module.processing import Processing, early_owner
 from vllm_module.report import LoadReport, Problem
 from vllm_module.weights import Destination, Readers, Weight, prefer_huge_pages, read_into
 from vllm_module.wording import shorten
 
 Mode = Literal["load", "update", "plan"]
-
-
-class Conversion(Protocol):
-    """What turns a checkpoint's tensor into what its module keeps of it, as it arrives.
-
-    Attributes:
-        dtype: of the checkpoint's tensor; other floating-point dtypes of 16 bits and more will do.
-        makes: the other tensors of the module that are made of it, which no checkpoint stores.
-
-    """
-
-    dtype: torch.dtype
-    makes: Sequence[str]
-
-    def jobs(
-        self, module: Any, weight: Weight, slot: str | None
-    ) -> Iterator[tuple[Weight, Destination]]:
-        """Yield parts of what this rank keeps of ``weight``, and what makes something of them."""
-
-    def restored(self, module: Any) -> torch.Tensor:
-        """Return what the module keeps, turned back: as near as can be to what was stored."""
-
-    def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return how far each number of ``stored``, a whole slot, may be from what is restored."""
-
-
-class Owner(Protocol):
-    """The module that answers for a tensor: its own, or one of a plain module below it."""
-
-    _device: torch.device
-    _filled: set[tuple[str, str]]  # what was ever filled: (local name, slot)
-
-    @property
-    def _processes_early(self) -> bool: ...
-    def _is_filled(self) -> bool: ...
-    def process_weights_after_loading(self) -> None: ...  # noqa: D102
-
-
-class Location(NamedTuple):
-    """Where a tensor lives: ``holder.attr``, at ``path`` in the tree; ``local`` to its owner."""
-
-    path: str
-    holder: nn.Module
-    attr: str
-    owner: Owner
-    local: str
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """The parameter or persistent buffer that is there now, if a checkpoint stores it."""
-        holder, attr = self.holder, self.attr
-        if "conversions" in holder.__dict__ and any(
-            attr in conversion.makes for conversion in holder.__dict__["conversions"].values()
-        ):
-            return None
-        parameter = holder._parameters.get(attr)
-        if parameter is not None or attr in holder._non_persistent_buffers_set:
-            return parameter
-        return holder._buffers.get(attr)
-
-    @property
-    def conversion(self) -> Conversion | None:
-        """What converts the checkpoint's tensor; ``None`` where it is kept as it is."""
-        return self.holder.__dict__.get("conversions", _NOTHING).get(self.attr)
-
-    def stored_name(self, slot: str) -> str:
-        """Return the name by which a checkpoint stores ``slot`` of this tensor."""
-        above, _, attr = self.path.rpartition(".")
-        beside = attr in getattr(self.holder, "stored_beside", ())
-        if not slot and not beside:
-            return self.path
-        above = above.rpartition(".")[0]
-        name = f"{slot}.{attr}" if slot else attr
-        return f"{above}.{name}" if above else name
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """The dtype that the tensor has in a checkpoint, up to conversions among wide floats."""
-        conversion, tensor = self.conversion, self.tensor
-        assert tensor is not None
-        return tensor.dtype if conversion is None else conversion.dtype
-
-
-_NOTHING: dict[str, Conversion] = {}
 
 
 class Filling(NamedTuple):
@@ -120,7 +43,7 @@ class Filling(NamedTuple):
         """Yield what is kept of the checkpoint's tensor and the memory it belongs in."""
         tensor = self.location.tensor
         assert tensor is not None
-        if _is_typed(tensor):
+        if is_typed(tensor):
             yield from tensor.cut(self.weight, self.slot)
         elif tensor.numel():
             yield self.weight, tensor.data
@@ -150,6 +73,7 @@ class Ledger:
     paths: list[str] = field(default_factory=list)  # of what is filled, in order
     pending: list[Filling] = field(default_factory=list)  # entered and not yet read
     touched: bool = False  # whether anything was written to the model
+    processing: Processing = field(default_factory=Processing)
     # (key of a tensor, slot) -> the name that fills it, and the path it took there
     _filled: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)
     # (path, slot) -> the name that reaches a tied tensor by another path
@@ -177,6 +101,8 @@ class Ledger:
                 continue
             first, by = self._filled[place]
             earlier = first if by == path else self._tied.get((path, filled))
+            if location.conversion is not None:  # there is nothing left to compare it with
+                earlier = first
             if earlier is not None:
                 detail = f"{path} is already filled by {shorten(earlier)}"
                 report.duplicated.append(Problem(name, detail))
@@ -207,9 +133,9 @@ class Ledger:
         """Read what was entered into the parameters, making them real as their turn comes."""
         self.touched |= bool(fillings)
         with torch.no_grad(), Readers() as readers:
-            # A module that processes its weights does so as soon as it has them, so that what it
-            # then lets go of is held for one module at a time.
-            for owner, of_owner in groupby(fillings, _processing_owner):
+            # Module by module, where one processes its weights: what it then lets go of is gone
+            # before the next one takes memory.
+            for _, of_owner in groupby(fillings, lambda filling: early_owner(filling.location)):
                 group = list(of_owner)
                 try:
                     readers.read(self._jobs(group))
@@ -222,21 +148,27 @@ class Ledger:
                     if filling.tied_to is not None:
                         _check_tied(filling)
                 self._mark_filled(group)
-                if owner is not None:
-                    location = group[0].location
-                    process(owner, location.path[: -len(location.local)])
+                self.processing.process_complete()
 
     def _mark_filled(self, fillings: list[Filling]) -> None:
         for _, slot, _, location, _ in fillings:
-            tensor = location.tensor
+            tensor, owner = location.tensor, location.owner
             assert tensor is not None
             slots = slots_of(tensor) if slot is None else (slot,)
-            # Listing the tree for every bucket of an update would be dear, and changes nothing.
-            if self.mode == "load" or not location.owner._filled.issuperset(
-                (location.local, slot) for slot in slots
+            places = [location]
+            # Listing the tree for every bucket of an update would be dear.
+            if (
+                self.mode == "load"
+                or location.local in owner._tied
+                or not owner._filled.issuperset((location.local, slot) for slot in slots)
             ):
-                for place in self._places_of(tensor, location):
-                    place.owner._filled.update((place.local, slot) for slot in slots)
+                places = self._places_of(tensor, location)
+            for place in places:
+                if len(places) > 1:
+                    place.owner._tied.add(place.local)
+                filled = [(place.local, slot) for slot in slots]
+                place.owner._filled.update(filled)
+                self.processing.filled(place, filled)
 
     def _jobs(self, fillings: list[Filling]) -> Iterator[tuple[Weight, Destination]]:
         for filling in fillings:
@@ -284,60 +216,18 @@ class Ledger:
         return self._places.get(id(tensor), [location])
 
 
-_ONE_SLOT = ("",)
-
-
-def _is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:
-    # isinstance with a Parameter class runs in Python, which shows at ten thousands of names.
-    return issubclass(type(tensor), BasevLLMParameter)
-
-
-def slots_of(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the parts of ``tensor`` that must be filled, each exactly once."""
-    return tensor.slots if _is_typed(tensor) else _ONE_SLOT
-
-
-def materialized(tensor: torch.Tensor, device: torch.device) -> Any:
-    """Return a tensor like ``tensor``, of its own class, with memory on ``device`` or on meta."""
-    if _is_typed(tensor):
-        return tensor.materialize_on(device)
-    # Not empty_like: of a meta tensor it runs in Python and imports half a second of sympy.
-    real: Any = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-    )
-    if isinstance(tensor, nn.Parameter):
-        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-    return real
-
-
-def process(owner: Owner, prefix: str) -> None:
-    """Let a module whose weights are all there make of them what it runs with."""
-    if not owner._is_filled():
-        return
-    try:
-        with torch.no_grad():
-            owner.process_weights_after_loading()
-    except WeightLoadError as error:
-        raise type(error)(f"{prefix}{error}") from None
-
-
-def _processing_owner(filling: Filling) -> Owner | None:
-    owner = filling.location.owner
-    return owner if owner._processes_early else None
-
-
 def _misfit(
     location: Location, tensor: torch.Tensor, slot: str | None, weight: Weight, mode: Mode
 ) -> str | None:
     """Say why ``weight`` cannot fill ``slot`` of ``tensor``; ``None`` if it can."""
     if not isinstance(weight, torch.Tensor) and not hasattr(weight, "read_into"):
         return f"expected a tensor or a handle, got {type(weight).__name__}"
-    if _is_typed(tensor):
+    if is_typed(tensor):
         fits = tensor.accepts(slot, torch.Size(weight.shape))
     else:
         fits = torch.Size(weight.shape) == tensor.shape
     if not fits:
-        return f"expected shape {_expected(tensor, slot)}, got {list(weight.shape)}"
+        return f"expected shape {expected_shape(tensor, slot)}, got {list(weight.shape)}"
     dtype = location.stored_dtype
     if weight.dtype != dtype and not (_is_wide(weight.dtype) and _is_wide(dtype)):
         return f"expected dtype {dtype} or one that converts to it, got {weight.dtype}"
@@ -351,30 +241,9 @@ def _is_wide(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _expected(tensor: torch.Tensor, slot: str | None) -> list[int]:
-    if _is_typed(tensor):
-        return list(tensor.checkpoint_shape(slot))
-    return list(tensor.shape)
-
-
-def expected_weights(locations: Iterable[Location]) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds for ``locations``, as meta tensors; a tied tensor once."""
-    expected: dict[str, torch.Tensor] = {}
-    seen = set()
-    for location in locations:
-        tensor = location.tensor
-        assert tensor is not None
-        for slot in slots_of(tensor) if id(tensor) not in seen else ():
-            name = location.stored_name(slot)
-            shape = _expected(tensor, slot)
-            expected[name] = torch.empty(shape, dtype=location.stored_dtype, device="meta")
-        seen.add(id(tensor))
-    return expected
-
-
 def _missing(location: Location, slot: str, tensor: torch.Tensor) -> Problem:
     """Name a missing slot as a checkpoint would, and say what it is a part of."""
-    expected = f"expected shape {_expected(tensor, slot)}"
+    expected = f"expected shape {expected_shape(tensor, slot)}"
     if slot:
         *_, layer, attr = ("", "this layer", *location.path.split("."))[-3:]
         expected += f", slot {slot!r} of {layer}.{attr}"

@@ -18,7 +18,6 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -32,35 +31,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.ledger import (
-    Conversion,
-    Filling,
-    Ledger,
-    Location,
-    Mode,
-    expected_weights,
-    materialized,
-    process,
-    slots_of,
-)
+from vllm_module.ledger import Filling, Ledger, Mode
+from vllm_module.location import Conversion, Location, expected_weights, materialized, slots_of
 from vllm_module.report import LoadReport, Problem, fold
+from vllm_module.routes import Declaring, Route, no_route, routes_of
 from vllm_module.weights import Weight
-from vllm_module.wording import shorten
 
 Weights = Mapping[str, Weight] | Iterable[tuple[str, Weight]]
-
-
-class Route(NamedTuple):
-    """Where a component leads: to the child or tensor ``attr``, to a slot, or to a skip rule.
-
-    ``beside``: it is the child's own tensor, which a checkpoint stores beside the child.
-    """
-
-    attr: str = ""
-    child: nn.Module | None = None
-    slot: str | None = None
-    skip: str | None = None
-    beside: bool = False
 
 
 class PlannedRead(NamedTuple):
@@ -102,8 +79,8 @@ class _Loading:
         self.at = Place("", "", "")
         self.routes: dict[int, dict[str, Route]] = {}
         self.places: dict[int, Place] = {id(root): self.at}  # of children that were called
-        self.processing: dict[str, vLLMModule] = {}  # what processes its weights, by path
         self.scanned = False
+        self.was_ready = False
         self.failure: BaseException | None = None
 
     def place_of(self, module: nn.Module) -> Place | None:
@@ -147,7 +124,7 @@ def _accounted(load: Load) -> Load:
     return load_weights
 
 
-class vLLMModule(nn.Module):
+class vLLMModule(Declaring):
     """Base of every layer and model: it loads the weights below it, by name.
 
     Subclasses declare, where it applies:
@@ -175,11 +152,7 @@ class vLLMModule(nn.Module):
         if "load_weights" in vars(cls):
             cls.load_weights = _accounted(cls.load_weights)  # type: ignore[method-assign]
 
-    shard_names: Sequence[str] = ()
-    stored_beside: Sequence[str] = ()
-    weight_aliases: Mapping[str, str] = MappingProxyType({})
-    skipped_weights: Mapping[str, str] = MappingProxyType({})
-    conversions: Mapping[str, Conversion]
+    conversions: Mapping[str, Conversion] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,6 +160,7 @@ class vLLMModule(nn.Module):
         device = torch.get_default_device()
         self._device = device if device.type != "meta" else torch.device("cpu")
         self._filled: set[tuple[str, str]] = set()  # (local name, slot)
+        self._tied: set[str] = set()  # local names of tensors that are held elsewhere too
         self._refusal: str | None = None
         self._busy = False
         # A hook, so that a ready module pays nothing: the check takes itself away.
@@ -201,10 +175,11 @@ class vLLMModule(nn.Module):
     def process_weights_after_loading(self) -> None:
         """Make of the weights, which are all there, what the module runs with.
 
-        Called by each load and update that filled some of them: as soon as they are complete or,
-        where there are modules of ours below, when all have been read; never before. It works out
-        everything anew, in place, so that a captured CUDA graph sees it. A ``WeightLoadError``
-        refuses the checkpoint; its message begins with the name of the tensor.
+        Called once by each load and update, of this module or one above, that filled some of them:
+        as soon as it has filled all of them, or else at its end; at the end also where there are
+        modules of ours below, after theirs. It works out everything anew, in place, so that a
+        captured CUDA graph sees it. A ``WeightLoadError`` refuses the checkpoint; its message
+        begins with the name of the tensor.
         """
 
     # Loading
@@ -269,6 +244,7 @@ class vLLMModule(nn.Module):
                         tensors[name] = pair[1]
         for each in self._modules_that_load():
             each._filled.clear()
+            each._refusal = None  # of a mixture that is gone
             each._arm()
         asleep.clear()
         if on_cuda:
@@ -292,10 +268,10 @@ class vLLMModule(nn.Module):
         if unfilled:
             lines = "\n".join(f"  {line}" for line in fold(unfilled))
             raise ModelNotReadyError(f"{cannot}not loaded (call load_weights):\n{lines}")
-        computed = [name for name, buffer in self.named_buffers() if buffer.is_meta]
-        if computed:
+        tensors = (*self.named_parameters(), *self.named_buffers())
+        if computed := [name for name, tensor in tensors if tensor.is_meta]:
             raise ModelNotReadyError(
-                f"{cannot}buffers that no checkpoint stores are on the meta device, outside of "
+                f"{cannot}tensors that no checkpoint stores are on the meta device, outside of "
                 f"which the model has to be built: {', '.join(fold(computed))}"
             )
 
@@ -331,11 +307,9 @@ class vLLMModule(nn.Module):
         ``module`` is this module or, on its behalf, a plain one below it at path ``inside``.
         """
         ledger, at = loading.ledger, loading.at
-        if self.processes:
-            loading.processing[at.path] = self
         routes = loading.routes.get(id(module))
         if routes is None:
-            routes = loading.routes[id(module)] = _routes(module)
+            routes = loading.routes[id(module)] = routes_of(module)
         prefix = at.prefix + inside
         groups: dict[str, tuple[Route, list[tuple[str, Weight]]]] = {}
         for name, weight in weights:
@@ -361,7 +335,7 @@ class vLLMModule(nn.Module):
                 stored = at.above if attr in self.stored_beside else prefix
                 ledger.enter(stored + name, location, None, weight)
             else:
-                detail = _no_route(module, component, routes)
+                detail = no_route(module, component, routes)
                 ledger.report.unexpected.append(Problem(prefix + name, detail))
         for component, ((attr, child, *_), group) in groups.items():
             if isinstance(child, vLLMModule):
@@ -386,6 +360,7 @@ class vLLMModule(nn.Module):
         if not fillings:
             return
         if not ledger.touched:
+            loading.was_ready = loading.root._guard is None
             loading.root._arm()  # whoever runs the model meanwhile is refused
         try:
             ledger.fill(fillings)
@@ -437,31 +412,47 @@ class vLLMModule(nn.Module):
         if loading.failure is not None:
             raise loading.failure
         self._fill(loading)
-        for path, module in sorted(loading.processing.items(), key=lambda item: -len(item[0])):
-            if not module._processes_early:
-                process(module, path)
         self.load_report = ledger.report
-        if ledger.mode == "load":
-            whole = not any(buffer.is_meta for buffer in self.buffers())
-            for module in self._modules_that_load():
-                module._refusal = None
-                if whole:  # so that torch.compile sees no hook at the first forward
-                    module._disarm()
+        processing = ledger.processing
+        if ledger.mode == "update":
+            processing.process_rest(self._on_the_way_to(processing.prefixes))
+            if loading.was_ready:
+                self._disarm()  # it is ready still
+            return
+        modules = {f"{path}." if path else "": each for path, each in self.named_modules()}
+        ours = {at: each for at, each in modules.items() if isinstance(each, vLLMModule)}
+        processing.process_rest({at: each for at, each in ours.items() if each.processes})
+        whole = not any(tensor.is_meta for each in modules.values() for tensor in _tensors(each))
+        for module in ours.values():
+            module._refusal = None
+            if whole:  # so that torch.compile sees no hook at the first forward
+                module._disarm()
 
     # Readiness
 
     @property
     def _processes_early(self) -> bool:
         """Whether to process as soon as its own weights are there: it has none below."""
-        return self.processes and not any(isinstance(m, vLLMModule) for m in self._below())
+        if not self.processes:
+            return False
+        return not any(module is not self for module in self._modules_that_load())
 
-    def _below(self) -> Iterator[nn.Module]:
-        return (module for module in self.modules() if module is not self)
+    def _on_the_way_to(self, prefixes: Iterable[str]) -> dict[str, vLLMModule]:
+        """Return the modules that process, by prefix, on the way to those at ``prefixes``."""
+        found: dict[str, nn.Module] = {"": self}
+        for prefix in prefixes:
+            module, at = found[""], ""
+            for component in prefix.split(".")[:-1]:
+                at = f"{at}{component}."
+                module = found[at] = module._modules[component]  # type: ignore[assignment]
+        ours = {at: each for at, each in found.items() if isinstance(each, vLLMModule)}
+        return {at: each for at, each in ours.items() if each.processes}
 
     def _is_filled(self) -> bool:
-        """Whether every slot below was filled."""
-        return all(
-            not tensor.is_meta and (location.local, slot) in location.owner._filled
+        """Whether every slot below was filled, and all that is made of them is there."""
+        there = not any(tensor.is_meta for each in self.modules() for tensor in _tensors(each))
+        return there and all(
+            (location.local, slot) in location.owner._filled
             for location in self._locations()
             if (tensor := location.tensor) is not None
             for slot in slots_of(tensor)
@@ -528,53 +519,8 @@ def _paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _routes(module: nn.Module) -> dict[str, Route]:
-    """Build the table from component to route out of what the module's children declare.
-
-    Its own tensors need no entry. Raises ``ValueError`` where two claim one component.
-    """
-    if not module._modules and not (
-        isinstance(module, vLLMModule)
-        and (module.shard_names or module.skipped_weights or module.weight_aliases)
-    ):
-        return {}
-    claims: list[tuple[str, Route]] = []
-    for attr, child in module._modules.items():
-        if child is not None:
-            claims.append((attr, Route(attr, child)))
-            if isinstance(child, vLLMModule):
-                claims += [(slot, Route(attr, child, slot)) for slot in child.shard_names]
-                claims += [(own, Route(attr, child, beside=True)) for own in child.stored_beside]
-    if isinstance(module, vLLMModule):
-        claims += [(slot, Route(slot=slot)) for slot in module.shard_names]
-        claims += [(name, Route(skip=rule)) for name, rule in module.skipped_weights.items()]
-        if module.weight_aliases:
-            known = {attr: Route(attr) for attr in _tensor_names(module)} | dict(claims)
-            aliases = module.weight_aliases.items()
-            claims += [(alias, known[name]) for alias, name in aliases if name in known]
-    if not claims:
-        return {}
-    routes = dict(claims)
-    if len(routes) < len(claims) or not routes.keys().isdisjoint(_tensor_names(module)):
-        components = [*(component for component, _ in claims), *_tensor_names(module)]
-        twice = sorted({name for name in components if components.count(name) > 1})
-        raise ValueError(
-            f"{type(module).__name__}: two children, slots, tensors or rules claim the checkpoint "
-            f"component {', '.join(twice)}"
-        )
-    return routes
-
-
-def _tensor_names(module: nn.Module) -> list[str]:
-    """Return the names of the tensors that a checkpoint can store for ``module`` itself."""
-    computed = module._non_persistent_buffers_set
-    return [*module._parameters, *(name for name in module._buffers if name not in computed)]
-
-
-def _no_route(module: nn.Module, component: str, routes: Mapping[str, Route]) -> str:
-    known = [*routes, *_tensor_names(module)]
-    if component in known:
-        return f"{type(module).__name__}.{component} is known, but not with a name like this"
-    listed = ", ".join(known) if len(known) <= 16 else f"{len(known)} other components"
-    has = listed or "no weights"
-    return f"{type(module).__name__} has no {shorten(component)}; it has {has}"
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None:
+                yield tensor

@@ -12,7 +12,12 @@ from torch import nn
 
 from vllm_module import vLLMModule
 from vllm_module.errors import ModelNotReadyError, WeightReadError
-from vllm_module.layers import MergedColumnParallelLinear, RMSNorm
+from vllm_module.layers import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    RMSNorm,
+    VocabParallelEmbedding,
+)
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -161,3 +166,117 @@ def test_weights_below_a_submodule_are_processed_up_to_it() -> None:
         {"a.weight": torch.ones(2, 4), "b.weight": torch.ones(2, 4)}
     )
     assert root.log == ["second"]
+
+
+class Table(ParallelLMHead):
+    """Keeps the largest number of each row of a weight that it may share with an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4, padding_size=1)
+        self.register_buffer("largest", torch.zeros(8), persistent=False)
+
+    @property
+    def processes(self) -> bool:
+        return True
+
+    def process_weights_after_loading(self) -> None:
+        self.largest.copy_(self.weight.amax(1))
+
+
+class Tied(vLLMModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(8, 4, padding_size=1)
+        self.head = Table()
+        self.head.tie_weights(self.embed)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_a_tied_tensor_is_processed_by_all_that_hold_it(name: str) -> None:
+    """Whichever name it comes by, in a load, a reload or an update, each holder works on it."""
+    model = Tied()
+    for call in (model.load_weights, model.load_weights, model.update_weights):
+        weight = torch.randn(8, 4)
+        call({name: weight})
+        assert torch.equal(model.head.largest, weight.amax(1))
+    other = Tied()
+    other.update_weights({name: weight})
+    assert torch.equal(other.head.largest, weight.amax(1))
+
+
+class ByHand(Root):
+    """Calls its child itself, as an override may."""
+
+    def load_weights(self, weights):
+        inside = [(name.removeprefix("parent."), tensor) for name, tensor in weights]
+        self.parent.load_weights(inside)
+
+
+def test_an_override_that_calls_children_by_hand_is_processed_too() -> None:
+    """Routing is not what processing goes by."""
+    root = ByHand()
+    root.load_weights(checkpoint())
+    assert root.log == ["first", "second", "parent", "root"]
+
+
+class Two(Leaf):
+    """Notes what it sees of its two slots."""
+
+    def __init__(self) -> None:
+        super().__init__([], "two")
+        self.seen: list[tuple[float, float]] = []
+
+    def process_weights_after_loading(self) -> None:
+        self.seen.append((self.weight[0, 0].item(), self.weight[2, 0].item()))
+
+
+def both(value: float) -> dict[str, torch.Tensor]:
+    return {f"{slot}.weight": torch.full((2, 4), float(value)) for slot in "ab"}
+
+
+def test_a_streamed_reload_is_processed_once_and_never_half_way() -> None:
+    """A reload processes what it brought, not a mixture with what was there; so does an update."""
+    layer = Two()
+    calls = (layer.load_weights, layer.load_weights, layer.update_weights)
+    for value, call in enumerate(calls):
+        call(iter(both(value).items()))
+        assert layer.seen.pop() == (value, value)
+        assert layer.seen == []
+
+
+class Finite(Two):
+    def process_weights_after_loading(self) -> None:
+        if not self.weight.isfinite().all():
+            raise WeightReadError("weight: is not finite")
+
+
+@pytest.mark.parametrize("name", ["a.weight", "b.weight"])
+def test_what_was_refused_heals_by_any_whole_load(name: str) -> None:
+    """After a value was refused, a stream or a collection of good ones is loaded like any other."""
+    for given in (dict, lambda pairs: iter(pairs.items())):
+        layer = Finite()
+        with pytest.raises(WeightReadError):
+            layer.load_weights(both(1) | {name: torch.full((2, 4), torch.nan)})
+        layer.load_weights(given(both(1)))
+        layer.check_ready()
+
+
+class OddError(WeightReadError):
+    def __init__(self, path: str, value: int) -> None:
+        super().__init__(f"{path}: {value}")
+        self.value = value
+
+
+def test_an_error_of_one_s_own_class_stays_that_error() -> None:
+    """Its attributes are there, and its message has the path."""
+    root = Root()
+    fault = OddError("weight", 7)
+
+    def refuse() -> None:
+        raise fault
+
+    root.parent.first.process_weights_after_loading = refuse  # type: ignore[method-assign]
+    with pytest.raises(OddError, match=r"^parent\.first\.weight: 7$") as raised:
+        root.load_weights(checkpoint())
+    assert raised.value is fault
+    assert fault.value == 7

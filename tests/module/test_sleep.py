@@ -119,3 +119,19 @@ def test_computed_buffers_stay() -> None:
     model.load_weights(tree.checkpoint())
     model.sleep()
     assert torch.equal(model.table, torch.ones(3))
+
+
+def test_updates_wake_what_was_refused_before_it_slept() -> None:
+    """The mixture that a broken load left is gone with the memory it was in."""
+    model = tree.Model()
+    tensors = tree.checkpoint()
+
+    def broken():
+        yield next(iter(tensors.items()))
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        model.load_weights(broken())
+    model.sleep()
+    model.update_weights(tensors)
+    model.check_ready()

@@ -263,7 +263,7 @@ def test_nan_in_an_fp8_weight(
 
     message = refuse_weights(edited(published("ct-channel-dynamic"), edit), WeightReadError)
     assert_names(message, layer, "weight")
-    assert "holds NaN" in message
+    assert "has nan, and must be finite" in message
 
 
 # A file that is not what config.json says
@@ -430,8 +430,8 @@ def test_a_target_that_is_nowhere(full_precision: Any, target: str, where: str) 
     entries: dict[str, Any] = {where: [target] if where == "ignore" else {target: "none"}}
     asked = QuantizationConfig(scheme="fp8_per_channel", **entries)
     message = refuse(full_precision, UnsupportedModelError, asked)
-    assert f"{target!r} is no module of Qwen3ForCausalLM" in message
-    assert "name one as the checkpoint does" in message
+    assert f"{target!r} has no effect on Qwen3ForCausalLM" in message
+    assert "name layers as the checkpoint does" in message
 
 
 @pytest.mark.parametrize("where", ["ignore", "overrides"])
@@ -471,7 +471,7 @@ def test_a_block_that_two_would_share(
     """A block across the edge of a slot or of a rank's shard is refused, with layer and numbers."""
     config = QuantizationConfig(scheme="fp8_per_block", weight_block_size=asked)
     message = refuse(full_precision, ShardingError, config, size)
-    assert all(text in message for text in (*named, "choose"))
+    assert all(text in message for text in (*named, "weight_block_size"))
 
 
 def test_a_stored_block_that_two_ranks_would_share(published: Any) -> None:
@@ -668,7 +668,7 @@ def test_one_number_that_is_none(kind: str, scheme: str, dtype: torch.dtype) -> 
                 message = str(refused.value)
                 assert message.startswith("weight"), message
                 assert not slot or f"(slot {slot!r})" in message
-                assert "holds NaN or infinity: it cannot be quantized" in message
+                assert "must be finite to be quantized" in message
                 with pytest.raises(ModelNotReadyError):
                     layer(torch.zeros(1, 24, dtype=dtype))
                 layer.load_weights(good)  # a whole one mends it
@@ -688,7 +688,7 @@ def test_one_number_that_is_none_in_a_model(
         asked = QuantizationConfig(scheme=scheme, weight_block_size=(16, 32))
     message = refuse_weights(broken, WeightReadError, asked, size)
     assert_names(message, layer, "weight")
-    assert "holds NaN or infinity: it cannot be quantized" in message
+    assert "must be finite to be quantized" in message
 
 
 def last_is_infinite(tensor: torch.Tensor) -> torch.Tensor:
@@ -705,7 +705,7 @@ def test_an_update_that_is_no_number(full_precision: Any) -> None:
     bad[3, 3] = float("nan")
     ids = full_precision.ids
     before = model(ids, torch.arange(len(ids)))
-    with pytest.raises(WeightReadError, match=r"qkv_proj\.weight \(slot 'v_proj'\) holds NaN"):
+    with pytest.raises(WeightReadError, match=r"weight \(slot 'v_proj'\) has (nan|inf)"):
         model.update_weights({name: bad})
     with pytest.raises(ModelNotReadyError, match="v_proj"):
         model(ids, torch.arange(len(ids)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from vllm_module import QuantizationConfig, vLLMModule
 from vllm_module.config import HFConfig
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import DuplicateWeightError, UnsupportedModelError
+from vllm_module.layers import ReplicatedLinear
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.quantization import (
     ONLINE,
@@ -84,6 +86,8 @@ def test_a_tied_head_stays_as_the_embedding_is() -> None:
         (["model.layers.1.mlp"], ["1.mlp.gate_up_proj", "1.mlp.down_proj"]),
         (["down_proj"], ["0.mlp.down_proj", "1.mlp.down_proj"]),
         (["mlp.down_proj"], ["0.mlp.down_proj", "1.mlp.down_proj"]),
+        (["mlp"], [f"{layer}.{name}" for layer in (0, 1) for name in LAYERS[2:]]),
+        (["embed_tokens", "norm", "layers.0"], [f"0.{name}" for name in LAYERS]),
         (["model.layers.0.self_attn.qkv_proj"], ["0.self_attn.qkv_proj"]),
         (["q_proj", "k_proj", "v_proj"], ["0.self_attn.qkv_proj", "1.self_attn.qkv_proj"]),
         (
@@ -94,7 +98,7 @@ def test_a_tied_head_stays_as_the_embedding_is() -> None:
     ],
 )
 def test_exclusions(ignore: list[str], left: list[str]) -> None:
-    """By whole components, at the beginning or the end of a name, or by a pattern; never inside."""
+    """By whole components in a row, or by a pattern."""
     built = model()
     quantize(built, online_rules(QuantizationConfig(scheme=CHANNEL, ignore=(*ignore, "lm_head"))))
     assert [name for name, scheme in schemes(built).items() if scheme is None] == [*left, "lm_head"]
@@ -107,9 +111,11 @@ def test_exclusions(ignore: list[str], left: list[str]) -> None:
         ("lm_head", "model.lm_head", True),
         ("lm_head", "lm_head_2", False),
         ("head", "lm_head", False),
-        ("layers.1", "model.layers.1.mlp", False),
+        ("layers.1", "model.layers.1.mlp", True),
+        ("layers.1", "model.layers.11.mlp", False),
         ("model.layers.1", "model.layers.10.mlp", False),
-        ("mlp", "model.layers.1.mlp.down_proj", False),
+        ("mlp", "model.layers.1.mlp.down_proj", True),
+        ("lp", "model.layers.1.mlp.down_proj", False),
         ("model.layers.1", "model.layers.1.mlp", True),
         ("re:layers", "model.layers.1", False),
         ("re:.*layers", "model.layers.1", True),
@@ -161,8 +167,49 @@ def test_parts_of_a_fused_layer_go_together(target: str) -> None:
 def test_a_target_that_is_nowhere_is_refused(target: str) -> None:
     """A typing error would quantize what was to be left alone."""
     for entries in ({"ignore": (target,)}, {"overrides": {target: "none"}}):
-        with pytest.raises(UnsupportedModelError, match=r"is no module of LlamaForCausalLM"):
+        with pytest.raises(UnsupportedModelError, match=r"has no effect on LlamaForCausalLM"):
             quantize(model(), online_rules(QuantizationConfig(scheme=CHANNEL, **entries)))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"overrides": {"embed_tokens": CHANNEL}},
+        {"ignore": ("re:.*qkv_proj",)},
+        {"overrides": {"down_proj": CHANNEL}, "ignore": ("layers.0.mlp.down_proj",)},
+        {"ignore": (), "overrides": {"lm_head": CHANNEL}},
+    ],
+)
+def test_a_target_without_effect_is_refused(entries: dict[str, Any]) -> None:
+    """What is found, but cannot be quantized, is fused, tied or decided before, is told."""
+    built = model(tie_word_embeddings=True)
+    with pytest.raises(UnsupportedModelError, match=r"has no effect on LlamaForCausalLM"):
+        quantize(built, online_rules(QuantizationConfig(scheme=TENSOR, **entries)))
+
+
+@pytest.mark.parametrize("pattern", ["([a-z0-9_.]+)+!", "(a|a)*b", ".*" * 9 + "x", "(a{1,9}){9}"])
+def test_a_pattern_that_could_take_forever_is_refused(pattern: str) -> None:
+    """A checkpoint's config.json cannot hold up its loading."""
+    stored = {"quant_method": "fp8", "modules_to_not_convert": [f"re:{pattern}"]}
+    with pytest.raises(UnsupportedModelError, match="could take forever"):
+        rules_for(None, stored)
+
+
+def test_a_layer_under_two_names_is_quantized_once() -> None:
+    """A module that is used twice is one module, whichever name it goes by."""
+
+    class Twice(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = ReplicatedLinear(4, 4, bias=False)
+
+    built = Twice()
+    quantize(built, online_rules(CHANNEL))
+    built.load_weights({"b.weight": torch.ones(4, 4)})
+    built.check_ready()
+    assert built.a.weight.dtype == torch.float8_e4m3fn
+    with pytest.raises(DuplicateWeightError, match=r"is already filled by"):
+        built.load_weights({"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)})
 
 
 def test_only_what_is_not_loaded_is_quantized() -> None:
@@ -191,10 +238,10 @@ def test_a_stored_scheme_is_the_checkpoint_s(asked: str | None) -> None:
     """config.json says how it is stored; to ask for that by name changes nothing."""
     rules = rules_for(asked, FP8)
     assert isinstance(rules, Rules)
-    scheme = rules.scheme_of("model.layers.0.mlp.up_proj")
+    scheme = rules.rule_of("model.layers.0.mlp.up_proj")[1]
     assert scheme is not None
     assert (scheme.online, scheme.strategy) == (False, "tensor")
-    assert rules.scheme_of("lm_head") is None
+    assert rules.rule_of("lm_head")[1] is None
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ class ParallelLMHead(VocabParallelEmbedding, QuantizableLayer):
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Use ``embedding``'s weight; a checkpoint may store it under either name, or both."""
+        if self.weight.dtype != self.params_dtype:
+            raise ValueError("a head that is quantized cannot be tied: tie it first")
         alike = embedding.weight.shape == self.weight.shape
         mine, its = self.tp_group, embedding.tp_group
         if (mine.rank, mine.size) != (its.rank, its.size):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from vllm_module.errors import ShardingError, UnsupportedModelError
 from vllm_module.module import vLLMModule
@@ -25,26 +26,22 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
     """
     if any(module._filled for module in model.modules() if isinstance(module, vLLMModule)):
         raise RuntimeError(f"{type(model).__name__} is loaded: quantize it before it is")
-    names = [name for name, _ in model.named_modules()]
-    holders = Counter(
-        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
-    )
-    methods: dict[Scheme, EightBitMethod] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizableKVCache) and rules.kv_cache:
-            module.create_kv_scales()
-        if not isinstance(module, QuantizableLayer):
-            continue
-        above = path.rpartition(".")[0]
-        parts = [f"{above}.{slot}".lstrip(".") for slot in module.shard_names]
-        names += parts
-        if holders[id(module.weight)] > 1:
-            continue
-        scheme = _scheme(path, parts, rules)
-        if scheme is None:
-            continue
+    modules = dict(model.named_modules())
+    layers = {path: each for path, each in modules.items() if isinstance(each, QuantizableLayer)}
+    holders = Counter(id(p) for each in modules.values() for p in each._parameters.values())
+    chosen: dict[str, Scheme] = {}
+    used: set[str] = set()
+    for path, layer in layers.items():
+        if holders[id(layer.weight)] == 1:
+            targets, scheme = _decide(path, layer, rules)
+            used |= targets
+            if scheme is not None:
+                chosen[path] = scheme
+    _demand_effect(model, rules, used, modules.keys() - layers.keys())
+    methods = {scheme: EightBitMethod(scheme) for scheme in chosen.values()}
+    for path, scheme in chosen.items():
         try:
-            module.quantize(methods.setdefault(scheme, EightBitMethod(scheme)))
+            layers[path].quantize(methods[scheme])
         except ShardingError as error:
             advice = (
                 ", or leave the layer out (ignore), or take another weight_block_size or scheme"
@@ -52,21 +49,33 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
                 else ""
             )
             raise ShardingError(f"{path} cannot be held in {scheme}: {error}{advice}") from None
-    for target in rules.demanded:
-        if not any(matches(target, name) for name in names):
-            raise UnsupportedModelError(
-                f"quantization: {target!r} is no module of {type(model).__name__}: name one as the "
-                "checkpoint does, or write re: and a regular expression"
-            )
+    for module in modules.values():
+        if isinstance(module, QuantizableKVCache) and rules.kv_cache:
+            module.create_kv_scales()
 
 
-def _scheme(path: str, parts: list[str], rules: Rules) -> Scheme | None:
-    """Return the one scheme of a layer and of the parts that it fuses."""
-    schemes = {part: rules.scheme_of(part, path) for part in parts}
-    if len({*schemes.values()}) > 1:
-        said = "; ".join(f"{part}: {scheme or 'not quantized'}" for part, scheme in schemes.items())
+def _decide(path: str, layer: QuantizableLayer, rules: Rules) -> tuple[set[str], Scheme | None]:
+    """Return the one scheme of a layer and of the parts that it fuses, and who decided that."""
+    above = path.rpartition(".")[0]
+    parts = [f"{above}.{slot}".lstrip(".") for slot in layer.shard_names]
+    found = {part: rules.rule_of(part, path) for part in parts} or {path: rules.rule_of(path)}
+    if len({scheme for _, scheme in found.values()}) > 1:
+        said = "; ".join(f"{part}: {of or 'not quantized'}" for part, (_, of) in found.items())
         raise UnsupportedModelError(
             f"{path} fuses parts that are not quantized alike: {said}. Quantize all of them in one "
             "way or none"
         )
-    return next(iter(schemes.values())) if parts else rules.scheme_of(path)
+    return {target for target, _ in found.values()}, next(iter(found.values()))[1]
+
+
+def _demand_effect(model: vLLMModule, rules: Rules, used: set[str], others: Iterable[str]) -> None:
+    """Refuse targets of the user that decide nothing, and leave nothing alone either."""
+    schemes = dict(rules.rules)
+    for target in rules.demanded:
+        ignored = schemes[target] is None and any(matches(target, name) for name in others)
+        if target not in used and not ignored:
+            raise UnsupportedModelError(
+                f"quantization: {target!r} has no effect on {type(model).__name__}: name layers as "
+                "the checkpoint does, parts of fused ones too; or write re: and a regular "
+                "expression; tied heads are never quantized, and the first rule that fits decides"
+            )

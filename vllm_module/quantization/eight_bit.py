@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.scaled_matmul import scaled_matmul
-from vllm_module.ledger import Conversion
+from vllm_module.location import Conversion
 from vllm_module.parameters import (
     BasevLLMParameter,
     BlockQuantScaleParameter,
@@ -17,7 +17,7 @@ from vllm_module.parameters import (
     PerTensorScaleParameter,
 )
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
-from vllm_module.quantization.online import QuantizeOnline, rows_and_block
+from vllm_module.quantization.online import QuantizeOnline
 from vllm_module.quantization.scheme import Scheme
 
 _CHUNK = 1 << 22  # numbers that are looked at at a time
@@ -87,7 +87,7 @@ class EightBitMethod(QuantizeMethod):
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         scheme = self.scheme
-        scale, block = rows_and_block(layer, scheme)
+        scale, block = scheme.for_matmul(layer.weight, getattr(layer, scheme.scale_name))
         static = None
         if scheme.activations == "static":  # one input for all slots, which the largest one holds
             static = layer.get_parameter("input_scale").max()

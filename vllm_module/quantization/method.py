@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from vllm_module.distributed import TensorParallelGroup
-from vllm_module.ledger import Conversion
+from vllm_module.location import Conversion
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
 
@@ -94,7 +95,34 @@ class QuantizableLayer(vLLMModule):
         self._parameters = {**created, **others}
         self.quant_method = method
         self.conversions = method.conversions(self)
-        self.weight_aliases = method.weight_aliases
+        self.weight_aliases = dict(method.weight_aliases)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move what the method created, but never cast it: ``model.half()`` means other tensors."""
+        names = self.quant_method.create_weights(self) if self.quant_method.processes else ()
+        created = {id(self._parameters[name]) for name in names}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            new = fn(tensor)
+            cast = id(tensor) in created and new.dtype != tensor.dtype
+            return tensor.to(new.device) if cast else new
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Refuse tensors of another dtype, which PyTorch would cast without their scales."""
+        errors: list[str] = args[-1]
+        for name in self.quant_method.create_weights(self):
+            given, own = state_dict.get(prefix + name), self.get_parameter(name)
+            if given is not None and own.dtype.itemsize == 1 and given.dtype != own.dtype:
+                errors.append(
+                    f"{prefix}{name} is held in {own.dtype}, and {given.dtype} was given: "
+                    "load_weights and update_weights quantize"
+                )
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def new_weight(self, dtype: torch.dtype) -> ModelWeightParameter:
         """Return a weight of ``dtype``, on meta."""

@@ -61,17 +61,18 @@ class QuantizeOnline:
 
     def restored(self, module: QuantizableLayer) -> torch.Tensor:
         """Return the weight multiplied by its scales, in float32."""
-        return dequantize(module.weight, *rows_and_block(module, self.scheme), dtype=torch.float32)
+        scale, block = self.scheme.for_matmul(module.weight, getattr(module, self.makes[0]))
+        return dequantize(module.weight, scale, block, torch.float32)
 
     def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the bound of the scheme, by scales of the whole tensor."""
-        block = self._block(*stored.shape)
-        rows, columns = (-(-size // of) for size, of in zip(stored.shape, block, strict=True))
-        scale = stored.new_empty(rows, columns, dtype=torch.float32)
-        quantize(stored, torch.empty_like(stored, dtype=self.scheme.dtype), scale, block)
-        scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        scale = scale[: stored.shape[0], : stored.shape[1]]
-        return self.scheme.error_bound(stored.float(), scale)
+        (rows, columns), (tall, wide) = stored.shape, self._block(*stored.shape)
+        down, across = -(-rows // tall), -(-columns // wide)
+        padded = stored.new_zeros(down * tall, across * wide, dtype=torch.float32)
+        padded[:rows, :columns] = stored.abs()
+        blocks = padded.view(down, tall, across, wide)
+        largest = blocks.amax((1, 3), keepdim=True).expand_as(blocks).reshape_as(padded)
+        return self.scheme.error_bound(stored.float(), largest[:rows, :columns])
 
     def _block(self, rows: int, columns: int) -> tuple[int, int]:
         """Return the rows and columns that share a scale of a slot's ``rows`` and ``columns``."""
@@ -104,19 +105,3 @@ class QuantizeOnline:
                 (min(tall, count), wide),
             )
             yield source.narrow(0, top, count), region
-
-
-def rows_and_block(layer: QuantizableLayer, scheme: Scheme) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Return a layer's scales as a matmul takes them, and the rows and columns that share one.
-
-    Each slot keeps the scale that its own numbers need, whatever its neighbours'; a matmul takes
-    one a row.
-    """
-    weight, scale = layer.weight, getattr(layer, scheme.scale_name)
-    if scheme.strategy == "block":
-        return scale, scheme.block
-    if scheme.strategy == "tensor":
-        rooms = [shard.room for shard in weight.shards[0]]
-        rows = [scale[slot : slot + 1].expand(room) for slot, room in enumerate(rooms)]
-        scale = torch.cat(rows).unsqueeze(1)
-    return scale, (1, weight.shape[1])

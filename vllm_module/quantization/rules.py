@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.quantization.scheme import ONLINE, Activations, Scheme
+from vllm_module.wording import shorten
 
 Rule = tuple[str, Scheme | None]
 EVERY_LAYER = "Linear"  # as compressed-tensors says it, by PyTorch's class
@@ -21,12 +22,12 @@ EVERY_LAYER = "Linear"  # as compressed-tensors says it, by PyTorch's class
 class Rules:
     """Rules of target and scheme (``None``: not quantized), of which a layer takes the first.
 
-    A target is a name, which stands for itself, for all that is below it and for what ends with it,
-    whole components compared; ``re:`` and a regular expression that matches a name's beginning; or
-    ``Linear``, which is every layer that can be quantized.
+    A target is a name, or some of its components in a row, and stands for all that is below;
+    ``re:`` and a regular expression that matches a name's beginning; or ``Linear``, which is every
+    layer that can be quantized.
 
     Attributes:
-        demanded: targets that the user wrote, and that have to be found.
+        demanded: targets that the user wrote, and that have to be of some effect.
         kv_cache: whether the checkpoint has scales for keys and values.
 
     """
@@ -35,26 +36,24 @@ class Rules:
     demanded: tuple[str, ...] = ()
     kv_cache: bool = False
 
-    def scheme_of(self, name: str, fused: str = "") -> Scheme | None:
-        """Return the scheme of the layer that a checkpoint calls ``name``.
+    def rule_of(self, name: str, fused: str = "") -> Rule:
+        """Return the rule for the layer that a checkpoint calls ``name``.
 
         It may be part of a layer that we call ``fused``, which stands for its parts; but patterns
         are written for checkpoints, and ``.*v_proj`` would match qkv_proj too.
         """
         for target, scheme in self.rules:
-            pattern = target.startswith("re:")
-            if matches(target, name) or (fused and not pattern and matches(target, fused)):
-                return scheme
-        return None
+            ours = fused and not target.startswith("re:")
+            if matches(target, name) or (ours and matches(target, fused)):
+                return target, scheme
+        return "", None
 
 
 def matches(target: str, name: str) -> bool:
     """Tell whether a layer's ``name`` is one that ``target`` stands for."""
-    if target == EVERY_LAYER:
-        return True
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), name) is not None
-    return f".{name}.".startswith(f".{target}.") or f".{name}.".endswith(f".{target}.")
+    return target == EVERY_LAYER or f".{target}." in f".{name}."
 
 
 def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules | None:
@@ -108,7 +107,9 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
         for target, name in asked.overrides.items()
     ]
     rules += [(_target(target), None) for target in asked.ignore]
-    written = {*asked.overrides, *asked.ignore} - {"lm_head"}  # which models may lack
+    written = {*asked.overrides, *asked.ignore}
+    if asked.ignore == QuantizationConfig.model_fields["ignore"].default:
+        written -= {*asked.ignore}  # not the user's, and models may lack it
     return Rules((*rules, (EVERY_LAYER, schemes[asked.scheme])), tuple(sorted(written)))
 
 
@@ -159,7 +160,10 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
         config = Schema.model_validate(dict(stored))
     except Exception as error:  # the library raises many kinds for what makes no sense to it
         raise _invalid(error) from None
-    groups: list[tuple[str, Scheme | None]] = []
+    for entry in ("transform_config", "sparsity_config"):  # would change what layers compute
+        if stored.get(entry):
+            raise _unsupported(entry, "none", stored[entry])
+    groups: list[Rule] = []
     for name, group in config.config_groups.items():
         scheme = _compressed_scheme(f"config_groups.{name}", group)
         groups += [(target, scheme) for target in group.targets]
@@ -228,13 +232,20 @@ _STORED = {"fp8": _fp8, "compressed-tensors": _compressed_tensors}
 
 
 def _target(target: str) -> str:
+    """Return a target, if it is one: a pattern comes out of a file, and must end one day."""
     if target.startswith("re:"):
+        pattern = target.removeprefix("re:")
         try:
-            re.compile(target.removeprefix("re:"))
+            re.compile(pattern)
         except re.error as error:
             raise CheckpointFormatError(
-                f"{target[:200]!r} is no regular expression: {error}"
+                f"{shorten(target)} is no regular expression: {error}"
             ) from None
+        if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 4:
+            raise UnsupportedModelError(
+                f"{shorten(target)} could take forever to match: expected at most 4 of * + {{ and "
+                "no repeated group"
+            )
     return target
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from vllm_module.kernels.quantize import greatest
+from vllm_module.parameters import ModelWeightParameter
 
 Strategy = Literal["tensor", "channel", "block"]
 Activations = Literal["none", "dynamic", "static"]
@@ -42,7 +43,23 @@ class Scheme:
         how = "quantized while loading" if self.online else f"{self.activations} activations"
         return f"{str(self.dtype).removeprefix('torch.')} per {strategy}, {how}"
 
-    def error_bound(self, wide: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def for_matmul(
+        self, weight: ModelWeightParameter, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return a layer's scales as a matmul takes them, and the rows and columns that share one.
+
+        Each slot keeps the scale that its own numbers need, whatever its neighbours'; a matmul
+        takes one a row.
+        """
+        if self.strategy == "block":
+            return scale, self.block
+        if self.strategy == "tensor":
+            rooms = [shard.room for shard in weight.shards[0]]
+            rows = [scale[slot : slot + 1].expand(room) for slot, room in enumerate(rooms)]
+            scale = torch.cat(rows).unsqueeze(1)
+        return scale, (1, weight.shape[1])
+
+    def error_bound(self, wide: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
         """Return how far each number may be from what it was before it was quantized.
 
         For FP8, half a unit in the last of its three places, 2^-4 of the number, and below the
@@ -51,9 +68,10 @@ class Scheme:
 
         Args:
             wide: numbers of any shape.
-            scale: theirs, or greater; of a shape that broadcasts to it.
+            largest: absolute value in a number's block, or more; of a shape that broadcasts to it.
 
         """
+        scale = (largest / greatest(self.dtype)).clamp(min=torch.finfo(torch.float32).tiny)
         last = 2.0**-22 * wide.abs()
         if self.dtype.is_floating_point:
             return torch.maximum(wide.abs() * 2.0**-4, scale * 2.0**-10) + last

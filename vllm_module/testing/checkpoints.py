@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_module.ledger import Conversion
+from vllm_module.location import Conversion
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 

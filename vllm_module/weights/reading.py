@@ -62,7 +62,8 @@ class Readers:
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
         self._stopped = False
-        self._inference = torch.is_inference_mode_enabled()  # threads do not inherit it
+        # Threads do not inherit them.
+        self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def __enter__(self) -> Readers:
         return self
@@ -80,8 +81,9 @@ class Readers:
         The calling thread reads too, and takes further jobs only while a thread is soon free for
         them, so ``jobs`` may make the destinations as it goes. Tensors in memory are copied. When
         it returns, everything is read. The first exception ends it, is raised as it is, and leaves
-        destinations half filled. Raises as ``read_into`` does.
+        destinations half filled; these readers then read no more. Raises as ``read_into`` does.
         """
+        assert not self._stopped, "these readers failed before"
         try:
             batch: list[_Job] = []
             room = _BATCH
@@ -143,7 +145,7 @@ class Readers:
             raise self._errors.pop()
 
     def _work(self) -> None:
-        with torch.inference_mode(self._inference):
+        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
             while (batch := self._queue.get()) is not None:
                 try:
                     if not self._stopped:
