@@ -1,12 +1,13 @@
-"""Memory, speed and fidelity of quantizing while loading, on Qwen3-0.6B's and 4B's shapes.
+"""Memory, speed and fidelity of quantizing while loading.
 
 Each load runs in a process of its own, so that its peak of resident memory is its own. Peaks are
 over the final size of the quantized model; "load, then quantize" holds the whole model in full
-precision first. The speed of the quantizer alone is beside transformers' on the same tensor. Logits
-are compared with those of the same model in full precision. A figure is printed only if the loaded
-bytes are those of the quantizer applied to the whole tensor.
+precision first. Qwen3-0.6B's and 4B's shapes have random weights. The speed of the quantizer alone
+is beside transformers' on the same tensor. Logits are compared with those of the same model in full
+precision. A figure is printed only if the loaded bytes are those of the quantizer applied to the
+whole tensor.
 
-    python tests/bench/quantization.py [--shapes 0.6B 4B] [--out FILE]
+    python tests/bench/quantization.py [--shapes demo 0.6B 4B] [--out FILE]
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from typing import Any
 import torch
 from checkpoints import plausible, write_qwen3
 
-from vllm_module import ModelConfig
+from vllm_module import ModelConfig, QuantizationConfig
+from vllm_module.cli.demo_checkpoint import PARAGRAPH, write_checkpoint
 from vllm_module.kernels.quantize import quantize
 from vllm_module.loader import build_model, read_config
 from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, online_rules
+from vllm_module.runtime.tokenizer import Tokenizer
 from vllm_module.weights import open_checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "demo": {},  # the demo's, trained to know a paragraph by heart; in blocks of 32x32
     "0.6B": {"num_hidden_layers": 28, "tie_word_embeddings": True},
     "4B": {
         "num_hidden_layers": 36,
@@ -69,8 +73,13 @@ def load(folder: Path, what: str, logits: Path | None) -> dict[str, Any]:
     """Load in one of the ways, once cold and once warm, and check what came."""
     scheme = what.removeprefix(f"{THEN}: ")
     config = read_config(folder, ModelConfig(model=str(folder)))
-    rules = online_rules(scheme) if what in ONLINE else None
-    model = build_model(config, torch.bfloat16, torch.device("cpu"), rules)
+    trained = (folder / "tokenizer.json").exists()
+    dtype = torch.float32 if trained else torch.bfloat16
+    block = (32, 32) if trained else (128, 128)
+    rules = None
+    if what in ONLINE:
+        rules = online_rules(QuantizationConfig(scheme=what, weight_block_size=block))
+    model = build_model(config, dtype, torch.device("cpu"), rules)
     read_pages(folder)
     base = peak_rss()
     with open_checkpoint(folder) as checkpoint:
@@ -79,16 +88,20 @@ def load(folder: Path, what: str, logits: Path | None) -> dict[str, Any]:
             cold += clock(lambda: quantize_loaded(model, scheme))
         peak = peak_rss() - base
         final = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
-        final -= model.lm_head.weight.nbytes  # tied: counted twice, since state_dict makes views
+        if config.tie_word_embeddings:  # counted twice, since state_dict makes views
+            final -= model.lm_head.weight.nbytes
         warm = [] if what.startswith(THEN) else [
             clock(lambda: model.load_weights(checkpoint)) for _ in range(3)
         ]  # fmt: skip
-        if what in ONLINE:
+        if what in ONLINE and not trained:
             check(model, checkpoint, what)
     if logits is not None:
         ids = torch.arange(64) * 2377 % config.vocab_size
+        if trained:
+            ids = torch.tensor(Tokenizer(folder).encode(PARAGRAPH))
         with torch.no_grad():
-            torch.save(model.compute_logits(model(ids, torch.arange(64))).float(), logits)
+            hidden = model(ids, torch.arange(len(ids)))
+            torch.save(model.compute_logits(hidden).float(), logits)
     layers = [m for m in model.modules() if isinstance(m, QuantizableLayer)]
     return {
         "cold": cold,
@@ -179,10 +192,14 @@ def main() -> None:
     )
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = write_qwen3(Path(temporary), values=plausible, **SHAPES[shape])
+            folder = Path(temporary)
+            if shape == "demo":
+                write_checkpoint(folder, lambda loss: None)
+            else:
+                write_qwen3(folder, values=plausible, **SHAPES[shape])
             expected: torch.Tensor | None = None
             for what in (FULL, *ONLINE, f"{THEN}: fp8_per_channel"):
-                file = Path(temporary, "logits.pt") if shape == "0.6B" else None
+                file = Path(temporary, "logits.pt") if shape != "4B" else None
                 command = ["--folder", str(folder), "--child", what]
                 result = child(command + (["--logits", str(file)] if file else []))
                 result["peak_over_final"] = result["peak"] / result["final"]

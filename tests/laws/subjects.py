@@ -117,6 +117,40 @@ class Vocabulary(vLLMModule):
         return self.head(self.embed(ids))
 
 
+class Derived(vLLMModule):
+    """Works out sums of its rows, which it runs with, of a weight that another module shares."""
+
+    def __init__(self, width: int, tied: bool) -> None:
+        super().__init__()
+        self.first = RMSNorm(width)
+        self.last = RMSNorm(width)
+        if tied:
+            self.last.weight = self.first.weight
+        self.inner = Summed(width)
+        self.register_buffer("both", torch.zeros(()), persistent=False)
+
+    def process_weights_after_loading(self) -> None:
+        self.both.copy_(self.inner.total + self.last.weight.sum())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.last(self.first(x))) + self.both
+
+
+class Summed(vLLMModule):
+    """A layer that adds the sum of its weight, as it was when it was last complete."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, device="meta"), requires_grad=False)
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+
+    def process_weights_after_loading(self) -> None:
+        self.total.copy_(self.weight.sum())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.total
+
+
 def quantized(build: Callable[..., vLLMModule]) -> Callable[..., vLLMModule]:
     """Build a block whose layers all hold their weights by one scheme."""
 
@@ -274,6 +308,11 @@ LAYERS: dict[str, Subject] = {
         x_of(6),
         (SiluAndMul, GeluAndMul),
         lambda size, inner, **arguments: inner % size == 0,
+    ),
+    "derived": Subject(
+        Derived,
+        {"width": features(1), "tied": st.booleans()},
+        lambda module: (torch.randn(4, module.first.weight.shape[0]),),
     ),
     "quantized while loading": Subject(
         quantized(MLP),

@@ -84,7 +84,7 @@ class Names:
         skipped: list[str] = []
         for prefix, owner in module.named_modules(remove_duplicate=False):
             at = f"{prefix}." if prefix else ""
-            unstored = owner._non_persistent_buffers_set | made(owner)
+            unstored = made(owner)
             beside = getattr(owner, "stored_beside", ())
             own = [*owner._parameters.items(), *owner._buffers.items()]
             for attr, tensor in own:
@@ -146,15 +146,16 @@ class Names:
 
 
 def made(module: nn.Module, *, below: bool = False) -> set[str]:
-    """Return the tensors of ``module`` that are made while it is loaded, and never stored.
+    """Return the tensors of ``module`` that are made or computed, and never stored.
 
     Its own, by name, or with ``below`` those of the whole tree, by path.
     """
     if below:
         modules = module.named_modules(remove_duplicate=False)
         return {f"{path}.{attr}".lstrip(".") for path, each in modules for attr in made(each)}
-    conversions = vars(module).get("conversions", {})
-    return {attr for conversion in conversions.values() for attr in conversion.makes}
+    conversions = getattr(module, "conversions", {}) if isinstance(module, vLLMModule) else {}
+    makes = {attr for conversion in conversions.values() for attr in conversion.makes}
+    return makes | module._non_persistent_buffers_set
 
 
 def converted(module: vLLMModule) -> dict[str, Conversion]:
@@ -289,8 +290,9 @@ def write_checkpoint(
 
 
 def state(module: nn.Module) -> Tensors:
-    """Return a copy of every parameter and persistent buffer, by path."""
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    """Return a copy of every parameter and buffer, by path, those too that are computed."""
+    tensors = module.state_dict() | dict(module.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

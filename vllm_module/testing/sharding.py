@@ -35,12 +35,11 @@ def assert_sharding_equivalent(case: Case) -> None:
     Put together again, they give the checkpoint bit for bit: replicas agree, padding is zero,
     nothing is left out. What is converted, such as quantized, while it is loaded is as near to the
     checkpoint as its conversion says. Then, where the module has a ``forward``, every rank's
-    outputs are those of the unsharded module, up to the order of sums; unless a conversion's bits
-    depend on the cut.
+    outputs are those of the unsharded module, up to the order of sums; or, where a conversion's
+    bits depend on the cut, roughly.
     """
     size, whole, tensors = case.size, case.build(), case.tensors
-    if not assert_covers(case):
-        return
+    alike = assert_covers(case)
     whole.load_weights(tensors)
     if case.inputs is None:
         return
@@ -52,7 +51,13 @@ def assert_sharding_equivalent(case: Case) -> None:
         return case.run(module)
 
     for rank, got in enumerate(case.on_every_rank(outputs)):
-        assert_outputs(got, expected, f"rank {rank} of {size}: output")
+        where = f"rank {rank} of {size}: output"
+        if alike:
+            assert_outputs(got, expected, where)
+            continue
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            far = (one - other).norm() / other.norm()
+            assert far < 0.5, f"{where} {index} is another: {far:.2g} of it"
 
 
 def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
