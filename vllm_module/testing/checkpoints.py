@@ -37,8 +37,8 @@ def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Te
 
 def _random(like: torch.Tensor, generator: torch.Generator, positive: bool) -> torch.Tensor:
     if like.dtype.is_floating_point:
-        # Some 8-bit formats have no sign.
-        if positive or like.dim() < 2 or like.dtype.itemsize == 1:
+        unsigned = torch.finfo(like.dtype).min >= 0
+        if positive or unsigned or like.dim() < 2:
             return (torch.rand(like.shape, generator=generator) + 0.5).to(like.dtype)
         values = torch.randn(like.shape, generator=generator)
         return (values / like.shape[-1] ** 0.5).to(like.dtype)
