@@ -20,8 +20,9 @@ class Processing:
 
     def __init__(self) -> None:
         self.prefixes: set[str] = set()  # of every owner that something was filled of
-        # Of owners that process early: where they are, and what this call has yet to fill.
-        self._left: dict[int, tuple[str, Owner, set[tuple[str, str]]]] = {}
+        # Of owners that process early, what this call has yet to fill; they are kept, for their id.
+        self._left: dict[int, tuple[Owner, set[tuple[str, str]]]] = {}
+        self._complete: list[tuple[str, Owner]] = []
         self._done: set[int] = set()
 
     def filled(self, place: Location, slots: Iterable[tuple[str, str]]) -> None:
@@ -36,16 +37,19 @@ class Processing:
                 if location.tensor is not None
                 for slot in slots_of(location.tensor)
             }
-            self._left[id(owner)] = place.prefix, owner, own
-        self._left[id(owner)][2].difference_update(slots)
+            self._left[id(owner)] = owner, own
+        left = self._left[id(owner)][1]
+        left.difference_update(slots)
+        if not left:
+            del self._left[id(owner)]
+            self._complete.append((place.prefix, owner))
 
     def process_complete(self) -> None:
         """Let those process, and once, of which this call has filled everything."""
-        for prefix, owner, left in [*self._left.values()]:
-            if not left:
-                del self._left[id(owner)]
-                if owner._is_filled():
-                    self._process(prefix, owner)
+        complete, self._complete = self._complete, []
+        for prefix, owner in complete:
+            if owner._is_filled():
+                self._process(prefix, owner)
 
     def process_rest(self, owners: Mapping[str, Owner]) -> None:
         """Let those of ``owners``, by prefix, that have not processed yet do so, inner ones first.

@@ -45,7 +45,7 @@ def _steps(
     max_new_tokens: int,
     stop_tokens: Collection[int],
 ) -> Iterator[dict[int, int]]:
-    parameter = next(model.parameters())
+    parameter = next(p for p in model.parameters() if p.dtype.itemsize > 1)  # not quantized
     pages = sum(-(-(len(prompt) + max_new_tokens) // PAGE_SIZE) for prompt in prompts)
     cache = KVCache(model, pages, PAGE_SIZE, parameter.device, parameter.dtype)
     try:
