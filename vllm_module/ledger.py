@@ -89,6 +89,8 @@ class Ledger:
         if tensor is None or (slot is not None and slot not in slots_of(tensor)):
             what = f"{location.attr!r}" + (f" with a slot {slot!r}" if slot else "")
             detail = f"{type(location.holder).__name__} was built without {what}"
+            if location.is_made:
+                detail = f"{location.path} is made of full-precision weights while they are loaded"
             report.unexpected.append(Problem(name, detail))
             return
         slots = slots_of(tensor) if slot is None else (slot,)

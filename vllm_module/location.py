@@ -64,14 +64,17 @@ class Location(NamedTuple):
     def tensor(self) -> torch.Tensor | None:
         """The parameter or persistent buffer that is there now, if a checkpoint stores it."""
         holder, attr = self.holder, self.attr
-        if (conversions := self._conversions) and any(
-            attr in c.makes for c in conversions.values()
-        ):
+        if self._conversions and self.is_made:
             return None
         parameter = holder._parameters.get(attr)
         if parameter is not None or attr in holder._non_persistent_buffers_set:
             return parameter
         return holder._buffers.get(attr)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether a conversion makes this tensor of another one."""
+        return any(self.attr in conversion.makes for conversion in self._conversions.values())
 
     @property
     def conversion(self) -> Conversion | None:

@@ -267,7 +267,9 @@ class vLLMModule(Declaring):
         ]
         if unfilled:
             lines = "\n".join(f"  {line}" for line in fold(unfilled))
-            raise ModelNotReadyError(f"{cannot}not loaded (call load_weights):\n{lines}")
+            raise ModelNotReadyError(
+                f"{cannot}not loaded, or put to sleep (call load_weights):\n{lines}"
+            )
         tensors = (*self.named_parameters(), *self.named_buffers())
         if computed := [name for name, tensor in tensors if tensor.is_meta]:
             raise ModelNotReadyError(

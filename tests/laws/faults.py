@@ -326,7 +326,7 @@ FAULTS = (
           "values.round_()", "values.trunc_()",
           "sharding_equivalent", "quantized while loading"),
     Fault("scales are demanded of a full-precision checkpoint", "ledger:Location.tensor",
-          "attr in c.makes", "False",
+          "self._conversions and self.is_made", "False",
           "order_independent", "quantized while loading"),
     Fault("a scale stays on meta", "ledger:Ledger._materialize",
           "location.holder._parameters[made] = materialized(there, device)", "pass",

@@ -32,7 +32,7 @@ def test_every_module_with_an_unfilled_tensor_refuses_to_run() -> None:
     with pytest.raises(ModelNotReadyError) as refused:
         model.check_ready()
     assert str(refused.value).splitlines() == [
-        "Model cannot run: not loaded (call load_weights):",
+        "Model cannot run: not loaded, or put to sleep (call load_weights):",
         "  blocks.1.qkv_proj.bias (slot 'v_proj')",
     ]
     model.blocks[0].eval()(torch.zeros(1, 8))

@@ -43,11 +43,11 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
         try:
             layers[path].quantize(methods[scheme])
         except ShardingError as error:
-            advice = (
-                ", or leave the layer out (ignore), or take another weight_block_size or scheme"
-                if scheme.online
-                else ""
-            )
+            advice = ""
+            if scheme.online:
+                advice = (
+                    ". Leave the layer out (ignore), or take another weight_block_size or scheme"
+                )
             raise ShardingError(f"{path} cannot be held in {scheme}: {error}{advice}") from None
     for module in modules.values():
         if isinstance(module, QuantizableKVCache) and rules.kv_cache:

@@ -107,9 +107,8 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
         for target, name in asked.overrides.items()
     ]
     rules += [(_target(target), None) for target in asked.ignore]
-    written = {*asked.overrides, *asked.ignore}
-    if asked.ignore == QuantizationConfig.model_fields["ignore"].default:
-        written -= {*asked.ignore}  # not the user's, and models may lack it
+    # A head may be tied or lacking, and is left alone then in any case.
+    written = {*asked.overrides, *({*asked.ignore} - {"lm_head"})}
     return Rules((*rules, (EVERY_LAYER, schemes[asked.scheme])), tuple(sorted(written)))
 
 

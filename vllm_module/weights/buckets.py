@@ -21,7 +21,10 @@ from vllm_module.wording import printable, printable_name, shorten
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
 _CUT_TAG = 1 << 19  # of a message that nobody sends
-_AGAIN = "Ranks may hold a mixture of old and new weights: send all of them again."
+_AGAIN = (
+    "Models that say so hold a mixture of old and new weights: send all of them again, and receive "
+    "them into load_weights."
+)
 
 
 def send_weights(
