@@ -247,6 +247,17 @@ def every_token(module: vLLMModule) -> tuple[Any, ...]:
     return (torch.arange(table.shape[0]),)
 
 
+def quantized_mlp(schemes: st.SearchStrategy[Scheme]) -> Subject:
+    """Return MLP, all of it held by one of ``schemes``."""
+    arguments = {"scheme": schemes, "inner": features(), "bias": st.booleans(), "gelu": False}
+
+    def takes(size: int, scheme: Scheme, inner: int, **others: Any) -> bool:
+        blocks = scheme.strategy == "block"
+        return inner % size == 0 and (not blocks or fits(scheme.block, inner, size))
+
+    return Subject(quantized(MLP), arguments, x_of(6), takes=takes)
+
+
 _SIZES = {
     "input_size": features(),
     "output_size": features(),
@@ -314,32 +325,8 @@ LAYERS: dict[str, Subject] = {
         {"width": features(1), "tied": st.booleans()},
         lambda module: (torch.randn(4, module.first.weight.shape[0]),),
     ),
-    "quantized while loading": Subject(
-        quantized(MLP),
-        {
-            "scheme": ONLINE_SCHEMES,
-            "inner": features(),
-            "bias": st.booleans(),
-            "gelu": st.just(False),
-        },
-        x_of(6),
-        takes=lambda size, scheme, inner, **arguments: (
-            inner % size == 0 and (scheme.strategy != "block" or fits(scheme.block, inner, size))
-        ),
-    ),
-    "stored quantized": Subject(
-        quantized(MLP),
-        {
-            "scheme": STORED_SCHEMES,
-            "inner": features(),
-            "bias": st.booleans(),
-            "gelu": st.just(False),
-        },
-        x_of(6),
-        takes=lambda size, scheme, inner, **arguments: (
-            inner % size == 0 and (scheme.strategy != "block" or fits(scheme.block, inner, size))
-        ),
-    ),
+    "quantized while loading": quantized_mlp(ONLINE_SCHEMES),
+    "stored quantized": quantized_mlp(STORED_SCHEMES),
     "named": Subject(
         Named, {"inner": features()}, x_of(6), takes=lambda size, inner: inner % size == 0
     ),

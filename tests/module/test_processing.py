@@ -86,7 +86,7 @@ def test_a_leaf_processes_before_the_next_one_is_materialized() -> None:
     root = Root()
     seen = []
     leaf, other = root.parent.first, root.parent.inner["leaf"]
-    leaf.process_weights_after_loading = lambda: seen.append(other.weight.is_meta)  # type: ignore[method-assign]
+    leaf.process_weights_after_loading = lambda: seen.append(other.weight.is_meta)
     root.load_weights(checkpoint())
     assert seen == [True]
 
@@ -133,7 +133,7 @@ def test_a_refusal_names_the_tensor_and_the_model_will_not_run(name: str) -> Non
         raise WeightReadError("weight: is odd")
 
     where = root.parent if name == "parent" else root.parent.first
-    where.process_weights_after_loading = refuse  # type: ignore[method-assign]
+    where.process_weights_after_loading = refuse
     path = "parent.weight" if name == "parent" else "parent.first.weight"
     with pytest.raises(WeightReadError, match=f"^{path}: is odd$"):
         root.load_weights(tensors)
@@ -149,7 +149,7 @@ def test_code_that_breaks_leaves_the_model_refusing() -> None:
     def fail() -> None:
         raise fault
 
-    root.parent.process_weights_after_loading = fail  # type: ignore[method-assign]
+    root.parent.process_weights_after_loading = fail
     with pytest.raises(KeyError) as raised:
         root.load_weights(checkpoint())
     assert raised.value is fault
@@ -275,7 +275,7 @@ def test_an_error_of_one_s_own_class_stays_that_error() -> None:
     def refuse() -> None:
         raise fault
 
-    root.parent.first.process_weights_after_loading = refuse  # type: ignore[method-assign]
+    root.parent.first.process_weights_after_loading = refuse
     with pytest.raises(OddError, match=r"^parent\.first\.weight: 7$") as raised:
         root.load_weights(checkpoint())
     assert raised.value is fault
