@@ -1,9 +1,93 @@
-"""Attention of new tokens to a paged KV cache."""
+"""Attention of new tokens to a paged KV cache: whole prompts, chunks and single tokens alike."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
+
+from vllm_module.kernels.operators import checks_values, expect, operator
+from vllm_module.kernels.paged_attention_triton import paged_attention_triton
+from vllm_module.kernels.quantize import EIGHT_BITS, FLOATS
+
+MOST_HEAD_SIZE = 256
+MOST_GROUP = 128  # query heads that share a key-value head
+
+
+def paged_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend causally from each sequence's new tokens to all of its tokens, which are cached.
+
+    A token's result depends on its own sequence alone, and not on what else is in the batch.
+
+    Args:
+        query: new tokens of all sequences end to end, ``[tokens, heads, head_size]``.
+        k_cache, v_cache: ``[pages, page_size, kv_heads, head_size]``; they hold the new tokens too.
+        block_tables: pages of each sequence in order, int32 ``[sequences, most_pages]``; entries
+            past the context, and those that a sliding window has left, are never read.
+        context_lens: tokens of each sequence, the new ones included, int32 ``[sequences]``; 0 for
+            padding.
+        query_start_loc: where each sequence's new tokens begin and end, int32 ``[sequences + 1]``.
+        max_query_len: most new tokens of one sequence; 1 in a step that only decodes.
+        scale: of the scores.
+        sliding_window: how many of the last tokens, itself included, a token sees.
+        k_scale, v_scale: float32 ``[1]`` or ``[kv_heads]``; what a cache of eight bits holds is
+            multiplied by them.
+        softcap: scores are ``softcap * tanh(scores / softcap)`` (Gemma 2, arXiv:2408.00118).
+        alibi_slopes: float32 ``[heads]``; times the distance, which is negative, they are added to
+            the scores (ALiBi, arXiv:2108.12409).
+        sinks: ``[heads]``, a score that takes its share of the softmax and has no value (gpt-oss,
+            after arXiv:2309.17453).
+
+    Returns:
+        ``[tokens, heads, head_size]``; zeros for tokens of no sequence.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other; where values are checked
+            (:func:`~vllm_module.kernels.operators.checks_values`), lengths and pages too.
+
+    """
+    _check(query, k_cache, v_cache, block_tables, context_lens, query_start_loc)
+    _check_scores(query, k_cache, sliding_window, k_scale, v_scale, softcap, alibi_slopes, sinks)
+    if checks_values(query):
+        _check_values(
+            query,
+            k_cache,
+            block_tables,
+            context_lens,
+            query_start_loc,
+            max_query_len,
+            sliding_window,
+        )
+    return _paged_attention(
+        query,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        query_start_loc,
+        max_query_len,
+        scale,
+        sliding_window,
+        k_scale,
+        v_scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+    )
 
 
 def paged_attention_reference(
@@ -13,52 +97,50 @@ def paged_attention_reference(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
+    max_query_len: int,
     scale: float,
     sliding_window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally, sequence by sequence, in plain torch.
-
-    Args:
-        query: new tokens of all sequences end to end, ``[tokens, heads, head_size]``.
-        k_cache, v_cache: ``[pages, page_size, kv_heads, head_size]``; they hold the new tokens too.
-        block_tables: pages of each sequence in order, ``[sequences, most_pages]``; entries past
-            the context are never read.
-        context_lens: tokens of each sequence, the new ones included, ``[sequences]``.
-        query_start_loc: where each sequence's new tokens begin and end, ``[sequences + 1]``.
-        scale: of the scores.
-        sliding_window: how many of the last tokens, itself included, a token sees.
-        k_scale, v_scale: float32 ``[1]``; what a cache of eight bits holds is multiplied by them.
-
-    Returns:
-        ``[tokens, heads, head_size]``; zeros for tokens of no sequence.
-
-    """
+    """Attend sequence by sequence, in plain torch; see :func:`paged_attention`."""
     page_size = k_cache.shape[1]
-    output = torch.zeros_like(query)
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
     for sequence, context in enumerate(context_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end or context == 0:
             continue
-        pages = block_tables[sequence, : -(-context // page_size)].long()
+        first = 0  # token that is seen; what the window has left may be another's by now
+        if sliding_window is not None:
+            first = max(0, context - (end - begin) - sliding_window + 1)
+        pages = block_tables[sequence, first // page_size : -(-context // page_size)].long()
+        seen = slice(first % page_size, first % page_size + context - first)
         keys, values = (
-            _dequantized(cache[pages].flatten(0, 1)[:context], factor, query.dtype).transpose(0, 1)
+            _widened(cache[pages].flatten(0, 1)[seen], factor, query.dtype)
             for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )
         output[begin:end] = causal_attention(
-            query[begin:end].transpose(0, 1), keys, values, scale, sliding_window
+            query[begin:end].transpose(0, 1),
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            scale,
+            sliding_window,
+            softcap,
+            alibi_slopes,
+            sinks,
         ).transpose(0, 1)
     return output
 
 
-def _dequantized(
-    held: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+def _widened(held: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return what ``held [tokens, kv_heads, head_size]`` of a cache stands for."""
     if held.dtype.itemsize > 1:
-        return held
-    return (held.float() * (1 if scale is None else scale)).to(dtype)
+        return held.to(dtype)
+    return (held.float() * (1 if scale is None else scale.unsqueeze(-1))).to(dtype)
 
 
 def causal_attention(
@@ -67,12 +149,16 @@ def causal_attention(
     values: torch.Tensor,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from one sequence's last tokens to all of it.
+    """Attend from one sequence's last tokens to all of it, without pages and in plain torch.
 
     Args:
         query: ``[heads, new_tokens, head_size]``.
         keys, values: ``[kv_heads, tokens, head_size]``; ``heads`` is a multiple of ``kv_heads``.
+        scale, sliding_window, softcap, alibi_slopes, sinks: as for :func:`paged_attention`.
 
     Returns:
         ``[heads, new_tokens, head_size]``.
@@ -85,14 +171,127 @@ def causal_attention(
     if sliding_window is not None:
         seen &= columns > rows - sliding_window
     group = query.shape[0] // keys.shape[0]
-    return F.scaled_dot_product_attention(
-        query,
-        keys.repeat_interleave(group, dim=0),
-        values.repeat_interleave(group, dim=0),
-        attn_mask=seen,
-        scale=scale,
-    )
+    keys = keys.repeat_interleave(group, dim=0)
+    values = values.repeat_interleave(group, dim=0)
+    if softcap is None and alibi_slopes is None and sinks is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+    scores = query.float() @ keys.float().transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if alibi_slopes is not None:
+        scores += alibi_slopes[:, None, None] * (columns - rows)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, new, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., :total]
+    return (weights @ values.float()).to(query.dtype)
 
 
-# One public function an operation; the Triton kernel will take the CUDA device's calls.
-paged_attention = paged_attention_reference
+def _check(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> None:
+    expect("query", query, (None, None, None), FLOATS)
+    expect("k_cache", k_cache, (None, None, None, query.shape[-1]), None, query)
+    expect("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), query)
+    if k_cache.dtype not in (query.dtype, *EIGHT_BITS):
+        raise ValueError(
+            f"the cache must be {query.dtype}, as the query, or of eight bits, got {k_cache.dtype}"
+        )
+    _, page_size, kv_heads, head_size = k_cache.shape
+    heads = query.shape[1]
+    if not 1 <= head_size <= MOST_HEAD_SIZE:
+        raise ValueError(f"the head size must be 1 to {MOST_HEAD_SIZE}, got {head_size}")
+    if page_size < 1:
+        raise ValueError("pages must have room for a token: page_size is 0")
+    if kv_heads < 1 or heads % kv_heads or not 1 <= heads // kv_heads <= MOST_GROUP:
+        raise ValueError(
+            f"{heads} query heads cannot share {kv_heads} key-value heads: expected a multiple of "
+            f"them, at most {MOST_GROUP} for each"
+        )
+    sequences = block_tables.shape[0]
+    integers = (torch.int32,)
+    expect("block_tables", block_tables, (None, None), integers, query)
+    expect("context_lens", context_lens, (sequences,), integers, query)
+    expect("query_start_loc", query_start_loc, (sequences + 1,), integers, query)
+
+
+def _check_scores(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    sliding_window: int | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    heads, kv_heads = query.shape[1], k_cache.shape[2]
+    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if factor is not None:
+            count = kv_heads if factor.shape == (kv_heads,) else 1
+            expect(name, factor, (count,), (torch.float32,), query)
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    if alibi_slopes is not None:
+        expect("alibi_slopes", alibi_slopes, (heads,), (torch.float32,), query)
+    if sinks is not None:
+        expect("sinks", sinks, (heads,), FLOATS, query)
+
+
+def _check_values(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    sliding_window: int | None,
+) -> None:
+    """Refuse lengths and pages that would be read from elsewhere."""
+    pages, page_size = k_cache.shape[:2]
+    room = block_tables.shape[1] * page_size
+    starts, contexts = query_start_loc.tolist(), context_lens.tolist()
+    if starts[0] != 0 or starts[-1] > len(query):
+        raise ValueError(
+            f"query_start_loc goes from {starts[0]} to {starts[-1]}: expected 0 to at most the "
+            f"{len(query)} tokens of the query"
+        )
+    used = torch.zeros(block_tables.shape, dtype=torch.bool)
+    for sequence, context in enumerate(contexts):
+        new = starts[sequence + 1] - starts[sequence]
+        if not 0 <= new <= max_query_len:
+            raise ValueError(
+                f"sequence {sequence} has {new} new tokens by query_start_loc: expected 0 to "
+                f"max_query_len {max_query_len}"
+            )
+        if not (new <= context <= room or context == 0):
+            raise ValueError(
+                f"sequence {sequence} has a context of {context} tokens: expected 0 or at least "
+                f"its {new} new ones, and at most the {room} that a row of block_tables has pages "
+                "for"
+            )
+        first = 0 if sliding_window is None else max(0, context - new - sliding_window + 1)
+        used[sequence, first // page_size : -(-context // page_size)] = new > 0
+    outside = (block_tables < 0) | (block_tables >= pages)
+    if bool((outside.cpu() & used).any()):
+        sequence, entry = (outside.cpu() & used).nonzero()[0].tolist()
+        raise ValueError(
+            f"block_tables[{sequence}, {entry}] is page {int(block_tables[sequence, entry])}, and "
+            f"the cache has {pages} pages"
+        )
+
+
+def _empty(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """Return what the operation would, with nothing in it."""
+    return query.new_empty(query.shape)
+
+
+_paged_attention = operator(paged_attention_reference, paged_attention_triton, _empty)

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 
 import torch
 
+from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+
 # Elements converted at a time: on the CPU what fits a cache, elsewhere what fills the device.
 _CPU_CHUNK, _CHUNK = 1 << 19, 1 << 23
+# Elements of a program: of a block that it holds whole, at most, and of part of one.
+_WHOLE, _PART = 32768, 4096
 _TINY = torch.finfo(torch.float32).tiny
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BITS = (*FP8, torch.int8)
 
 
 def greatest(dtype: torch.dtype) -> float:
@@ -18,22 +26,73 @@ def greatest(dtype: torch.dtype) -> float:
     return float(info.max)
 
 
-def quantize_reference(
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the compute capability of a GPU; elsewhere of the one that kernels are made for."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
+
+
+def has_fp8(tensor: torch.Tensor) -> bool:
+    """Whether kernels can convert float8_e4m3fn, and multiply by it, where ``tensor`` is."""
+    return capability(tensor) >= (8, 9)
+
+
+def quantize(
     wide: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
 ) -> None:
-    """Quantize ``wide`` symmetrically, in float32, in plain torch.
+    """Quantize ``wide`` symmetrically, in float32, block by block.
 
     A block's scale is its largest absolute value over the greatest of ``quantized.dtype`` (at least
     the smallest normal float32, so that zeros stay zeros); an element is ``wide / scale``, rounded
-    to even. A number that is not finite makes its block's scale so.
+    to even. A number that is not finite makes its block's scale so. The bits are the same on every
+    device.
 
     Args:
         wide: ``[rows, columns]``, floating point.
-        quantized: ``[rows, columns]``, float8_e4m3fn or int8; written.
+        quantized: ``[rows, columns]``, float8_e4m3fn, float8_e5m2 or int8; written.
         scale: float32 ``[ceil(rows / block[0]), ceil(columns / block[1])]``; written.
-        block: rows and columns that share a scale.
+        block: rows and columns that share a scale; ``(1, columns)`` for a scale a token, ``(1,
+            128)`` for groups of its features.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other.
 
     """
+    _check(wide, quantized, scale, block)
+    _quantize(wide, quantized, scale, *block)
+
+
+def quantize_static(
+    wide: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> None:
+    """Quantize ``wide`` by scales that are given; what is beyond the greatest number becomes it.
+
+    Shapes and errors as for :func:`quantize`, but that ``scale`` is read.
+    """
+    _check(wide, quantized, scale, block)
+    _quantize_static(wide, quantized, scale, *block)
+
+
+def _check(
+    wide: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> None:
+    rows, columns = wide.shape if wide.dim() == 2 else (None, None)
+    expect("wide", wide, (rows, columns), (*FLOATS, torch.float64))
+    if block[0] < 1 or block[1] < 1:
+        raise ValueError(f"a block must have rows and columns, got {block}")
+    expect("quantized", quantized, wide.shape, EIGHT_BITS, wide)
+    blocks = -(-wide.shape[0] // block[0]), -(-wide.shape[1] // block[1])
+    expect("scale", scale, blocks, (torch.float32,), wide)
+
+
+def quantize_reference(
+    wide: torch.Tensor,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+) -> None:
+    """Quantize in plain torch; see :func:`quantize`."""
+    block = block_rows, block_columns
     most = greatest(quantized.dtype)
     for first, count, pieces in _stripes(wide, block):
         amax = wide.new_zeros((count, scale.shape[1]), dtype=torch.float32)
@@ -43,7 +102,8 @@ def quantize_reference(
             values = _in_blocks(wide[top : top + rows], block)
             amax = torch.maximum(amax, _amax(values))
         stripe = scale[first : first + count]
-        stripe.copy_((amax / most).clamp_(min=_TINY))
+        # By a tensor: CUDA would multiply by a number's reciprocal.
+        stripe.copy_((amax / torch.full_like(amax, most)).clamp_(min=_TINY))
         divisor = stripe[:, None, :, None].float()
         for top, rows in pieces:
             if values is None or len(pieces) > 1:
@@ -57,7 +117,7 @@ def quantize_reference(
             quantized[top : top + rows].copy_(flat[:rows, : wide.shape[1]])
 
 
-def dequantize_reference(
+def dequantize(
     quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``quantized * scale``, multiplied in float32, as ``dtype [rows, columns]``.
@@ -82,8 +142,10 @@ def _stripes(
     The rows come in pieces (first row, rows) small enough to be converted at a time.
     """
     rows, columns = matrix.shape
+    if not matrix.numel():
+        return
     chunk = _CPU_CHUNK if matrix.is_cpu else _CHUNK
-    fitting = max(1, chunk // max(columns, 1))
+    fitting = max(1, chunk // columns)
     together = max(1, fitting // block[0])
     for first in range(0, -(-rows // block[0]), together):
         begin, end = first * block[0], min((first + together) * block[0], rows)
@@ -116,6 +178,283 @@ def _amax(values: torch.Tensor) -> torch.Tensor:
     return torch.maximum(values.amax((1, 3)), values.amin((1, 3)).neg_())
 
 
-# One public function an operation; the Triton kernel will take the CUDA device's calls.
-quantize = quantize_reference
-dequantize = dequantize_reference
+def quantize_static_reference(
+    wide: torch.Tensor,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+) -> None:
+    """Quantize by given scales in plain torch; see :func:`quantize_static`."""
+    rows, columns = wide.shape
+    each = scale.repeat_interleave(block_rows, 0)[:rows]
+    each = each.repeat_interleave(block_columns, 1)[:, :columns]
+    most = greatest(quantized.dtype)
+    values = (wide.float() / each).clamp_(-most, most)
+    quantized.copy_(values if quantized.dtype.is_floating_point else values.round_())
+
+
+def quantize_triton(
+    wide: torch.Tensor,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+) -> None:
+    """Quantize by Triton kernels; see :func:`quantize`."""
+    if not has_fp8(wide) and quantized.dtype == torch.float8_e4m3fn:
+        quantize_reference(wide, quantized, scale, block_rows, block_columns)
+        return
+    if not wide.numel():
+        return
+    tall, broad = min(block_rows, wide.shape[0]), min(block_columns, wide.shape[1])
+    tile = next_power_of_2(tall), next_power_of_2(broad)
+    if tile[0] * tile[1] <= _WHOLE:  # each number is read once
+        if tall == 1:
+            tile = max(1, min(next_power_of_2(wide.shape[0]), _PART // tile[1])), tile[1]
+        _launch(wide, quantized, scale, None, (tall, broad), tile, WHOLE=True)
+        return
+    tile = _part(tall, broad)
+    amax = torch.zeros(scale.shape, dtype=torch.int32, device=wide.device)
+    tiles = _tiles(wide, (tall, broad), tile)
+    _largest[(tiles,)](
+        wide,
+        amax,
+        *wide.shape,
+        tall,
+        broad,
+        *wide.stride(),
+        *amax.stride(),
+        TALL_1=tall == 1,
+        TILE_ROWS=tile[0],
+        TILE_COLUMNS=tile[1],
+        num_warps=_warps(tile),
+    )
+    _launch(wide, quantized, scale, amax, (tall, broad), tile, WHOLE=False)
+
+
+def quantize_static_triton(
+    wide: torch.Tensor,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+) -> None:
+    """Quantize by given scales in a Triton kernel; see :func:`quantize_static`."""
+    if not has_fp8(wide) and quantized.dtype == torch.float8_e4m3fn:
+        quantize_static_reference(wide, quantized, scale, block_rows, block_columns)
+        return
+    if not wide.numel():
+        return
+    tall, broad = min(block_rows, wide.shape[0]), min(block_columns, wide.shape[1])
+    tile = _part(tall if tall > 1 else wide.shape[0], broad)
+    _launch(wide, quantized, scale, None, (tall, broad), tile, WHOLE=False)
+
+
+def _launch(
+    wide: torch.Tensor,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    block: tuple[int, int],
+    tile: tuple[int, int],
+    *,
+    WHOLE: bool,
+) -> None:
+    """Quantize tile by tile: by scales of a tile's own numbers, of ``amax``, or those given."""
+    _quantize_tiles[(_tiles(wide, block, tile),)](
+        wide,
+        quantized,
+        scale,
+        amax,
+        *wide.shape,
+        *block,
+        *wide.stride(),
+        *quantized.stride(),
+        *scale.stride(),
+        *(scale if amax is None else amax).stride(),
+        WHOLE=WHOLE,
+        TALL_1=block[0] == 1,
+        TILE_ROWS=tile[0],
+        TILE_COLUMNS=tile[1],
+        MOST=greatest(quantized.dtype),
+        num_warps=_warps(tile),
+    )
+
+
+def _part(rows: int, columns: int) -> tuple[int, int]:
+    """Return the rows and columns of a tile of ``rows`` and ``columns``."""
+    across = min(next_power_of_2(columns), _PART)
+    return min(next_power_of_2(rows), _PART // across), across
+
+
+def _tiles(wide: torch.Tensor, block: tuple[int, int], tile: tuple[int, int]) -> int:
+    """Return how many tiles there are: parts of blocks, or rows of blocks of one row each."""
+    (rows, columns), (tall, broad) = wide.shape, block
+    down = -(-rows // tile[0]) if tall == 1 else -(-rows // tall) * -(-tall // tile[0])
+    return down * -(-columns // broad) * -(-broad // tile[1])
+
+
+def _warps(tile: tuple[int, int]) -> int:
+    """Return how many warps work on a tile: about 32 of its elements a thread."""
+    return min(16, max(1, tile[0] * tile[1] // 1024))
+
+
+# Kernels. Absolute values are compared as integers, whose order is theirs and puts NaN last.
+
+
+@triton.jit
+def absolute_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_from_bits(bits, MOST: tl.constexpr):
+    """Return the scale of a block whose largest absolute value has these bits."""
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MOST, tl.float32))
+    tiny = 1.1754943508222875e-38
+    return tl.maximum(scale, tiny, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scaled_to(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
+    """Return ``x / scale`` (float32, of one shape) in eight bits, rounded to even."""
+    y = tl.div_rn(x, scale)
+    y = tl.minimum(y, MOST, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.maximum(y, -MOST, propagate_nan=tl.PropagateNan.ALL)
+    if dtype == tl.int8:
+        y = (y + 12582912.0) - 12582912.0  # 1.5 * 2**23: the sum has no place for a fraction
+    return y.to(dtype)
+
+
+@triton.jit
+def _tile(
+    rows,
+    columns,
+    tall,
+    broad,
+    TALL_1: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Return a program's rows and columns, which of them there are, and what blocks they are in.
+
+    Blocks of one row each are as many as the rows; others are one.
+    """
+    parts = tl.cdiv(broad, TILE_COLUMNS)
+    all_across = tl.cdiv(columns, broad) * parts
+    down = (tl.program_id(0) // all_across).to(tl.int64)
+    across = (tl.program_id(0) % all_across).to(tl.int64)
+    j = across % parts * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    across = across // parts
+    column = across * broad + j
+    if TALL_1:
+        row = down * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        block, exists = row, row < rows
+    else:
+        parts = tl.cdiv(tall, TILE_ROWS)
+        i = down % parts * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        block = down // parts + tl.zeros([1], tl.int64)
+        row = block * tall + i
+        exists = (i < tall) & (row < rows)
+    inside = exists[:, None] & ((j < broad) & (column < columns))[None, :]
+    return row[:, None], column[None, :], inside, block, block < tl.cdiv(rows, tall), across
+
+
+@triton.jit
+def _largest_bits(x, TALL_1: tl.constexpr):
+    """Return the bits of the greatest absolute value of each of a tile's blocks."""
+    bits = tl.max(absolute_bits(x), axis=1)
+    if not TALL_1:
+        bits = tl.max(bits, axis=0, keep_dims=True)
+    return bits
+
+
+@triton.jit
+def _quantize_tiles(
+    wide_ptr,
+    quantized_ptr,
+    scale_ptr,
+    amax_ptr,
+    rows,
+    columns,
+    tall,
+    broad,
+    wide_row,
+    wide_column,
+    quantized_row,
+    quantized_column,
+    scale_row,
+    scale_column,
+    amax_row,
+    amax_column,
+    WHOLE: tl.constexpr,
+    TALL_1: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Quantize a tile; its scales are written where they are not given.
+
+    Every tile of a block that ``amax`` is of writes the same one.
+    """
+    row, column, inside, block, exists, across = _tile(
+        rows, columns, tall, broad, TALL_1, TILE_ROWS, TILE_COLUMNS
+    )
+    x = tl.load(wide_ptr + row * wide_row + column * wide_column, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    scale_ptrs = scale_ptr + block * scale_row + across * scale_column
+    if WHOLE:
+        scale = scale_from_bits(_largest_bits(x, TALL_1), MOST)
+        tl.store(scale_ptrs, scale, mask=exists)
+    elif amax_ptr is not None:
+        bits = tl.load(amax_ptr + block * amax_row + across * amax_column, mask=exists, other=0)
+        scale = scale_from_bits(bits, MOST)
+        tl.store(scale_ptrs, scale, mask=exists)
+    else:
+        scale = tl.load(scale_ptrs, mask=exists, other=1.0)
+    scale = tl.broadcast_to(scale[:, None], x.shape)
+    y = scaled_to(x, scale, MOST, quantized_ptr.dtype.element_ty)
+    tl.store(quantized_ptr + row * quantized_row + column * quantized_column, y, mask=inside)
+
+
+@triton.jit
+def _largest(
+    wide_ptr,
+    amax_ptr,
+    rows,
+    columns,
+    tall,
+    broad,
+    wide_row,
+    wide_column,
+    amax_row,
+    amax_column,
+    TALL_1: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Raise each block's amax to that of a tile; the order in which tiles come is no matter."""
+    row, column, inside, block, exists, across = _tile(
+        rows, columns, tall, broad, TALL_1, TILE_ROWS, TILE_COLUMNS
+    )
+    x = tl.load(wide_ptr + row * wide_row + column * wide_column, mask=inside, other=0.0)
+    bits = _largest_bits(x.to(tl.float32), TALL_1)
+    held = amax_ptr + block * amax_row + across * amax_column
+    tl.atomic_max(held, bits, mask=exists, sem="relaxed")
+
+
+def _nothing(
+    wide: torch.Tensor,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+) -> None:
+    """Write nothing, as a fake."""
+
+
+_quantize = operator(quantize_reference, quantize_triton, _nothing, ("quantized", "scale"))
+_quantize_static = operator(
+    quantize_static_reference, quantize_static_triton, _nothing, ("quantized",)
+)

@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
+from math import prod
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
-from vllm_module.kernels.quantize import dequantize, greatest
+from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.quantize import (
+    FLOATS,
+    capability,
+    dequantize,
+    has_fp8,
+    quantize_static_triton,
+    quantize_triton,
+)
 
-
-def scaled_matmul_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    block: tuple[int, int],
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Dequantize the weight to ``x.dtype`` and multiply, in plain torch.
-
-    Args:
-        x: ``[..., input]``.
-        weight: ``[output, input]``, float8_e4m3fn or int8.
-        scale: float32 ``[ceil(output / block[0]), ceil(input / block[1])]``.
-        block: rows and columns of the weight that share a scale.
-        bias: ``[output]``.
-
-    Returns:
-        ``[..., output]``.
-
-    """
-    return F.linear(x, dequantize(weight, scale, block, x.dtype), bias)
-
-
-def scaled_matmul_rowwise(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    input_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Multiply in FP8 by ``torch._scaled_mm``: a scale for each token and each output feature.
-
-    Args:
-        x: ``[..., input]``, bfloat16 or float16; ``input`` a multiple of 16.
-        weight: float8_e4m3fn ``[output, input]``; ``output`` a multiple of 16.
-        scale: float32 ``[output, 1]``.
-        bias: ``[output]``, as ``x``.
-        input_scale: float32 ``[]``, the static scale of ``x``; each token's own unless given.
-
-    Returns:
-        ``[..., output]``, as ``x``.
-
-    """
-    tokens = x.reshape(-1, x.shape[-1])
-    most = greatest(weight.dtype)
-    if input_scale is None:
-        # At least what vLLM takes, so that a token of zeros stays zero.
-        x_scale = tokens.abs().amax(-1, keepdim=True).float().div(most).clamp_(min=1e-12)
-    else:
-        x_scale = input_scale.repeat(len(tokens), 1)  # not a view: of one token its stride is 0
-    quantized = (tokens.float() / x_scale).clamp_(-most, most).to(weight.dtype)
-    y = torch._scaled_mm(
-        quantized, weight.t(), scale_a=x_scale, scale_b=scale.t(), bias=bias, out_dtype=x.dtype
-    )
-    return y.view(*x.shape[:-1], -1)
+_FP8 = torch.float8_e4m3fn
+_SUMMED = 256  # output features of a program that adds up splits
 
 
 def scaled_matmul(
@@ -74,21 +31,455 @@ def scaled_matmul(
     input_scale: torch.Tensor | None = None,
     *,
     quantize_input: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply by whatever fits: FP8 units of a CUDA device, else dequantize and multiply.
+    """Multiply by a weight in eight bits, adding in float32.
 
-    Arguments are those of :func:`scaled_matmul_reference` and :func:`scaled_matmul_rowwise`;
-    without ``quantize_input`` the weight alone is in eight bits.
+    On a GPU that multiplies FP8 (compute capability 8.9 and later), input to an FP8 weight is
+    rounded to FP8 too: by the static scale, or else by scales of each token's own, one for each of
+    the weight's block columns. Elsewhere, without ``quantize_input`` and by INT8, it stays as it
+    is.
+
+    Args:
+        x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, quantized already.
+        weight: ``[output, input]``, float8_e4m3fn or int8.
+        scale: float32 ``[ceil(output / block[0]), ceil(input / block[1])]``.
+        block: rows and columns of the weight that share a scale.
+        bias: ``[output]``, of the output's dtype.
+        input_scale: float32, of one element, the static scale of ``x``. Of ``x`` that is quantized
+            already, its scales: one, ``[tokens, 1]`` or ``[tokens, ceil(input / block[1])]``.
+        quantize_input: whether ``x`` may be quantized.
+        dtype: the output's; that of ``x`` unless given, as it must be if ``x`` is quantized.
+
+    Returns:
+        ``[..., output]``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other.
+
     """
-    by_rows = block == (1, weight.shape[1]) and weight.dtype == torch.float8_e4m3fn
-    if quantize_input and by_rows and x.is_cuda and _has_fp8(x, weight):
-        return scaled_matmul_rowwise(x, weight, scale, bias, input_scale)
-    return scaled_matmul_reference(x, weight, scale, block, bias)
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"the output must be {' or '.join(map(str, FLOATS))}, got {dtype}")
+    if x.dim() < 1 or block[0] < 1 or block[1] < 1:
+        raise ValueError(f"x must have features, and a block rows and columns, got {block}")
+    expect("weight", weight, (None, x.shape[-1]), (_FP8, torch.int8), x)
+    expect("x", x, x.shape, (*FLOATS, _FP8))
+    groups = -(-x.shape[-1] // block[1])
+    expect("scale", scale, (-(-weight.shape[0] // block[0]), groups), (torch.float32,), x)
+    if bias is not None:
+        expect("bias", bias, weight.shape[:1], (dtype,), x)
+    if x.dtype == _FP8:
+        if input_scale is None:
+            raise ValueError("x is quantized, and its scale is missing")
+        if weight.dtype != _FP8:
+            raise ValueError(f"x is quantized, and its weight must be {_FP8}, got {weight.dtype}")
+    if input_scale is not None:
+        shape = tuple(input_scale.shape)
+        if shape not in ((), (1,)):
+            last = 1 if shape[-1] == 1 else groups
+            shape = (prod(x.shape[:-1]), last) if x.dtype == _FP8 else ()
+        expect("input_scale", input_scale, shape, (torch.float32,), x)
+    return _scaled_matmul(x, weight, scale, *block, bias, input_scale, quantize_input, dtype)
 
 
-def _has_fp8(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``torch._scaled_mm`` takes a scale for each row here (Hopper and later)."""
-    aligned = all(size % 16 == 0 for size in weight.shape) and x.numel() > 0
-    # By rows, it gives bfloat16.
-    taken = aligned and x.dtype == torch.bfloat16
-    return taken and torch.cuda.get_device_capability(x.device) >= (9, 0)
+def scaled_matmul_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Dequantize to ``dtype`` and multiply, in plain torch; no input is quantized."""
+    if x.dtype == _FP8:
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        scales = _of_rows(input_scale, len(rows), scale.shape[1])
+        x = dequantize(rows, scales, (1, block_columns), dtype).view(x.shape)
+    wide = dequantize(weight, scale, (block_rows, block_columns), dtype)
+    return F.linear(x.to(dtype), wide, bias)
+
+
+def _of_rows(input_scale: torch.Tensor | None, rows: int, groups: int) -> torch.Tensor:
+    """Return the scales of quantized input as ``[rows, groups]``."""
+    assert input_scale is not None
+    return input_scale.expand(rows, groups)
+
+
+def scaled_matmul_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply by Triton kernels; see :func:`scaled_matmul`."""
+    fp8 = weight.dtype == _FP8
+    if (fp8 and not has_fp8(weight)) or not x.numel() or not weight.numel():
+        return scaled_matmul_reference(
+            x, weight, scale, block_rows, block_columns, bias, input_scale, quantize_input, dtype
+        )
+    y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    (M, K), N = rows.shape, weight.shape[0]
+    groups = scale.shape[1]
+    x_scale = None
+    if x.dtype == _FP8:
+        x_scale = _of_rows(input_scale, M, groups)
+    elif fp8 and quantize_input:
+        wide, rows = rows, torch.empty(M, K, dtype=_FP8, device=x.device)
+        if input_scale is None:
+            x_scale = torch.empty(M, groups, device=x.device)
+            quantize_triton(wide, rows, x_scale, 1, block_columns)
+        else:
+            x_scale = _of_rows(input_scale, M, groups)
+            quantize_static_triton(wide, rows, x_scale, 1, block_columns)
+    config = _config(M, N, K, (block_rows, block_columns), rows)
+    parts = y.view(1, M, N)
+    if config.splits > 1:
+        parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
+    any_scale = scale if x_scale is None else x_scale
+    broad = config.columns * (2 if config.two else 1)
+    _multiply[(-(-M // config.rows) * -(-N // broad), config.splits)](
+        rows,
+        weight,
+        scale,
+        x_scale,
+        bias,
+        parts,
+        M,
+        N,
+        K,
+        *rows.stride(),
+        *weight.stride(),
+        *scale.stride(),
+        *any_scale.stride(),
+        1 if bias is None else bias.stride(0),
+        *parts.stride()[:2],
+        block_rows,
+        block_columns,
+        STEPS=-(-block_columns // config.depth) if groups > 1 else 0,
+        EVEN=K % config.depth == 0 and (groups <= 1 or block_columns % config.depth == 0),
+        ONE_SCALE=block_rows % config.columns == 0 or block_rows >= N,
+        SWAP=config.rows < 64 or rows.dtype != _FP8,
+        TWO=config.two,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.depth,
+        SPLITS=config.splits,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if config.splits > 1:
+        _add_splits[(M, -(-N // _SUMMED))](
+            parts,
+            scale,
+            x_scale,
+            bias,
+            y,
+            N,
+            *parts.stride()[:2],
+            scale.stride(0),
+            any_scale.stride(0),
+            1 if bias is None else bias.stride(0),
+            block_rows,
+            GROUPED=groups > 1,
+            SPLITS=config.splits,
+            BLOCK=_SUMMED,
+            num_warps=1,
+        )
+    return y
+
+
+class _Config(NamedTuple):
+    """How a product is cut into programs, and a program into steps.
+
+    Attributes:
+        rows: tokens of a program's tile.
+        columns: output features of one.
+        depth: input features that a step adds.
+        splits: programs that share the input features of a tile.
+        two: whether a program has two tiles beside each other.
+
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    splits: int = 1
+    two: bool = False
+
+
+def _config(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> _Config:
+    """Return the configuration for ``M`` rows of ``x``, by the bucket that ``M`` is in.
+
+    Up to 128 tokens, what takes time is reading the weight. Tiles are small, and K is split until
+    there are programs for all of a GPU; by the weight's shape alone, so that a token's products
+    are added up in one order, whatever the other tokens. Two programs on each of 132 processors
+    have 64 KiB of the weight on its way to one. Beyond, it is the tensor cores, and what the L2
+    cache delivers to them: tiles are large.
+    """
+    fp8, grouped = x.dtype == _FP8, block[1] < K
+    slow = x.dtype == torch.float32 or K % 16 != 0  # the latter is loaded byte by byte
+    depth = 32 if slow else 128 if fp8 or M <= 64 else 64
+    depth = max(32, min(depth, next_power_of_2(block[1])))
+    if M <= 128:
+        splits = 1
+        while splits * -(-N // 64) < 256 and splits * 1024 <= K:
+            splits *= 2
+        rows = min(max(16, next_power_of_2(M)), 64 if slow else 128)
+        return _Config(rows, 64, depth, 4, 5 if M <= 32 else 4, splits)
+    if slow or (grouped and block[0] % 128 and block[0] < N):
+        return _Config(64, 64, depth, 4, 3)
+    if M <= 256 or capability(x) < (9, 0):
+        return _Config(64, 128, depth, 4, 4)
+    if M < 1024 or (fp8 and grouped):  # scales of each step leave no registers for a second tile
+        return _Config(128, 128, depth, 8, 3)
+    return _Config(128, 128, depth, 8, 4, two=True)
+
+
+@triton.jit
+def _multiply(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    x_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    x_row,
+    x_column,
+    weight_row,
+    weight_column,
+    scale_row,
+    scale_column,
+    x_scale_row,
+    x_scale_column,
+    bias_stride,
+    y_split,
+    y_row,
+    block_rows,
+    block_columns,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    SWAP: tl.constexpr,
+    TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Multiply tokens by one tile of the weight, or by two beside each other.
+
+    STEPS is how many steps a group of input features that share a scale takes, 0 if all do. With
+    SWAP the weight is the left operand, which can be widened in registers; and then tokens may be
+    few. Rows beyond the last are read as if they were the last, and not written.
+    """
+    # Eight tiles of tokens after each other, for which the weight stays in the cache.
+    BROAD: tl.constexpr = BLOCK_N * 2 if TWO else BLOCK_N
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BROAD)
+    band = tl.program_id(0) // (8 * tiles_n)
+    high = tl.minimum(tiles_m - band * 8, 8)
+    within = tl.program_id(0) % (8 * tiles_n)
+    m = (band * 8 + within % high).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    left = within // high * BROAD
+    right = left + BLOCK_N
+
+    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_row
+    ptrs = weight_ptr + _clamped(left, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
+    right_ptrs = weight_ptr + _clamped(right, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
+    if SWAP:
+        m = m[None, :]
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        m = m[:, None]
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    right_sums = sums
+    x_scale_ptrs = x_scale_ptr
+    if x_scale_ptr is not None:
+        x_scale_ptrs += tl.minimum(m, M - 1) * x_scale_row
+
+    steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
+    each = tl.cdiv(steps, SPLITS)
+    first = tl.program_id(1) * each
+    for step in range(first, tl.minimum(first + each, steps)):
+        if STEPS:
+            group = step // STEPS
+            k = group * block_columns + step % STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
+            inside = (k < tl.minimum(K, (group + 1) * block_columns))[None, :]
+        else:
+            group, k = 0, step * BLOCK_K + tl.arange(0, BLOCK_K)
+            inside = (k < K)[None, :]
+        k = k.to(tl.int64)[None, :]
+        x = _loaded(x_ptrs + k * x_column, inside, EVEN)
+        x_scale = None
+        if STEPS and x_scale_ptrs is not None:
+            x_scale = tl.load(x_scale_ptrs + group * x_scale_column)
+        scales, scale = scale_ptr + group * scale_column, None
+        weight = _loaded(ptrs + k * weight_column, inside, EVEN)
+        if STEPS:
+            scale = _scale(scales, left, N, scale_row, block_rows, ONE_SCALE, SWAP, BLOCK_N)
+        sums = _added(sums, x, weight, x_scale, scale, SWAP)
+        if TWO:
+            weight = _loaded(right_ptrs + k * weight_column, inside, EVEN)
+            if STEPS:
+                scale = _scale(scales, right, N, scale_row, block_rows, ONE_SCALE, SWAP, BLOCK_N)
+            right_sums = _added(right_sums, x, weight, x_scale, scale, SWAP)
+
+    y_ptrs = y_ptr + m * y_row + tl.program_id(1).to(tl.int64) * y_split
+    x_scale, scale = None, None
+    if not STEPS and SPLITS == 1:
+        if x_scale_ptrs is not None:
+            x_scale = tl.load(x_scale_ptrs)
+        scale = _scale(scale_ptr, left, N, scale_row, block_rows, False, SWAP, BLOCK_N)
+    bias = bias_ptr if SPLITS == 1 else None
+    _written(y_ptrs, bias, sums, x_scale, scale, m < M, left, N, bias_stride, SWAP, BLOCK_N)
+    if TWO:
+        if not STEPS:
+            scale = _scale(scale_ptr, right, N, scale_row, block_rows, False, SWAP, BLOCK_N)
+        _written(
+            y_ptrs, bias, right_sums, x_scale, scale, m < M, right, N, bias_stride, SWAP, BLOCK_N
+        )
+
+
+@triton.jit
+def _clamped(first, N, BLOCK_N: tl.constexpr):
+    return tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
+
+
+@triton.jit
+def _loaded(ptrs, inside, EVEN: tl.constexpr):
+    return tl.load(ptrs) if EVEN else tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def _scale(
+    ptr,
+    first,
+    N,
+    row,
+    block_rows,
+    ONE_SCALE: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    if ONE_SCALE:
+        scale = tl.load(ptr + tl.minimum(first, N - 1) // block_rows * row)
+    else:
+        n = _clamped(first, N, BLOCK_N)
+        n = n[:, None] if SWAP else n[None, :]
+        scale = tl.load(ptr + n // block_rows * row)
+    return scale
+
+
+@triton.jit
+def _added(sums, x, weight, x_scale, scale, SWAP: tl.constexpr):
+    """Add a step's product, times its scales.
+
+    Hopper's tensor cores add up FP8 in about 14 bits: never more than a step of 128 features.
+    """
+    weight = weight.to(x.dtype)
+    if SWAP:
+        left, right = weight, tl.trans(x)
+    else:
+        left, right = x, tl.trans(weight)
+    if scale is not None:
+        if x_scale is not None:
+            scale = scale * x_scale
+        sums += tl.dot(left, right, input_precision="ieee") * scale
+    elif x.dtype == tl.float8e4nv:
+        sums += tl.dot(left, right)
+    else:
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _written(
+    y_ptrs,
+    bias_ptr,
+    sums,
+    x_scale,
+    scale,
+    exist,
+    first,
+    N,
+    bias_stride,
+    SWAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write a tile, times scales that are those of all steps."""
+    n = first + tl.arange(0, BLOCK_N)
+    n = n[:, None] if SWAP else n[None, :]
+    if scale is not None:
+        sums *= scale
+        if x_scale is not None:
+            sums *= x_scale
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + tl.minimum(n, N - 1) * bias_stride).to(tl.float32)
+    tl.store(y_ptrs + n, sums.to(y_ptrs.dtype.element_ty), mask=exist & (n < N))
+
+
+@triton.jit
+def _add_splits(
+    parts_ptr,
+    scale_ptr,
+    x_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    N,
+    parts_split,
+    parts_row,
+    scale_row,
+    x_scale_row,
+    bias_stride,
+    block_rows,
+    GROUPED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add up what the splits of K have come to, for some features of a token."""
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = n < N
+    sums = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        sums += tl.load(parts_ptr + split * parts_split + m * parts_row + n, mask=there, other=0.0)
+    n = n.to(tl.int64)
+    if not GROUPED:
+        sums *= tl.load(scale_ptr + n // block_rows * scale_row, mask=there, other=0.0)
+        if x_scale_ptr is not None:
+            sums *= tl.load(x_scale_ptr + m * x_scale_row)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + n * bias_stride, mask=there, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m * N + n, sums.to(y_ptr.dtype.element_ty), mask=there)
+
+
+def _empty(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return an empty product, as a fake."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+_scaled_matmul = operator(scaled_matmul_reference, scaled_matmul_triton, _empty)

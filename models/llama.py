@@ -54,7 +54,7 @@ class LlamaAttention(vLLMModule):
     ) -> torch.Tensor:
         qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
-        q, k = self.rotary_emb(q, cos_sin), self.rotary_emb(k, cos_sin)
+        q, k = self.rotary_emb(q, k, cos_sin)
         return self.o_proj(self.attn(q, k, v, metadata))
 
 

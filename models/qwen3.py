@@ -47,8 +47,7 @@ class Qwen3Attention(vLLMModule):
     ) -> torch.Tensor:
         qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
-        q = self.rotary_emb(self.q_norm(q), cos_sin)
-        k = self.rotary_emb(self.k_norm(k), cos_sin)
+        q, k = self.rotary_emb(self.q_norm(q), self.k_norm(k), cos_sin)
         return self.o_proj(self.attn(q, k, v, metadata))
 
 

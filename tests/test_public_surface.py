@@ -36,8 +36,9 @@ vLLMModule.process_weights_after_loading(self)
 """
 
 LAYERS = """
-Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=None)
-AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc)
+Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=None,
+    softcap=None, alibi_slopes=None)
+AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc, max_query_len)
 ColumnParallelLinear(input_size, output_size, bias=True, gather_output=False,
     skip_bias_add=False, params_dtype=None, *, output=None)
 GeluAndMul(approximate='none')

@@ -1,12 +1,18 @@
-"""Paged attention against dense attention written out a query at a time, in float64."""
+"""Paged attention, in plain torch and in Triton, against dense attention written out in float64."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
+from vllm_module.kernels import paged_attention_triton as kernel
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
 
@@ -14,27 +20,51 @@ from vllm_module.kernels.reshape_and_cache import reshape_and_cache
 # and a sequence that has nothing new.
 MIXED = [(0, 9), (12, 1), (7, 5), (0, 1), (20, 0), (31, 2)]
 GARBAGE = [2**31 - 1, -(2**31), -1, 10**6]
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+implementations = pytest.mark.parametrize(
+    "attend", [paged_attention, kernel.paged_attention_triton], ids=["torch", "triton"]
+)
 
 
 def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Attend from the last ``len(query)`` tokens of one sequence; all ``[tokens, heads, size]``."""
-    query, key, value = query.double(), key.double(), value.double()
+    """Attend from the last ``len(query)`` tokens of one sequence; all ``[tokens, heads, size]``.
+
+    In a low ``dtype``, scores and weights are rounded to it, as models written in torch do.
+    """
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
     new, heads, _ = query.shape
     group = heads // key.shape[1]
     output = torch.zeros_like(query)
     for row in range(new):
         last = len(key) - new + row
-        first = 0 if window is None else max(0, last - window + 1)
+        first = 0 if sliding_window is None else max(0, last - sliding_window + 1)
         for head in range(heads):
-            keys = key[first : last + 1, head // group]
-            weights = (keys @ query[row, head] * scale).softmax(0)
+            scores = (key[first : last + 1, head // group] @ query[row, head]) * scale
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if alibi_slopes is not None:
+                distance = torch.arange(first, last + 1) - last
+                scores = scores + (alibi_slopes[head].to(wide) * distance).to(dtype)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].to(dtype).view(1)))
+            weights = scores.to(wide).softmax(0)[: last + 1 - first].to(dtype)
             output[row, head] = weights @ value[first : last + 1, head // group]
     return output
 
 
-@dataclass
+@dataclass(repr=False)
 class Batch:
     """One step's arguments, in the order of ``paged_attention``, and what it should return."""
 
@@ -44,15 +74,18 @@ class Batch:
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     query_start_loc: torch.Tensor
+    max_query_len: int
     scale: float
-    window: int | None
-    expected: torch.Tensor
+    expected: torch.Tensor  # in float64
+    low: torch.Tensor  # and in the query's dtype
+    options: dict[str, Any] = field(default_factory=dict)
 
-    def run(self) -> torch.Tensor:
-        return paged_attention(*list(vars(self).values())[:-1])
+    def run(self, attend: Callable[..., torch.Tensor] = paged_attention) -> torch.Tensor:
+        tensors = list(vars(self).values())[:8]
+        return attend(*tensors, **self.options)
 
-    def check(self, atol: float = 2e-6) -> None:
-        output = self.run()
+    def check(self, attend: Callable[..., torch.Tensor], atol: float = 2e-6) -> None:
+        output = self.run(attend)
         assert output.shape == self.query.shape
         assert output.dtype == self.query.dtype
         torch.testing.assert_close(output.double(), self.expected, rtol=0, atol=atol)
@@ -64,80 +97,164 @@ def make_batch(
     heads: int = 4,
     kv_heads: int = 2,
     head_size: int = 16,
-    window: int | None = None,
     scale: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Batch:
-    """Put sequences on pages in a random order; everything that no sequence owns is poison."""
+    """Put sequences on pages in a random order; everything that no sequence owns is poison.
+
+    So are tokens that the window has left, and their pages are no longer in the tables.
+    """
+    cache_dtype = cache_dtype or dtype
+    window = options.get("sliding_window")
     counts = [-(-(before + new) // page) for before, new in lengths]
     pool = torch.randperm(sum(counts) + 3)  # three pages belong to nobody
-    tables = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(lengths), max(counts))
-    tables = tables[:, : max(counts) + 2].contiguous()
-    cache = torch.full((2, len(pool), page, kv_heads, head_size), torch.nan)
-    queries, expected, taken = [], [], 0
+    widest = max([0, *counts]) + 2
+    tables = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(lengths), widest)[:, :widest]
+    tables = tables.contiguous()
+    cache = torch.full((2, len(pool), page, kv_heads, head_size), torch.nan).to(cache_dtype)
+    scales = {name: options[name] for name in ("k_scale", "v_scale") if name in options}
+    dense_options = {name: value for name, value in options.items() if name not in scales}
+    queries, expected, low, taken = [torch.empty(0, heads, head_size, dtype=dtype)], [], [], 0
     for index, ((before, new), count) in enumerate(zip(lengths, counts, strict=True)):
         pages = pool[taken : taken + count]
         taken += count
         tables[index, :count] = pages.int()
+        seen = 0 if window is None else max(0, before - window + 1)
+        tables[index, : seen // page] = GARBAGE[index % 4]
         tokens = before + new
-        key, value = torch.randn(2, tokens, kv_heads, head_size)
+        key, value = torch.randn(2, tokens, kv_heads, head_size) + 0.5  # not what a mask gives
+        key, value = key.to(dtype), (2 * value).to(dtype)
         positions = torch.arange(tokens)
-        slots = pages[positions // page] * page + positions % page
-        reshape_and_cache(key, value, cache[0], cache[1], slots)
-        queries.append(torch.randn(new, heads, head_size))
-        expected.append(dense(queries[-1], key, value, scale, window))
+        slots = torch.where(
+            positions < seen, -1, pages[positions // page] * page + positions % page
+        )
+        reshape_and_cache(key, value, cache[0], cache[1], slots, **scales)
+        if cache_dtype.itemsize == 1:  # what is attended to is what the cache holds
+            held = cache[:, pages].flatten(1, 2)[:, :tokens].double().nan_to_num()
+            key, value = (
+                part * scales.get(name, torch.ones(1)).double()[:, None]
+                for part, name in zip(held, ("k_scale", "v_scale"), strict=True)
+            )
+        query = torch.randn(new, heads, head_size).to(dtype)
+        queries.append(query)
+        expected.append(dense(query, key, value, scale, **dense_options))
+        low.append(dense(query, key, value, scale, **dense_options, dtype=dtype))
     starts = torch.tensor([0] + [new for _, new in lengths]).cumsum(0).int()
     contexts = torch.tensor([sum(pair) for pair in lengths], dtype=torch.int32)
+    most = max([0, *(new for _, new in lengths)])
     query = torch.cat(queries)
-    return Batch(query, *cache, tables, contexts, starts, scale, window, torch.cat(expected))
+    whole, rounded = torch.cat([queries[0].double(), *expected]), torch.cat([queries[0], *low])
+    return Batch(query, *cache, tables, contexts, starts, most, scale, whole, rounded, options)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 8, 1000])
-@pytest.mark.parametrize("page", [1, 3, 7, 16])
-def test_mixed_lengths(page: int, window: int | None) -> None:
+@implementations
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 1000])
+@pytest.mark.parametrize("page", [1, 7, 16])
+def test_mixed_lengths(page: int, window: int | None, attend) -> None:
     """Prompts, chunks and single tokens in one batch attend as densely, on pages of any size."""
-    make_batch(MIXED, page, window=window).check()
+    make_batch(MIXED, page, sliding_window=window).check(attend)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (5, 1), (10, 2), (15, 3), (8, 1)])
-def test_grouped_heads(heads: int, kv_heads: int) -> None:
-    """Consecutive query heads share a key-value head, groups of five included."""
-    make_batch(MIXED, 5, heads, kv_heads).check()
+@implementations
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (5, 1), (15, 3), (17, 1)])
+def test_grouped_heads(heads: int, kv_heads: int, attend) -> None:
+    """Consecutive query heads share a key-value head, groups of five and of 17 included."""
+    make_batch(MIXED, 5, heads, kv_heads).check(attend)
 
 
-@pytest.mark.parametrize("head_size", [8, 80, 96, 112])
-def test_head_sizes(head_size: int) -> None:
-    """Head sizes that are no power of two attend as densely."""
-    make_batch(MIXED[:3], 6, head_size=head_size, scale=head_size**-0.5).check()
+@implementations
+@pytest.mark.parametrize("head_size", [1, 8, 80, 96, 112, 256])
+def test_head_sizes(head_size: int, attend) -> None:
+    """Head sizes that are no power of two attend as densely, up to 256."""
+    batch = make_batch(MIXED[:3], 6, head_size=head_size, scale=head_size**-0.5)
+    batch.check(attend, atol=4e-6)
 
 
-def test_pages_of_nobody_and_rests_of_pages_are_not_read() -> None:
+@implementations
+def test_lengths_on_and_beside_the_edges_of_tiles_and_pages(attend) -> None:
+    """Contexts and chunks of one less, as many and one more than a tile, a page or a split."""
+    decode = [(context - 1, 1) for context in (1, 2, 15, 16, 17, 127, 128, 129, 511, 512, 513)]
+    make_batch(decode, 16, 2, 1).check(attend)
+    chunks = [(0, 31), (1, 32), (96, 33), (0, 64), (63, 65), (127, 2)]
+    make_batch(chunks, 16, 2, 1).check(attend)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_contexts_are_split_and_summed_up(window: int | None, monkeypatch) -> None:
+    """Contexts of several splits attend as densely, also where splits grow with the context."""
+    monkeypatch.setattr(kernel, "SPLIT", 128)
+    monkeypatch.setattr(kernel, "MOST_SPLITS", 4)
+    lengths = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1), (1030, 1)]
+    sinks = torch.randn(2)
+    batch = make_batch(lengths, 16, 2, 1, sliding_window=window, sinks=sinks)
+    batch.check(kernel.paged_attention_triton)
+    monkeypatch.setattr(kernel, "_PROGRAMS", 7)  # one program a sequence, which walks all splits
+    assert torch.equal(batch.run(kernel.paged_attention_triton), again(batch))
+
+
+def again(batch: Batch) -> torch.Tensor:
+    """Run with as many programs as splits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_PROGRAMS", 8192)
+        return batch.run(kernel.paged_attention_triton)
+
+
+def test_a_token_does_not_depend_on_its_batch() -> None:
+    """Bits are the same alone and among others, in a table of any width."""
+    lengths = [(700, 1), (0, 9), (12, 1), (130, 40), (0, 1)]
+    batch = make_batch(lengths, 16, 2, 1, softcap=4.0)
+    whole = batch.run(kernel.paged_attention_triton)
+    assert batch.block_tables.shape[1] * 16 > kernel.SPLIT  # by parts
+    starts = batch.query_start_loc.tolist()
+    for index, (before, new) in enumerate(lengths):
+        needed = -(-(before + new) // 16)
+        alone = replace(
+            batch,
+            query=batch.query[starts[index] : starts[index + 1]],
+            block_tables=batch.block_tables[index : index + 1, :needed],  # often in one pass
+            context_lens=batch.context_lens[index : index + 1],
+            query_start_loc=torch.tensor([0, new], dtype=torch.int32),
+            max_query_len=new,
+        )
+        result = alone.run(kernel.paged_attention_triton)
+        assert torch.equal(result, whole[starts[index] : starts[index + 1]])
+
+
+@implementations
+def test_pages_of_nobody_and_rests_of_pages_are_not_read(attend) -> None:
     """NaN in pages of nobody, past a sequence's end and in its unused entries reaches no output."""
     batch = make_batch(MIXED, 7)
     owned = sum(before + new for before, new in MIXED)
     slots = batch.k_cache[..., 0, 0].numel()
     assert batch.k_cache[..., 0, 0].isnan().sum() == slots - owned > 0
     assert set(batch.block_tables.flatten().tolist()) & set(GARBAGE)
-    assert batch.run().isfinite().all()
+    assert batch.run(attend).isfinite().all()
 
 
+@implementations
 @pytest.mark.parametrize("window", [1, 3])
-def test_what_a_window_has_left_behind_does_not_matter(window: int) -> None:
-    """Values that no new token sees any more, finite and of any size, change not one bit."""
-    batch = make_batch([(20, 2)], 4, window=window)
-    before = batch.run()
+def test_what_a_window_has_left_behind_does_not_matter(window: int, attend) -> None:
+    """What no new token sees any more, values of any size or NaN, changes not one bit."""
+    batch = make_batch([(20, 2)], 4, sliding_window=window)
     pages = batch.block_tables[0, :6].long()
-    for position in range(22 - 2 - window + 1):
-        batch.k_cache[pages[position // 4], position % 4] = 1e4
-        batch.v_cache[pages[position // 4], position % 4] = -1e4
-    assert torch.equal(batch.run(), before)
-    position = 22 - 2 - window + 1  # the first that the first new token still sees
-    batch.v_cache[pages[position // 4], position % 4] = -1e4
-    assert not torch.equal(batch.run(), before)
+    gone = 22 - 2 - window + 1  # tokens that the first new token does not see
+    outputs = []
+    for value in (1e4, torch.nan):
+        for position in range(gone // 4 * 4, gone):  # on a page that is still in the table
+            batch.k_cache[pages[position // 4], position % 4] = value
+            batch.v_cache[pages[position // 4], position % 4] = -value
+        outputs.append(batch.run(attend))
+    assert torch.equal(*outputs)
+    batch.v_cache[pages[gone // 4], gone % 4] = -1e4
+    assert not torch.equal(batch.run(attend), outputs[0])
 
 
-def test_tokens_of_no_sequence_get_zeros() -> None:
+@implementations
+def test_tokens_of_no_sequence_get_zeros(attend) -> None:
     """Padding, as sequences of length 0 or tokens after the last sequence, gets zeros."""
-    batch = make_batch([(0, 3), (4, 1)], 4)
+    batch = make_batch([(0, 3), (4, 1)], 4, sinks=torch.randn(4))
     padding = torch.full((5, *batch.query.shape[1:]), torch.nan)
     padded = replace(
         batch,
@@ -147,11 +264,45 @@ def test_tokens_of_no_sequence_get_zeros() -> None:
         query_start_loc=torch.tensor([0, 3, 4, 6, 7], dtype=torch.int32),  # 2 tokens have none
         expected=torch.cat((batch.expected, torch.zeros_like(padding, dtype=torch.float64))),
     )
-    padded.check()
-    assert not padded.run()[4:].any()
+    padded.check(attend)
+    assert not padded.run(attend)[4:].any()
 
 
-def test_views_of_larger_tensors() -> None:
+@implementations
+def test_a_step_of_padding_alone(attend) -> None:
+    """A batch of nothing but padding gives zeros, also where contexts could be split; of nothing,
+    nothing.
+    """
+    batch = make_batch([(0, 0)], 300)
+    nothing = replace(batch, query=torch.full((3, 4, 16), torch.nan), max_query_len=1)
+    assert torch.equal(nothing.run(attend), torch.zeros(3, 4, 16))
+    rows = torch.full((2, 9), -1, dtype=torch.int32)
+    step = replace(
+        nothing,
+        block_tables=rows,
+        context_lens=torch.zeros(2, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+    )
+    assert torch.equal(step.run(attend), torch.zeros(3, 4, 16))
+    assert replace(batch, query=torch.empty(0, 4, 16)).run(attend).shape == (0, 4, 16)
+    none = replace(step, block_tables=rows[:0], context_lens=rows[:0, 0].clone())
+    none.query_start_loc = torch.zeros(1, dtype=torch.int32)
+    assert torch.equal(none.run(attend), torch.zeros(3, 4, 16))
+
+
+@implementations
+def test_nan_stays_in_its_sequence(attend) -> None:
+    """A sequence whose keys are NaN gives NaN, and the others what they gave before."""
+    batch = make_batch(MIXED, 7)
+    before = batch.run(attend)
+    batch.k_cache[batch.block_tables[0, 0]] = torch.nan
+    after = batch.run(attend)
+    assert after[:9].isnan().all()
+    assert torch.equal(after[9:], before[9:])
+
+
+@implementations
+def test_views_of_larger_tensors(attend) -> None:
     """Queries cut from a fused projection and caches that are views attend like copies of them."""
     batch = make_batch(MIXED, 5)
     tokens, heads, head_size = batch.query.shape
@@ -162,27 +313,96 @@ def test_views_of_larger_tensors() -> None:
     k_cache, v_cache = together.unbind(1)
     assert not query.is_contiguous()
     assert not k_cache.is_contiguous()
-    view = replace(batch, query=query, k_cache=k_cache, v_cache=v_cache)
-    assert torch.equal(view.run(), batch.run())
+    replace(batch, query=query, k_cache=k_cache, v_cache=v_cache).check(attend)
+    heads_first = batch.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    features_apart = batch.query.transpose(0, 2).contiguous().transpose(0, 2)
+    tables = batch.block_tables.t().contiguous().t()
+    view = replace(batch, query=features_apart, v_cache=heads_first, block_tables=tables)
+    assert view.k_cache.stride() != view.v_cache.stride()
+    view.check(attend)
 
 
-@pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
-def test_sixteen_bits(dtype: torch.dtype, eps: float) -> None:
-    """In 16 bits the output is within a few roundings of what the rounded inputs give densely."""
-    batch = make_batch(MIXED, 5)
-    narrow = replace(
-        batch,
-        query=batch.query.to(dtype),
-        k_cache=batch.k_cache.to(dtype),
-        v_cache=batch.v_cache.to(dtype),
+def test_offsets_beyond_32_bits() -> None:
+    """Pages whose first element is beyond 2**31 elements of the cache are found, new and old."""
+    page, heads, size, pages = 16, 8, 128, 140_000  # 2.3e9 elements, of which three pages exist
+    numbers = pages * page * heads * size
+    memory = [mmap.mmap(-1, numbers * 2) for _ in range(2)]
+    k_cache, v_cache = (
+        torch.frombuffer(m, dtype=torch.float16).view(pages, page, heads, size) for m in memory
     )
-    exact = replace(
-        narrow,
-        query=narrow.query.float(),
-        k_cache=narrow.k_cache.float(),
-        v_cache=narrow.v_cache.float(),
+    small = make_batch([(20, 1), (9, 3)], page, heads, heads, size, dtype=torch.float16)
+    near = small.block_tables[[0, 0, 1], [0, 1, 0]].long()
+    far = torch.tensor([pages - 1, 131_072, 139_000])
+    for cache, held in ((k_cache, small.k_cache), (v_cache, small.v_cache)):
+        cache[far] = held[near]
+    tables = small.block_tables.clone()
+    tables[[0, 0, 1], [0, 1, 0]] = far.int()
+    big = replace(small, k_cache=k_cache, v_cache=v_cache, block_tables=tables)
+    result = big.run(kernel.paged_attention_triton)
+    assert torch.equal(result, small.run(kernel.paged_attention_triton))
+    del k_cache, v_cache, cache, big
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Draw a step of any kind, of lengths that gather around the edges of tiles."""
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    cache_dtype = draw(st.sampled_from([dtype, dtype, *FP8]))
+    length = st.sampled_from([0, 1, 2, 5, 15, 16, 17, 31, 33, 64, 127, 128, 130])
+    new = st.sampled_from([0, 1, 1, 1, 2, 3, 17, 33])
+    lengths = draw(st.lists(st.tuples(length, new), min_size=1, max_size=4))
+    kv_heads = draw(st.sampled_from([1, 2]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 5]))
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options["sliding_window"] = draw(st.sampled_from([1, 3, 16, 40, 1000]))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([0.5, 30.0]))
+    if draw(st.booleans()):
+        options["alibi_slopes"] = torch.rand(heads)
+    if draw(st.booleans()):
+        options["sinks"] = torch.randn(heads) * 3
+    if cache_dtype != dtype:
+        shape = draw(st.sampled_from([1, kv_heads]))
+        options["k_scale"], options["v_scale"] = torch.rand(2, shape) + 0.25
+    return make_batch(
+        lengths,
+        draw(st.sampled_from([1, 3, 16, 32])),
+        heads,
+        kv_heads,
+        draw(st.sampled_from([8, 16, 20])),
+        draw(st.sampled_from([0.25, 2.0])),
+        dtype,
+        cache_dtype,
+        **options,
     )
-    replace(narrow, expected=exact.run().double()).check(atol=4 * eps)
+
+
+@given(batch=batches())
+@settings(max_examples=50, phases=[Phase.generate])  # shrinking would take minutes
+def test_no_kernel_is_less_accurate_than_torch(batch: Batch, as_accurate) -> None:
+    """Of any step, the kernel's error to float64 is at most twice that of torch in its dtype."""
+    output = batch.run(kernel.paged_attention_triton)
+    assert output.dtype == batch.query.dtype
+    as_accurate(output, batch.expected, batch.low)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_queries_fit_the_float16_that_eight_bits_are_multiplied_in(dtype) -> None:
+    """Queries far beyond float16's range, or all zeros, attend to an FP8 cache."""
+    options = {"cache_dtype": torch.float8_e4m3fn, "dtype": dtype, "scale": 1e-6}
+    batch = make_batch([(30, 1), (5, 4)], 16, **options)
+    batch.query[0] *= 1e4 if dtype == torch.float16 else 1e6
+    batch.query[1] = 0
+    exact = replace(batch, query=batch.query.float()).run()
+    output = batch.run(kernel.paged_attention_triton)
+    torch.testing.assert_close(output.float(), exact, rtol=0.02, atol=0.02)
+
+
+def test_scores_of_any_size_do_not_overflow() -> None:
+    """Soft-capped and plain scores in the thousands, and sinks, give finite weights."""
+    for options in ({"softcap": 50.0}, {}, {"sinks": torch.tensor([3000.0, -3000.0, 0.0, 1e5])}):
+        make_batch(MIXED, 5, scale=500.0, **options).check(kernel.paged_attention_triton, 2e-4)
 
 
 def test_causal_attention_is_that_of_one_sequence() -> None:
@@ -193,3 +413,106 @@ def test_causal_attention_is_that_of_one_sequence() -> None:
         output = causal_attention(*heads_first, 0.5, window).transpose(0, 1)
         expected = dense(query, key, value, 0.5, window)
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
+
+
+def changed(**changes: Any) -> Batch:
+    options = changes.pop("options", {})
+    return replace(make_batch(MIXED, 7), options=options, **changes)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD: dict[str, tuple[Callable[[], Batch], str]] = {
+    "head size": (
+        lambda: changed(query=torch.zeros(18, 4, 24)),
+        r"k_cache must have the shape \[any, any, any, 24\], got \[\d+, 7, 2, 16\]",
+    ),
+    "large heads": (
+        lambda: changed(
+            query=torch.zeros(18, 4, 257),
+            k_cache=torch.zeros(12, 7, 2, 257),
+            v_cache=torch.zeros(12, 7, 2, 257),
+        ),
+        "head size must be 1 to 256, got 257",
+    ),
+    "group": (lambda: changed(query=torch.zeros(18, 3, 16)), "3 query heads cannot share 2"),
+    "large group": (lambda: changed(query=torch.zeros(18, 512, 16)), "at most 128"),
+    "flat query": (lambda: changed(query=torch.zeros(18, 64)), r"query must have the shape"),
+    "values": (
+        lambda: changed(v_cache=torch.zeros(12, 7, 1, 16)),
+        r"v_cache must have the shape \[\d+, 7, 2, 16\], got \[12, 7, 1, 16\]",
+    ),
+    "dtype": (lambda: changed(query=torch.zeros(18, 4, 16).double()), "got torch.float64"),
+    "cache dtype": (
+        lambda: changed(query=torch.zeros(18, 4, 16).half()),
+        "cache must be torch.float16, as the query, or of eight bits, got torch.float32",
+    ),
+    "long tables": (
+        lambda: changed(block_tables=torch.zeros(6, 9, dtype=torch.int64)),
+        "block_tables must be torch.int32, got torch.int64",
+    ),
+    "device": (
+        lambda: changed(context_lens=torch.zeros(6, dtype=torch.int32, device="meta")),
+        "context_lens is on meta, and must be on cpu",
+    ),
+    "starts": (
+        lambda: changed(query_start_loc=int32(0, 1, 2)),
+        r"query_start_loc must have the shape \[7\], got \[3\]",
+    ),
+    "window": (lambda: changed(options={"sliding_window": 0}), "at least 1, got 0"),
+    "softcap": (lambda: changed(options={"softcap": 0.0}), "softcap must be positive, got 0.0"),
+    "slopes": (
+        lambda: changed(options={"alibi_slopes": torch.zeros(2)}),
+        r"alibi_slopes must have the shape \[4\], got \[2\]",
+    ),
+    "sinks": (lambda: changed(options={"sinks": torch.zeros(4, 1)}), "sinks must have the shape"),
+    "scale": (
+        lambda: changed(options={"k_scale": torch.zeros(3)}),
+        r"k_scale must have the shape \[1\], got \[3\]",
+    ),
+    "beyond the query": (
+        lambda: changed(query=torch.zeros(17, 4, 16)),
+        "from 0 to 18: expected 0 to at most the 17 tokens",
+    ),
+    "backwards": (
+        lambda: changed(query_start_loc=int32(0, 9, 8, 15, 16, 16, 18)),
+        "sequence 1 has -1 new tokens",
+    ),
+    "more than the most": (
+        lambda: changed(max_query_len=5),
+        "sequence 0 has 9 new tokens by query_start_loc: expected 0 to max_query_len 5",
+    ),
+    "short context": (
+        lambda: changed(context_lens=int32(8, 13, 12, 1, 20, 33)),
+        "sequence 0 has a context of 8 tokens: expected 0 or at least its 9",
+    ),
+    "beyond the table": (
+        lambda: changed(context_lens=int32(9, 13, 12, 1, 20, 51)),
+        "a context of 51 tokens.* at most the 49",
+    ),
+    "page": (
+        lambda: changed(k_cache=torch.zeros(3, 7, 2, 16), v_cache=torch.zeros(3, 7, 2, 16)),
+        r"block_tables\[\d, \d\] is page \d+, and the cache has 3 pages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_with_the_numbers(name: str) -> None:
+    """What does not fit, or points outside of the cache, is a ValueError that says what came."""
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make().run()
+
+
+def test_the_operator_is_traced_and_runs_on_meta() -> None:
+    """torch.compile takes it whole, its fake has the shapes of what it returns, and meta works."""
+    batch = make_batch(MIXED, 7)
+    arguments = (*list(vars(batch).values())[:8], None)
+    torch.library.opcheck(torch.ops.vllm_module.paged_attention.default, arguments)
+    compiled = torch.compile(lambda: batch.run() + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(), batch.run() + 1)
+    on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
+    assert paged_attention(*on_meta).is_meta

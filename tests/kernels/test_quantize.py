@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import quantize as kernel
-from vllm_module.kernels.quantize import dequantize, greatest, quantize
+from vllm_module.kernels.quantize import dequantize, greatest, quantize, quantize_static
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -101,3 +103,182 @@ def test_views_are_written_in_place() -> None:
     assert torch.equal(scales[2:8], scale)
     assert int(whole.count_nonzero()) == int(expected.count_nonzero())
     assert int(scales.count_nonzero()) == 6
+
+
+def run(wide, dtype, block, how, scale=None):
+    """Quantize by ``how`` into poisoned memory."""
+    rows, columns = wide.shape
+    quantized = torch.full(wide.shape, 0x7F, dtype=torch.uint8).view(dtype)
+    if scale is None:
+        scale = torch.full((-(-rows // block[0]), -(-columns // block[1])), torch.nan)
+    how(wide, quantized, scale, *block)
+    return quantized, scale
+
+
+def assert_same(ours: tuple, theirs: tuple) -> None:
+    """Compare bit by bit; NaN has any bits of NaN, and what it becomes as an integer is no law."""
+    (quantized, scale), (expected, scales) = ours, theirs
+    assert torch.equal(scale.isnan(), scales.isnan())
+    assert torch.equal(
+        scale.nan_to_num(-1).view(torch.int32), scales.nan_to_num(-1).view(torch.int32)
+    )
+    if quantized.dtype.is_floating_point:
+        assert torch.equal(quantized.float().isnan(), expected.float().isnan())
+        there = ~expected.float().isnan()
+        quantized, expected = quantized[there], expected[there]
+    assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
+
+
+BLOCKS = [(1, 200), (1, 128), (128, 128), (130, 200), (40, 200), (50, 70)]
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2, INT8])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_the_kernel_gives_the_bits_of_the_reference(block, dtype, wide) -> None:
+    """Whole blocks and parts, blocks that divide nothing, rows of zeros; also by given scales."""
+    values = torch.randn(130, 200).to(wide)
+    values[3] = 0
+    values[5] *= 1e-3
+    values[129, 199] = -7
+    theirs = run(values, dtype, block, kernel.quantize_reference)
+    assert_same(run(values, dtype, block, kernel.quantize_triton), theirs)
+    scale = theirs[1] * 0.7  # some are beyond the greatest
+    theirs = run(values, dtype, block, kernel.quantize_static_reference, scale)
+    assert_same(run(values, dtype, block, kernel.quantize_static_triton, scale), theirs)
+
+
+@given(
+    st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    st.tuples(st.integers(1, 15), st.integers(1, 15)),
+    st.sampled_from([FP8, torch.float8_e5m2, INT8]),
+    st.sampled_from([1, 64, 1 << 15]),
+    st.sampled_from([4, 16, 1 << 12]),
+    st.integers(-140, 30),
+)
+@settings(max_examples=25)
+def test_tiles_of_any_size_give_the_same_bits(shape, block, dtype, whole, part, power) -> None:
+    """Blocks that are read twice, in tiles of any size, and numbers down to the subnormal ones."""
+    values = torch.randn(shape) * 2.0**power
+    theirs = run(values, dtype, block, kernel.quantize_reference)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_WHOLE", whole)
+        patch.setattr(kernel, "_PART", part)
+        assert_same(run(values, dtype, block, kernel.quantize_triton), theirs)
+        given = run(values, dtype, block, kernel.quantize_static_triton, theirs[1])
+    assert_same(given, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter divides as numpy does
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("block", [(4, 6), (1, 6), (2, 3)])
+@pytest.mark.parametrize("whole", [1, 1 << 15])
+def test_the_kernel_shows_what_is_not_finite(bad, block, whole, monkeypatch) -> None:
+    """Its blocks' scales are NaN or infinite as the reference's are, and so are their numbers."""
+    monkeypatch.setattr(kernel, "_WHOLE", whole)
+    values = torch.randn(4, 6)
+    values[2, 4] = bad
+    theirs = run(values, FP8, block, kernel.quantize_reference)
+    assert not theirs[1].isfinite().all()
+    assert_same(run(values, FP8, block, kernel.quantize_triton), theirs)
+    scale = torch.ones_like(theirs[1])
+    theirs = run(values, FP8, block, kernel.quantize_static_reference, scale)
+    assert_same(run(values, FP8, block, kernel.quantize_static_triton, scale), theirs)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2, INT8])
+def test_every_number_between_two_is_rounded_to_even(dtype) -> None:
+    """Half-way numbers, and those beside them, for each pair of neighbours."""
+    bits = torch.arange(256, dtype=torch.uint8).view(torch.uint8 if dtype == INT8 else dtype)
+    numbers = torch.arange(-127.0, 128) if dtype == INT8 else bits.float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    up, down = (torch.nextafter(middle, torch.tensor(to)) for to in (torch.inf, -torch.inf))
+    values = torch.cat([numbers, middle, up, down])[None]
+    one, block = torch.ones(1, 1), (1, values.shape[1])
+    theirs = run(values, dtype, block, kernel.quantize_static_reference, one)
+    assert_same(run(values, dtype, block, kernel.quantize_static_triton, one), theirs)
+    back = theirs[0].float()[0]
+    assert torch.equal(back[: len(numbers)], numbers)
+
+
+@pytest.mark.parametrize("how", ["quantize_triton", "quantize_static_triton"])
+@pytest.mark.parametrize("block", [(1, 6), (2, 3), (6, 6)])
+@pytest.mark.parametrize("whole", [1, 1 << 15])
+def test_the_kernel_walks_views(how: str, block: tuple[int, int], whole, monkeypatch) -> None:
+    """Transposed and cut out of larger tensors, whose rest is NaN and stays as it is."""
+    monkeypatch.setattr(kernel, "_WHOLE", whole)
+    around = torch.full((10, 9), torch.nan)
+    values = around.t()[2:8, 1:7]
+    values.copy_(torch.randn(6, 6))
+    held, scales = torch.full((9, 14), 99, dtype=INT8), torch.full((9, 9), torch.nan)
+    quantized = held[2:8, 1:13:2]
+    scale = scales.t()[1 : 1 + -(-6 // block[0]), 2 : 2 + -(-6 // block[1])]
+    expected, exact = run(values, INT8, block, kernel.quantize_reference)
+    if how == "quantize_static_triton":
+        scale.copy_(exact)
+    getattr(kernel, how)(values, quantized, scale, *block)
+    assert torch.equal(quantized, expected)
+    assert torch.equal(scale, exact)
+    assert int((held != 99).sum()) == int((expected != 99).sum())
+    assert int((~scales.isnan()).sum()) == scale.numel()
+
+
+@pytest.mark.parametrize("block", [(1, 16), (3, 16)])
+@pytest.mark.parametrize("whole", [1, 1 << 15])
+def test_rows_that_are_far_apart(block: tuple[int, int], whole: int, monkeypatch) -> None:
+    """Rows lie where 32 bits do not reach from the first, read and written."""
+    monkeypatch.setattr(kernel, "_WHOLE", whole)
+    apart = 2**30 + 64
+    memory = [mmap.mmap(-1, size * (2 * apart + 64)) for size in (2, 1)]
+    wide = torch.frombuffer(memory[0], dtype=torch.float16).as_strided((3, 16), (apart, 1))
+    quantized = torch.frombuffer(memory[1], dtype=INT8).as_strided((3, 16), (apart, 1))
+    wide.copy_(torch.randn(3, 16))
+    scale = torch.empty(-(-3 // block[0]), 1)
+    kernel.quantize_triton(wide, quantized, scale, *block)
+    expected = run(wide.clone(), INT8, block, kernel.quantize_reference)
+    assert_same((quantized, scale), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("static", [False, True])
+def test_nothing_to_quantize(shape: tuple[int, int], static: bool) -> None:
+    """No rows or no columns: nothing is written, by either implementation."""
+    name = "quantize_static" if static else "quantize"
+    for how in ("reference", "triton"):
+        quantized, scale = run(torch.empty(shape), FP8, (2, 3), getattr(kernel, f"{name}_{how}"))
+        assert quantized.numel() == scale.numel() == 0
+
+
+@pytest.mark.parametrize("how", [quantize, quantize_static])
+def test_what_does_not_fit_is_refused(how) -> None:
+    """Each tensor is named, with what it must be and what it is."""
+    wide, quantized, scale = torch.randn(4, 6), torch.empty(4, 6, dtype=FP8), torch.ones(2, 2)
+    refused = [
+        (r"wide must have the shape \[any, any\], got \[4\]", {"wide": wide[:, 0]}),
+        (r"wide must be .*, got torch.int32", {"wide": wide.int()}),
+        (r"quantized must have the shape \[4, 6\], got \[4, 5\]", {"quantized": quantized[:, 1:]}),
+        (r"quantized must be .*, got torch.uint8", {"quantized": quantized.view(torch.uint8)}),
+        (r"quantized is on meta, and must be on cpu", {"quantized": quantized.to("meta")}),
+        (r"scale must have the shape \[2, 2\], got \[2, 1\]", {"scale": scale[:, 1:]}),
+        (r"scale must be torch.float32, got torch.float16", {"scale": scale.half()}),
+        (r"a block must have rows and columns, got \(0, 3\)", {"block": (0, 3)}),
+    ]
+    for message, bad in refused:
+        given = {"wide": wide, "quantized": quantized, "scale": scale, "block": (2, 3), **bad}
+        with pytest.raises(ValueError, match=message):
+            how(**given)
+
+
+@pytest.mark.parametrize("how", [quantize, quantize_static])
+def test_the_operators_are_some(how) -> None:
+    """They have schemas and fakes, and serve meta tensors and torch.compile."""
+    wide, quantized, scale = torch.randn(4, 6), torch.zeros(4, 6, dtype=INT8), torch.ones(2, 2)
+    how(wide.to("meta"), quantized.to("meta"), scale.to("meta"), (2, 3))
+    operator = getattr(torch.ops.vllm_module, how.__name__).default
+    torch.library.opcheck(operator, (wide, quantized, scale, 2, 3))
+    torch.compile(how, fullgraph=True, backend="aot_eager")(wide, quantized, scale, (2, 3))
+    expected = torch.zeros_like(quantized)
+    how(wide, expected, scale.clone(), (2, 3))
+    assert torch.equal(quantized, expected)
+    assert quantized.any()

@@ -2,21 +2,172 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
 
-from vllm_module.kernels.quantize import dequantize, quantize
-from vllm_module.kernels.scaled_matmul import scaled_matmul, scaled_matmul_rowwise
+from vllm_module.kernels import scaled_matmul as kernel
+from vllm_module.kernels.quantize import dequantize, quantize, quantize_static
+from vllm_module.kernels.scaled_matmul import scaled_matmul, scaled_matmul_triton
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
-def quantized(rows: int, columns: int, block: tuple[int, int], dtype=torch.float8_e4m3fn):
+def quantized(rows: int, columns: int, block: tuple[int, int], dtype=FP8, of=None):
     weight = torch.empty(rows, columns, dtype=dtype)
     scale = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
-    quantize(torch.randn(rows, columns), weight, scale, block)
+    quantize(torch.randn(rows, columns) if of is None else of, weight, scale, block)
     return weight, scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def exactly(quantized, scale, block) -> torch.Tensor:
+    """Return numbers times scales, in float64."""
+    each = scale.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return quantized.double() * each[: quantized.shape[0], : quantized.shape[1]]
+
+
+def launched(x, weight, scale, block, bias=None, input_scale=None, quantize_input=True, dtype=None):
+    return scaled_matmul_triton(
+        x, weight, scale, *block, bias, input_scale, quantize_input, dtype or x.dtype
+    )
+
+
+@pytest.fixture(params=["few tokens", "split", "many tokens", "two tiles"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Multiply small matrices as configurations for each bucket do, in small tiles."""
+    rows, two, splits = {
+        "few tokens": (16, False, 1),
+        "split": (16, False, 3),
+        "many tokens": (64, False, 1),
+        "two tiles": (64, True, 1),
+    }[request.param]
+    choose = kernel._config
+
+    def small(*product):
+        depth = min(choose(*product).depth, 32)
+        return kernel._Config(rows, 16, depth, 4, 2, splits, two)
+
+    monkeypatch.setattr(kernel, "_config", small)
+    return request.param
+
+
+WEIGHTS = [  # dtype, block of the weight, whether the input is quantized
+    (FP8, (1, 64), "dynamic"),
+    (FP8, (24, 64), "static"),
+    (FP8, (16, 32), "dynamic"),
+    (FP8, (20, 24), "dynamic"),
+    (FP8, (16, 32), "static"),
+    (FP8, (1, 64), "none"),
+    (FP8, (16, 32), "none"),
+    (INT8, (1, 64), "none"),
+    (INT8, (7, 33), "dynamic"),
+]
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "block", "activations"), WEIGHTS)
+def test_the_kernel_multiplies_what_is_quantized(
+    as_accurate, bucket, dtype, block, activations, wide
+) -> None:
+    """Each way of scaling, in each bucket: as exact as the output's dtype can be."""
+    weight, scale = quantized(24, 64, block, dtype)
+    x, bias = torch.randn(5, 64).to(wide), torch.randn(24).to(wide)
+    x[0] *= 100
+    static = x.abs().max().float() / 448 if activations == "static" else None
+    y = launched(x, weight, scale, block, bias, static, activations != "none")
+    assert (y.shape, y.dtype) == ((5, 24), wide)
+    rows = x.double()
+    if activations != "none" and dtype == FP8:
+        shared = (1, block[1])
+        rounded, scales = quantized(5, 64, shared, of=x)
+        if static is not None:
+            scales = static.expand(scales.shape)
+            quantize_static(x, rounded, scales, shared)
+        rows = exactly(rounded, scales, shared)
+    exact = F.linear(rows, exactly(weight, scale, block), bias.double())
+    twin = F.linear(rows.to(wide), dequantize(weight, scale, block, wide), bias)
+    as_accurate(y, exact, twin)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.tuples(st.integers(1, 50), st.integers(1, 80)),
+    st.sampled_from([(FP8, True), (FP8, False), (INT8, False)]),
+)
+@settings(max_examples=15)
+def test_any_sizes_and_blocks(tokens, outputs, inputs, block, how) -> None:
+    """Nothing has to divide anything; the configuration is the one that is shipped."""
+    dtype, rounds = how
+    weight, scale = quantized(outputs, inputs, block, dtype)
+    x, shared = torch.randn(tokens, inputs), (1, block[1])
+    y = launched(x, weight, scale, block, quantize_input=rounds)
+    rows = exactly(*quantized(tokens, inputs, shared, of=x), shared) if rounds else x.double()
+    exact = rows @ exactly(weight, scale, block).t()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5 * inputs**0.5)
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("tokens", [128, 200])
+def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, two: bool) -> None:
+    """More tiles of tokens than are taken after each other, the last band of them not full."""
+    config = kernel._Config(16, 16, 32, 4, 2, two=two)
+    monkeypatch.setattr(kernel, "_config", lambda *product: config)
+    weight, scale = quantized(40, 32, (1, 32))
+    x = torch.randn(tokens, 32)
+    y = launched(x, weight, scale, (1, 32), quantize_input=False)
+    exact = x.double() @ exactly(weight, scale, (1, 32)).t()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, FP8])
+@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 4096), (28672, 8192), (4096, 14336)])
+def test_splits_are_those_of_the_weight(shape: tuple[int, int], wide: torch.dtype) -> None:
+    """Up to 128 tokens, how many there are changes nothing about how a sum is split."""
+    block, x = (1, shape[1]), torch.empty(1, dtype=wide)
+    splits = {kernel._config(tokens, *shape, block, x).splits for tokens in range(1, 129)}
+    assert len(splits) == 1
+    programs = splits.pop() * shape[0] // 64
+    assert programs >= 256 or shape == (1024, 4096)
+    assert kernel._config(129, *shape, block, x).splits == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 65])
+def test_splits_are_added_up(as_accurate, tokens: int) -> None:
+    """As shipped, a long sum of few outputs is split; scales and bias come after the sum."""
+    weight, scale = quantized(48, 2048, (1, 2048))
+    assert kernel._config(tokens, *weight.shape, (1, 2048), weight).splits == 4
+    x, bias = torch.randn(tokens, 2048).bfloat16(), torch.randn(48).bfloat16()
+    y = launched(x, weight, scale, (1, 2048), bias)
+    rows = exactly(*quantized(tokens, 2048, (1, 2048), of=x), (1, 2048))
+    exact = F.linear(rows, exactly(weight, scale, (1, 2048)), bias.double())
+    wide = dequantize(weight, scale, (1, 2048), torch.bfloat16)
+    as_accurate(y, exact, F.linear(rows.bfloat16(), wide, bias))
+
+
+@pytest.mark.parametrize("shape", ["one", "rows", "groups"])
+@pytest.mark.parametrize("run", [scaled_matmul, "kernel"])
+def test_input_that_is_quantized_already(shape: str, run) -> None:
+    """FP8 and its scales, from a kernel that quantizes what it computes, are taken as they are."""
+    block = (16, 32)
+    weight, scale = quantized(24, 80, block)
+    x = torch.randn(2, 3, 80)
+    shared = {"one": (6, 80), "rows": (1, 80), "groups": (1, 32)}[shape]
+    rounded, scales = quantized(6, 80, shared, of=x.view(6, 80))
+    exact = exactly(rounded, scales, shared) @ exactly(weight, scale, block).t()
+    given = scales.view(()) if shape == "one" else scales
+    how = launched if run == "kernel" else run
+    y = how(rounded.view(2, 3, 80), weight, scale, block, None, given, dtype=torch.float32)
+    assert (y.shape, y.dtype) == ((2, 3, 24), torch.float32)
+    torch.testing.assert_close(y.double().view(6, 24), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8])
 @pytest.mark.parametrize("block", [(1, 24), (5, 7), (40, 24)])
 def test_the_cpu_multiplies_by_the_dequantized_weight(block, dtype: torch.dtype) -> None:
     """Activations stay as they are, in their own dtype, whether or not they could be quantized."""
@@ -30,25 +181,143 @@ def test_the_cpu_multiplies_by_the_dequantized_weight(block, dtype: torch.dtype)
         torch.testing.assert_close(y.double(), expected, rtol=eps, atol=24 * eps)
 
 
-@pytest.mark.parametrize("tokens", [(5,), (2, 3), (1,)])
 @pytest.mark.parametrize("static", [False, True])
-def test_fp8_by_rows_is_what_fp8_numbers_multiply_to(tokens, static: bool) -> None:
-    """torch's scaled matmul, which serves Hopper: both sides are rounded to FP8, and no more."""
+def test_the_kernel_is_what_torch_multiplies_by_rows(static: bool) -> None:
+    """torch's own scaled matmul, of the same FP8 numbers and scales, gives the same bfloat16."""
     weight, scale = quantized(48, 32, (1, 32))
-    x, bias = torch.randn(*tokens, 32).bfloat16(), torch.randn(48).bfloat16()
-    x[0] *= 100
-    input_scale = x.abs().max().float() / 448 if static else None
-    y = scaled_matmul_rowwise(x, weight, scale, bias, input_scale)
-    assert (y.shape, y.dtype) == ((*tokens, 48), torch.bfloat16)
-    x_scale = input_scale if static else x.abs().amax(-1, keepdim=True).float() / 448
-    rounded = (x.float() / x_scale).to(torch.float8_e4m3fn).double() * x_scale
-    expected = rounded @ (weight.double() * scale).t() + bias.double()
-    error = (y.double() - expected).abs()
-    assert bool((error <= expected.abs() * 2**-7 + 1e-2).all()), error.max()
+    x, bias = torch.randn(5, 32).bfloat16(), torch.randn(48).bfloat16()
+    rounded, scales = quantized(5, 32, (5, 32) if static else (1, 32), of=x)
+    y = launched(x, weight, scale, (1, 32), bias, scales.view(()) if static else None)
+    theirs = torch._scaled_mm(
+        rounded,
+        weight.t(),
+        scale_a=scales.expand(5, 1).contiguous(),
+        scale_b=scale.t(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+    )
+    torch.testing.assert_close(y, theirs, rtol=2**-7, atol=2**-7)
 
 
-def test_a_token_of_zeros_stays_zero() -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_token_of_zeros_stays_zero(rounds: bool) -> None:
     """Padding in a batch does not become NaN."""
     weight, scale = quantized(16, 16, (1, 16))
-    y = scaled_matmul_rowwise(torch.zeros(2, 16).bfloat16(), weight, scale)
-    assert torch.equal(y, torch.zeros(2, 16).bfloat16())
+    y = launched(torch.zeros(2, 16), weight, scale, (1, 16), quantize_input=rounds)
+    assert torch.equal(y, torch.zeros(2, 16))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_what_is_not_finite_stays_in_its_token(bad: float, rounds: bool) -> None:
+    """One token's NaN or infinity shows in its own outputs, and in no other's."""
+    weight, scale = quantized(20, 32, (1, 32))
+    x = torch.randn(18, 32)
+    clean = launched(x, weight, scale, (1, 32), quantize_input=rounds)
+    x[17, 3] = bad
+    y = launched(x, weight, scale, (1, 32), quantize_input=rounds)
+    assert torch.equal(y[:17], clean[:17])
+    assert not y[17].isfinite().any()
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_views_with_poison_around_them(rounds: bool) -> None:
+    """Tokens, weight, scales and bias may be parts of larger tensors, or transposed; NaN stays out.
+
+    Of a contiguous copy of them all, the product is the same.
+    """
+    around = torch.full((12, 60), torch.nan)
+    x = around[2:9, 5:43]
+    x.copy_(torch.randn(7, 38))
+    held, scale = quantized(20, 38, (1, 38))
+    weight = torch.full((44, 25), torch.nan).to(FP8)[3:41, 2:22].t()
+    weight.copy_(held)
+    scales = torch.full((20, 3), torch.nan)[:, 1:2]
+    scales.copy_(scale)
+    bias = torch.full((40,), torch.nan)[::2]
+    bias.copy_(torch.randn(20))
+    y = launched(x, weight, scales, (1, 38), bias, quantize_input=rounds)
+    expected = launched(
+        x.contiguous(), held, scale, (1, 38), bias.contiguous(), quantize_input=rounds
+    )
+    assert torch.equal(y, expected)
+    assert torch.equal(
+        launched(x.t().contiguous().t(), held, scale, (1, 38), bias, quantize_input=rounds), y
+    )
+
+
+def test_rows_that_are_far_apart() -> None:
+    """Tokens and rows of the weight lie where 32 bits do not reach from the first."""
+    apart = 2**30 + 64
+    memory = mmap.mmap(-1, 2 * apart + 64)
+    weight = torch.frombuffer(memory, dtype=INT8).as_strided((3, 32), (apart, 1))
+    weight.copy_(torch.arange(96).view(3, 32))
+    memory = mmap.mmap(-1, 4 * (2 * apart + 64))
+    x = torch.frombuffer(memory, dtype=torch.float32).as_strided((3, 32), (apart, 1))
+    x.copy_(torch.randn(3, 32))
+    y = launched(x, weight, torch.ones(3, 1), (1, 32))
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    """A step without tokens has no outputs; and without features, the bias is all there is."""
+    weight, scale = quantized(8, 16, (1, 16))
+    bias = torch.randn(8)
+    for run in (scaled_matmul, launched):
+        y = run(torch.empty(shape), weight, scale, (1, 16), bias)
+        assert y.shape == (*shape[:-1], 8)
+        y = run(torch.empty(2, 0), weight[:, :0], scale[:, :0], (1, 16), bias)
+        assert torch.equal(y, bias.expand(2, 8))
+
+
+def test_bad_input_is_refused() -> None:
+    """What does not fit is named, with the numbers."""
+    weight, scale = quantized(8, 16, (1, 16))
+    x, rounded = torch.randn(2, 3, 16), torch.zeros(2, 3, 16).to(FP8)
+    one = torch.ones(())
+    refused = [
+        (r"weight must have the shape \[any, 12\], got \[8, 16\]", (x[..., :12], weight, scale)),
+        (r"x must be .*, got torch.float64", (x.double(), weight, scale, torch.float32)),
+        (r"the output must be .*, got torch.int8", (x, weight, scale, INT8)),
+        (r"weight must be .*int8, got torch.float32", (x, weight.float(), scale)),
+        (r"scale must have the shape \[8, 1\], got \[1, 8\]", (x, weight, scale.t())),
+        (r"scale must be torch.float32, got torch.float16", (x, weight, scale.half())),
+        (r"scale is on meta, and must be on cpu", (x, weight, scale.to("meta"))),
+        (r"x is quantized, and its scale is missing", (rounded, weight, scale, torch.half)),
+    ]
+    for message, (tokens, held, scales, *dtype) in refused:
+        with pytest.raises(ValueError, match=message):
+            scaled_matmul(tokens, held, scales, (1, 16), dtype=dtype[0] if dtype else None)
+    with pytest.raises(ValueError, match=r"a block rows and columns, got \(0, 16\)"):
+        scaled_matmul(x, weight, scale, (0, 16))
+    with pytest.raises(ValueError, match=r"bias must have the shape \[8\], got \[7\]"):
+        scaled_matmul(x, weight, scale, (1, 16), torch.zeros(7))
+    with pytest.raises(ValueError, match=r"bias must be torch.float32, got torch.float16"):
+        scaled_matmul(x, weight, scale, (1, 16), torch.zeros(8).half())
+    with pytest.raises(ValueError, match=r"input_scale must have the shape \[\], got \[6, 1\]"):
+        scaled_matmul(x, weight, scale, (1, 16), None, one.expand(6, 1))
+    with pytest.raises(ValueError, match=r"input_scale must have the shape \[6, 1\], got \[5\]"):
+        scaled_matmul(rounded, weight, scale, (1, 16), None, torch.ones(5), dtype=torch.half)
+    with pytest.raises(ValueError, match=r"its weight must be torch.float8_e4m3fn, got torch.int8"):
+        scaled_matmul(rounded, weight.to(INT8), scale, (1, 16), None, one, dtype=torch.half)
+
+
+def test_the_operator_is_one() -> None:
+    """It has a schema and a fake, and serves meta tensors and torch.compile."""
+    weight, scale = quantized(8, 16, (1, 16))
+    x, bias = torch.randn(2, 3, 16), torch.randn(8)
+    y = scaled_matmul(
+        x.to("meta"), weight.to("meta"), scale.to("meta"), (1, 16), dtype=torch.float16
+    )
+    assert (y.shape, y.dtype, y.device.type) == ((2, 3, 8), torch.float16, "meta")
+    torch.library.opcheck(
+        torch.ops.vllm_module.scaled_matmul.default,
+        (x, weight.to(INT8), scale, 1, 16, bias, None, True, torch.float32),  # it has no FP8 itself
+    )
+    compiled = torch.compile(scaled_matmul, fullgraph=True, backend="aot_eager")
+    assert torch.equal(
+        compiled(x, weight, scale, (1, 16), bias), scaled_matmul(x, weight, scale, (1, 16), bias)
+    )

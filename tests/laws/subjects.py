@@ -86,7 +86,7 @@ class Attend(vLLMModule):
         qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_size)) for part in qkv)
         cos_sin = self.rotary_emb.cos_sin(torch.arange(len(x)))
-        q, k = self.rotary_emb(q, cos_sin), self.rotary_emb(k, cos_sin)
+        q, k = self.rotary_emb(q, k, cos_sin)
         return self.o_proj(self.attn(q, k, v))
 
 

@@ -30,6 +30,7 @@ def metadata_of(slots: list[int], pages: list[int], context: int) -> AttentionMe
         block_tables=torch.tensor([pages], dtype=torch.int32),
         context_lens=torch.tensor([context], dtype=torch.int32),
         query_start_loc=torch.tensor([0, new], dtype=torch.int32),
+        max_query_len=new,
     )
 
 
@@ -58,6 +59,24 @@ def test_cached_or_not_is_the_same(
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=0, atol=1e-6)
 
 
+def test_scores_are_capped_sloped_and_drained_with_a_cache_as_without() -> None:
+    """Soft cap, ALiBi and sinks change the output, alike through a cache and without one."""
+    q, k, v = torch.randn(3, TOKENS, 2, 8)
+    sinks = torch.tensor([2.0, -1.0])
+    plain = Attention(2, 8)(q, k, v)
+    for arguments, extra in (
+        ({"softcap": 0.5}, {}),
+        ({"alibi_slopes": [0.5, 0.25]}, {}),
+        ({}, {"sinks": sinks}),
+    ):
+        layer = Attention(2, 8, **arguments)
+        whole = layer(q, k, v, **extra)
+        assert not torch.allclose(whole, plain, atol=1e-2)
+        layer.kv_cache = torch.full((2, 3, PAGE, 2, 8), torch.nan)
+        cached = layer(q, k, v, metadata_of(list(range(TOKENS)), [0, 1, 2], TOKENS), **extra)
+        torch.testing.assert_close(cached, whole, rtol=0, atol=1e-6)
+
+
 def test_scale() -> None:
     """The scores' scale is the inverse root of the head size unless given."""
     q, k, v = torch.randn(3, TOKENS, 2, 16)
@@ -82,6 +101,7 @@ def test_a_token_has_the_length_of_its_sequence() -> None:
         block_tables=torch.zeros(3, 1, dtype=torch.int32),
         context_lens=torch.tensor([9, 4, 2], dtype=torch.int32),
         query_start_loc=torch.tensor([0, 1, 4, 6], dtype=torch.int32),
+        max_query_len=3,
     )
     assert metadata.token_lengths.tolist() == [9, 4, 4, 4, 2, 2]
 

@@ -81,9 +81,11 @@ def assert_rotates_alike(config: LlamaConfig, positions: torch.Tensor) -> None:
     expected = apply_rotary_pos_emb(
         q[None], k[None], *expected_cos_sin(config, positions), unsqueeze_dim=2
     )
-    cos_sin = rotary.cos_sin(positions)
-    for x, rotated in zip((q, k), expected, strict=True):
-        assert_close(rotary(x, cos_sin), rotated[0], positions)
+    got = rotary(q, k, rotary.cos_sin(positions))
+    assert got[0] is q
+    assert got[1] is k
+    for x, rotated in zip(got, expected, strict=True):
+        assert_close(x, rotated[0], positions)
 
 
 @shares
@@ -126,6 +128,7 @@ def test_dynamic_scaling_goes_by_each_sequence() -> None:
         block_tables=torch.zeros(5, 1, dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         query_start_loc=torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        max_query_len=max(new),
     )
     cos, sin = rotary.cos_sin(torch.cat(positions), metadata)
     expected = [expected_cos_sin(config, p) for p in positions]
@@ -150,29 +153,32 @@ def test_neighbours_rotate_in_pairs(share: float) -> None:
         x[None, ..., :width], x[None, ..., :width], cos, sin, unsqueeze_dim=2
     )
     expected = torch.cat((rotated[0], x[..., width:]), -1)
-    got = rotary(x, rotary.cos_sin(positions))
-    assert_close(got, expected, positions)
-    assert torch.equal(got[..., width:], x[..., width:])
+    for got in rotary(x.clone(), x.clone(), rotary.cos_sin(positions)):
+        assert_close(got, expected, positions)
+        assert torch.equal(got[..., width:], x[..., width:])
 
 
 def test_any_positions_in_any_order() -> None:
     """A token is rotated by its own position: order and gaps do not matter."""
     rotary = ours(config_of(SCALINGS["yarn"]))
     positions = torch.tensor([95, 0, 3, 3, 40])
-    x = torch.randn(96, 2, 32)
-    whole = rotary(x, rotary.cos_sin(torch.arange(96)))
-    assert torch.equal(rotary(x[positions], rotary.cos_sin(positions)), whole[positions])
+    q, k = torch.randn(96, 2, 32), torch.randn(96, 1, 32)
+    some = q[positions], k[positions]
+    whole = rotary(q, k, rotary.cos_sin(torch.arange(96)))
+    for got, of_whole in zip(rotary(*some, rotary.cos_sin(positions)), whole, strict=True):
+        assert torch.equal(got, of_whole[positions])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_rotated_in_float32(dtype: torch.dtype) -> None:
     """In 16 bits the rotation is computed in float32 and rounded once, in the dtype given."""
     rotary = ours(config_of(SCALINGS["yarn"], 0.5))
-    x = torch.randn(96, 2, 32).to(dtype)
+    x = torch.randn(2, 96, 2, 32).to(dtype)
     cos_sin = rotary.cos_sin(torch.arange(96))
-    y = rotary(x, cos_sin)
-    assert y.dtype == dtype
-    assert torch.equal(y, rotary(x.float(), cos_sin).to(dtype))
+    expected = rotary(*x.float(), cos_sin)
+    for got, wide in zip(rotary(*x, cos_sin), expected, strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, wide.to(dtype))
 
 
 @scalings

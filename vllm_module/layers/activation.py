@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch.nn import functional as F
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.act_and_mul import gelu_and_mul, silu_and_mul
 from vllm_module.module import vLLMModule
 
 
@@ -13,8 +13,7 @@ class SiluAndMul(vLLMModule):
     """SwiGLU's gate (arXiv:2002.05202): gate and up ``[..., 2 d]`` to ``silu(gate) * up``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu_and_mul(x)
 
 
 class GeluAndMul(vLLMModule):
@@ -25,8 +24,7 @@ class GeluAndMul(vLLMModule):
         self.approximate = approximate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=self.approximate) * up
+        return gelu_and_mul(x, self.approximate)
 
 
 def get_act_and_mul(name: str) -> SiluAndMul | GeluAndMul:

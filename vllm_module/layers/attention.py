@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ class AttentionMetadata:
         block_tables: pages of each sequence, int32 ``[sequences, most_pages]``.
         context_lens: tokens of each sequence, this step's included, int32 ``[sequences]``.
         query_start_loc: where each sequence's tokens begin and end, int32 ``[sequences + 1]``.
+        max_query_len: most tokens of one sequence; 1 in a step that only decodes.
 
     """
 
@@ -27,11 +29,13 @@ class AttentionMetadata:
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     query_start_loc: torch.Tensor
+    max_query_len: int
 
     @property
     def token_lengths(self) -> torch.Tensor:
         """The length so far of each token's sequence, ``[tokens]``."""
-        return self.context_lens.repeat_interleave(self.query_start_loc.diff())
+        tokens = len(self.slot_mapping)  # given, it need not be waited for on a device
+        return self.context_lens.repeat_interleave(self.query_start_loc.diff(), output_size=tokens)
 
 
 class Attention(QuantizableKVCache):
@@ -42,6 +46,9 @@ class Attention(QuantizableKVCache):
         head_size: features of one head.
         scale: of the scores; ``head_size ** -0.5`` unless given.
         sliding_window: how many of the last tokens, itself included, a token sees.
+        softcap: scores are ``softcap * tanh(scores / softcap)``.
+        alibi_slopes: one for each of this rank's heads; times the distance, they are added to the
+            scores.
 
     Attributes:
         kv_cache: keys and values, ``[2, pages, page_size, num_kv_heads, head_size]``; the runtime
@@ -56,6 +63,8 @@ class Attention(QuantizableKVCache):
         scale: float | None = None,
         num_kv_heads: int | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -63,6 +72,10 @@ class Attention(QuantizableKVCache):
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
+        self.softcap = softcap
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.alibi_slopes: torch.Tensor | None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
         self.kv_cache: torch.Tensor | None = None
 
     def forward(
@@ -71,16 +84,18 @@ class Attention(QuantizableKVCache):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend and return ``[tokens, num_heads * head_size]``.
 
         ``query [tokens, num_heads, head_size]``; ``key`` and ``value`` likewise with
         ``num_kv_heads``. Without ``metadata`` the tokens are one whole sequence and nothing is
-        cached.
+        cached. ``sinks [num_heads]`` are scores that take their share and have no value.
         """
+        how = self.softcap, self.alibi_slopes, sinks
         if metadata is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-            output = causal_attention(query, key, value, self.scale, self.sliding_window)
+            output = causal_attention(query, key, value, self.scale, self.sliding_window, *how)
             return output.transpose(0, 1).flatten(1)
         if self.kv_cache is None:
             raise RuntimeError("attention with metadata needs a kv_cache, and none was given")
@@ -94,9 +109,11 @@ class Attention(QuantizableKVCache):
             metadata.block_tables,
             metadata.context_lens,
             metadata.query_start_loc,
+            metadata.max_query_len,
             self.scale,
             self.sliding_window,
             *scales,
+            *how,
         ).flatten(1)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from vllm_module.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from vllm_module.module import vLLMModule
 
 
@@ -30,12 +31,9 @@ class RMSNorm(vLLMModule):
 
         With ``residual`` (like ``x``), normalize their sum and return it too, as the new residual.
         """
-        if residual is not None:
-            x = residual = x + residual
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        y = self.weight * wide.to(x.dtype)
-        return y if residual is None else (y, residual)
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.rotary_embedding import rotary_embedding
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.module import vLLMModule
 
@@ -169,22 +170,15 @@ class RotaryEmbedding(vLLMModule):
         angles = angles.unsqueeze(1)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Rotate ``x [tokens, heads, head_size]``."""
-        cos, sin = cos_sin
-        rotating, rest = x[..., : self.rotary_dim].float(), x[..., self.rotary_dim :]
-        if self.is_neox_style:
-            first, second = rotating.chunk(2, dim=-1)
-        else:
-            first, second = rotating[..., ::2], rotating[..., 1::2]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        if self.is_neox_style:
-            rotated = torch.cat(turned, dim=-1)
-        else:
-            rotated = torch.stack(turned, dim=-1).flatten(-2)
-        return (
-            torch.cat((rotated.to(x.dtype), rest), dim=-1) if rest.numel() else rotated.to(x.dtype)
-        )
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, cos_sin: CosSin
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate ``query [tokens, heads, head_size]`` and ``key`` likewise, in place; return both.
+
+        They may be views, such as parts of a fused projection's output.
+        """
+        rotary_embedding(query, key, *cos_sin, self.is_neox_style)
+        return query, key
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:

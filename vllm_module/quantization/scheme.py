@@ -55,6 +55,8 @@ class Scheme:
             return scale, self.block
         if self.strategy == "tensor":
             rooms = [shard.room for shard in weight.shards[0]]
+            if len(rooms) == 1:
+                return scale.view(1, 1), (weight.shape[0], weight.shape[1])
             rows = [scale[slot : slot + 1].expand(room) for slot, room in enumerate(rooms)]
             scale = torch.cat(rows).unsqueeze(1)
         return scale, (1, weight.shape[1])

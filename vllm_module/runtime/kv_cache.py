@@ -77,6 +77,7 @@ class KVCache:
             block_tables=self._tensor(tables),
             context_lens=self._tensor(lengths),
             query_start_loc=self._tensor(starts),
+            max_query_len=max(new_tokens.values()),
         )
 
     def free(self, sequence: int) -> None:

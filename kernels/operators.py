@@ -1,0 +1,124 @@
+"""What every operation shares: two implementations under one name, and refusals by the numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    import triton
+    import triton.language as tl
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:  # it is made for Linux alone; elsewhere there is no CUDA device either
+
+        class triton:  # noqa: D101 - stands for the module
+            jit = staticmethod(lambda function: function)
+
+        tl = None
+
+__all__ = ["as_rows", "checks_values", "expect", "next_power_of_2", "operator", "tl", "triton"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_library = torch.library.Library("vllm_module", "DEF")
+
+
+def operator(
+    reference: Callable[P, R],
+    kernel: Callable[P, R],
+    fake: Callable[..., R],
+    mutates: Iterable[str] = (),
+) -> Callable[P, R]:
+    """Register ``torch.ops.vllm_module.<name>``: one operation with two implementations.
+
+    Args:
+        reference: the operation in plain torch, called ``<name>_reference``; it serves every device
+            but CUDA, and its annotations are the operator's schema.
+        kernel: launches Triton kernels; it serves CUDA, with the tensors' device current.
+        fake: returns empty tensors as the operation would, for meta tensors and ``torch.compile``.
+        mutates: names of arguments that are written to.
+
+    """
+    name = reference.__name__.removesuffix("_reference")
+    _library.define(name + torch.library.infer_schema(reference, mutates_args=tuple(mutates)))
+    _library.impl(name, reference, "CompositeExplicitAutograd")
+    _library.impl(name, _on_its_device(kernel), "CUDA")
+    torch.library.register_fake(f"vllm_module::{name}", fake, lib=_library)
+    registered: Callable[P, R] = getattr(torch.ops.vllm_module, name).default
+    return registered
+
+
+def _on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
+    def launch(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        with torch.cuda.device_of(tensor):
+            return kernel(*args, **kwargs)
+
+    return launch
+
+
+def expect(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype] | None = None,
+    beside: torch.Tensor | None = None,
+) -> None:
+    """Raise ``ValueError`` unless ``tensor`` has this shape, dtype and device.
+
+    Args:
+        name: what the operation calls it.
+        shape: its sizes; ``None`` for any.
+        dtypes: those it may have; any unless given.
+        beside: a tensor on whose device it must be.
+
+    """
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or any(
+        want is not None and want != size for want, size in zip(shape, sizes, strict=True)
+    ):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} must have the shape [{wanted}], got {list(sizes)}")
+    if dtypes is not None and tensor.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if beside is not None and tensor.device != beside.device:
+        raise ValueError(f"{name} is on {tensor.device}, and must be on {beside.device}")
+
+
+def checks_values(tensor: torch.Tensor) -> bool:
+    """Whether indices that a tensor holds are to be checked before they are used.
+
+    On the CPU they always are. On a device that means waiting for it, so only if the environment
+    has ``VLLM_MODULE_CHECKS=1``; no kernel writes out of bounds either way.
+    """
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return tensor.is_cpu or os.environ.get("VLLM_MODULE_CHECKS", "0") not in ("", "0")
+
+
+def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """Return ``x [..., columns]`` as a kernel walks it, copied only where there is no other way.
+
+    Returns:
+        ``[outer, inner, columns]``, whose last stride is 1, and how to find row ``r``: at
+        ``r // inner * outer_stride + r % inner * inner_stride``, as ``(inner, outer_stride,
+        inner_stride)``.
+
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() != 3:
+        x = x.reshape(-1, x.shape[-1]).unsqueeze(1)
+    return x, (max(1, x.shape[1]), x.stride(0), x.stride(1))
+
+
+def next_power_of_2(size: int) -> int:
+    """Return the least power of two that is at least ``size``."""
+    return 1 << max(0, size - 1).bit_length()

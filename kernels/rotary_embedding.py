@@ -1,0 +1,209 @@
+"""Rotary position embedding (arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.quantize import FLOATS
+
+_DTYPES = (*FLOATS, torch.float64)
+# Pairs that a program turns, 16 a thread: of one token's heads in decoding, or of several tokens'.
+_PER_PROGRAM = 2048
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox_style: bool = True,
+) -> None:
+    """Rotate pairs of each head's first features by the angles of its token, in place.
+
+    It is computed in float32 and rounded once. Features beyond the first ``2 * pairs`` stay.
+
+    Args:
+        query: ``[tokens, heads, head_size]``, floating point; written.
+        key: ``[tokens, kv_heads, head_size]``, written. It may be another part of the query's
+            storage; no element may be in both.
+        cos, sin: float32 ``[tokens, pairs]`` or ``[tokens, 1, pairs]``.
+        is_neox_style: pairs are halves apart (GPT-NeoX, Llama); else neighbours (GPT-J).
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other.
+
+    """
+    expect("query", query, (None, None, None), _DTYPES)
+    tokens, _, head_size = query.shape
+    expect("key", key, (tokens, None, head_size), (query.dtype,), query)
+    cos, sin = (x.squeeze(1) if x.dim() == 3 and x.shape[1] == 1 else x for x in (cos, sin))
+    expect("cos", cos, (tokens, None), (torch.float32,), query)
+    expect("sin", sin, cos.shape, (torch.float32,), query)
+    if 2 * cos.shape[1] > head_size:
+        raise ValueError(f"cos turns {2 * cos.shape[1]} features of heads that have {head_size}")
+    _rotary_embedding(query, key, cos, sin, is_neox_style)
+
+
+def rotary_embedding_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """Rotate in plain torch; see :func:`rotary_embedding`."""
+    pairs, cos, sin = cos.shape[1], cos.unsqueeze(1), sin.unsqueeze(1)
+    for x in (query, key):
+        if is_neox_style:
+            first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+        else:
+            first, second = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+        a, b = first.float(), second.float()
+        turned = a * cos - b * sin, b * cos + a * sin
+        first.copy_(turned[0])
+        second.copy_(turned[1])
+
+
+def rotary_embedding_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """Rotate both in one Triton kernel; see :func:`rotary_embedding`."""
+    pairs = cos.shape[1]
+    if not pairs:
+        return
+    tile = next_power_of_2(pairs)
+    together = max(1, _PER_PROGRAM // tile)
+    tokens, heads, _ = query.shape
+    kv_heads = key.shape[1]
+    # Heads are numbered, and their numbers divided, in 32 bits, which is many times as fast.
+    assert tokens * max(heads, kv_heads) + together < 2**31
+    of_query, of_key = -(-tokens * heads // together), -(-tokens * kv_heads // together)
+    if not of_query + of_key:
+        return
+    _rotate_both[(of_query + of_key,)](
+        query,
+        key,
+        cos,
+        sin,
+        tokens,
+        heads,
+        kv_heads,
+        of_query,
+        *query.stride(),
+        *key.stride(),
+        cos.stride(1),
+        sin.stride(1),
+        PAIRS=pairs,
+        COS_TOKEN=cos.stride(0),  # constants, for what they are divisible by: often 8 and not 16
+        SIN_TOKEN=sin.stride(0),
+        HEADS=together,
+        TILE=tile,
+        NEOX=is_neox_style,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _rotate_both(
+    query_ptr,
+    key_ptr,
+    cos_ptr,
+    sin_ptr,
+    tokens,
+    heads,
+    kv_heads,
+    of_query,
+    query_token,
+    query_head,
+    query_feature,
+    key_token,
+    key_head,
+    key_feature,
+    cos_pair,
+    sin_pair,
+    PAIRS: tl.constexpr,
+    COS_TOKEN: tl.constexpr,
+    SIN_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    NEOX: tl.constexpr,
+):
+    """One program some heads of the query, or of the key, whichever tokens they are of."""
+    program = tl.program_id(0)
+    if program < of_query:
+        _rotate(
+            query_ptr, cos_ptr, sin_ptr, program, tokens, heads,
+            query_token, query_head, query_feature, cos_pair, sin_pair,
+            PAIRS, COS_TOKEN, SIN_TOKEN, HEADS, TILE, NEOX,
+        )  # fmt: skip
+    else:
+        _rotate(
+            key_ptr, cos_ptr, sin_ptr, program - of_query, tokens, kv_heads,
+            key_token, key_head, key_feature, cos_pair, sin_pair,
+            PAIRS, COS_TOKEN, SIN_TOKEN, HEADS, TILE, NEOX,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rotate(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    program,
+    tokens,
+    heads,
+    x_token,
+    x_head,
+    x_feature,
+    cos_pair,
+    sin_pair,
+    PAIRS: tl.constexpr,
+    COS_TOKEN: tl.constexpr,
+    SIN_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    NEOX: tl.constexpr,
+):
+    index = program * HEADS + tl.arange(0, HEADS)
+    token, head = (index // heads).to(tl.int64)[:, None], (index % heads).to(tl.int64)[:, None]
+    pair = tl.arange(0, TILE)[None, :]
+    inside = (token < tokens) & (pair < PAIRS)
+    cos = tl.load(cos_ptr + token * COS_TOKEN + pair * cos_pair, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + token * SIN_TOKEN + pair * sin_pair, mask=inside, other=0.0)
+    heads_ptr = x_ptr + token * x_token + head * x_head
+    if NEOX:
+        first_ptr = heads_ptr + pair * x_feature
+        second_ptr = heads_ptr + (pair + PAIRS) * x_feature
+        first = tl.load(first_ptr, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(second_ptr, mask=inside, other=0.0).to(tl.float32)
+        tl.store(first_ptr, (first * cos - second * sin).to(x_ptr.dtype.element_ty), mask=inside)
+        tl.store(second_ptr, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=inside)
+    else:  # neighbours are read together, and parted in registers
+        feature = tl.arange(0, 2 * TILE)[None, :]
+        places = heads_ptr + feature * x_feature
+        inside = (token < tokens) & (feature < 2 * PAIRS)
+        x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, [HEADS, TILE, 2]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        turned = tl.reshape(turned, [HEADS, 2 * TILE]).to(x_ptr.dtype.element_ty)
+        tl.store(places, turned, mask=inside)
+
+
+def _nothing(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """Write nothing, as a fake."""
+
+
+_rotary_embedding = operator(
+    rotary_embedding_reference, rotary_embedding_triton, _nothing, ("query", "key")
+)

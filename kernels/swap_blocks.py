@@ -1,0 +1,73 @@
+"""Copying pages of a KV cache between the device and host memory."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from vllm_module.kernels.copy_blocks import check_mapping
+from vllm_module.kernels.operators import expect
+
+
+def swap_blocks(
+    source: torch.Tensor, destination: torch.Tensor, block_mapping: torch.Tensor
+) -> None:
+    """Copy whole pages from one cache to another, on the current stream.
+
+    Between a device and the host it does not wait: until the stream has come so far, the host's
+    memory is not to be read or written. Pages that follow each other in both caches are one copy.
+
+    Args:
+        source: ``[..., pages, page_size, kv_heads, head_size]``, such as ``[layers, 2, ...]``. The
+            same pages are copied at each index of what is before them, where all are contiguous.
+        destination: as ``source`` in all but the number of pages; in memory that is pinned where
+            the other is on a CUDA device. Written in place.
+        block_mapping: int64 ``[pairs, 2]`` on the CPU: a page of ``source``, and the page of
+            ``destination`` that it replaces.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or memory that do not fit; a page beyond its cache or
+            written twice.
+
+    """
+    if source.dim() < 4:
+        raise ValueError(
+            "source must have the shape [..., pages, page_size, kv_heads, head_size], got "
+            f"{list(source.shape)}"
+        )
+    shape = source.shape
+    expect("destination", destination, (*shape[:-4], None, *shape[-3:]), (source.dtype,))
+    for name, cache, other in (
+        ("source", source, destination),
+        ("destination", destination, source),
+    ):
+        if cache.numel() and not cache[(0,) * (cache.dim() - 4)].is_contiguous():
+            raise ValueError(
+                f"{name}'s pages of one layer must be contiguous, and its {list(cache.shape)} have "
+                f"the strides {list(cache.stride())}"
+            )
+        if cache.is_cpu and other.is_cuda and not cache.is_pinned():
+            raise ValueError(
+                f"{name} is in host memory that is not pinned, which a CUDA device cannot copy "
+                "without waiting: allocate it with pin_memory=True"
+            )
+    expect("block_mapping", block_mapping, (None, 2), (torch.int64,), torch.empty(0, device="cpu"))
+    check_mapping(block_mapping, source.shape[-4], destination.shape[-4])
+    for first, onto, count in _runs(block_mapping):
+        for plane in product(*map(range, source.shape[:-4])):
+            pages = source[plane][first : first + count]
+            destination[plane][onto : onto + count].copy_(pages, non_blocking=True)
+
+
+def _runs(block_mapping: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return the runs of pages that follow each other: where from, where to and how many."""
+    runs: list[tuple[int, int, int]] = []
+    for source, destination in block_mapping.tolist():
+        if runs:
+            first, onto, count = runs[-1]
+            if (source, destination) == (first + count, onto + count):
+                runs[-1] = first, onto, count + 1
+                continue
+        runs.append((source, destination, 1))
+    return runs

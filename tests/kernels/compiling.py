@@ -1,0 +1,391 @@
+"""Compile kernels for a GPU that need not be there, as they would be launched.
+
+As a program, compiles every case below for each architecture and prints what came of it as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from vllm_module.kernels import scaled_matmul
+from vllm_module.kernels.act_and_mul import act_and_mul_quantize_triton, act_and_mul_triton
+from vllm_module.kernels.copy_blocks import copy_blocks_triton
+from vllm_module.kernels.paged_attention_triton import paged_attention_triton
+from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
+from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
+from vllm_module.kernels.rms_norm import (
+    fused_add_rms_norm_triton,
+    rms_norm_quantize_triton,
+    rms_norm_triton,
+)
+from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
+from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_COUNTED = ("HGMMA", "QGMMA", "HMMA", "QMMA", "LDGSTS", "LDG.E.128", "STG.E.128", "STL", "LDL")
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+
+
+@dataclass
+class Compiled:
+    """What a kernel of one configuration needs of the GPU, and what its machine code has."""
+
+    case: str
+    kernel: str
+    capability: int
+    warps: int
+    stages: int
+    shared: int
+    registers: int
+    spilled: int  # bytes a thread
+    instructions: dict[str, int] = field(default_factory=dict)
+
+
+def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
+    """Return the source that a launch with these arguments compiles, as Triton specializes it."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(jit.params):
+        value, name = arguments[parameter.name], parameter.name
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{_TYPES[value.dtype]}"
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(jit, signature, constants, attributes)
+
+
+def compiled(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int):
+    source = specialized(jit, arguments)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
+        code = _run("nvdisasm", "-c", file.name)
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    return Compiled(
+        case="",
+        kernel=jit.__name__,
+        capability=capability,
+        warps=kernel.metadata.num_warps,
+        stages=kernel.metadata.num_stages,
+        shared=kernel.metadata.shared,
+        registers=int(found["REG"]),
+        spilled=int(found["STACK"]) + int(found["LOCAL"]),
+        instructions={name: count for name in _COUNTED if (count := code.count(f" {name}"))},
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    path = _TOOLS / tool
+    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Compiled]]:
+    """Compile, in place of running them, the kernels that are launched in this context."""
+    done: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in self.params]
+        options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
+        arguments = self.signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        done.append(compiled(self, arguments.arguments, options, capability))
+
+    JITFunction.run = compile_it
+    try:
+        yield done
+    finally:
+        JITFunction.run = run
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def attention(
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    pages: int = 256,
+    new: int = 512,
+    everything: bool = False,
+) -> Callable[[], object]:
+    """Launch a step of 64 sequences of up to 4096 tokens, on pages of 16."""
+    integers = torch.int32
+    cache = meta(2, 1024, 16, kv_heads, head_size, dtype=cache_dtype or dtype)
+    floats = torch.float32
+    options = {
+        "sliding_window": 4096,
+        "softcap": 30.0,
+        "alibi_slopes": meta(heads, dtype=floats),
+        "sinks": meta(heads),
+        "k_scale": meta(kv_heads, dtype=floats),
+        "v_scale": meta(kv_heads, dtype=floats),
+    }
+    return lambda: paged_attention_triton(
+        meta(4096, heads, head_size, dtype=dtype),
+        *cache,
+        meta(64, pages, dtype=integers),
+        meta(64, dtype=integers),
+        meta(65, dtype=integers),
+        new,
+        0.1,
+        **(options if everything else {}),
+    )
+
+
+E4M3, E5M2, FP16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32
+
+
+def rotary(
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    pairs: int,
+    neox: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Callable[[], object]:
+    """Rotate queries and keys that are views of one projection's output."""
+    sizes = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
+
+    def launch() -> None:
+        query, key, _ = meta(tokens, sum(sizes), dtype=dtype).split(sizes, -1)
+        query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (kv_heads, -1))
+        cos, sin = meta(2, tokens, pairs, dtype=FP32)
+        rotary_embedding_triton(query, key, cos, sin, neox)
+
+    return launch
+
+
+def norm(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+    residual: bool = False,
+    group: int | None = None,
+) -> Callable[[], object]:
+    """Normalize rows, with a residual, into FP8 by groups (0: by a static scale), or neither."""
+
+    def launch() -> None:
+        x, weight = meta(2, rows, columns, dtype=dtype)[0], meta(columns, dtype=dtype)
+        added = x if residual else None
+        if group is not None:
+            scale = meta(1, dtype=FP32) if group == 0 else None
+            rms_norm_quantize_triton(x, added, weight, 1e-6, E4M3, group, scale)
+        elif added is not None:
+            fused_add_rms_norm_triton(x, added, weight, 1e-6)
+        else:
+            rms_norm_triton(x, weight, 1e-6)
+
+    return launch
+
+
+def norm_of_heads() -> object:
+    query = meta(8192, 6144)[:, :4096].unflatten(-1, (32, 128))
+    return rms_norm_triton(query, meta(128), 1e-6)
+
+
+def gated(columns: int, activation: str, group: int | None = None) -> Callable[[], object]:
+    """Multiply by an activated gate, into FP8 by groups (0: by a static scale) where given."""
+
+    def launch() -> object:
+        x = meta(8192, 2 * columns)
+        if group is None:
+            return act_and_mul_triton(x, activation)
+        scale = meta(1, dtype=FP32) if group == 0 else None
+        return act_and_mul_quantize_triton(x, activation, E4M3, group, scale)
+
+    return launch
+
+
+def stored(
+    heads: int,
+    head_size: int,
+    page_size: int,
+    cache_dtype: torch.dtype,
+    scales: int = 0,
+) -> Callable[[], object]:
+    """Store keys and values that are views of one projection's output."""
+
+    def launch() -> None:
+        key, value = meta(8192, 6 * heads * head_size).split(heads * head_size, -1)[-2:]
+        key, value = (x.unflatten(-1, (heads, head_size)) for x in (key, value))
+        cache = meta(2, 4096, page_size, heads, head_size, dtype=cache_dtype)
+        scale = meta(scales, dtype=FP32) if scales else None
+        slots = meta(8192, dtype=torch.int64)
+        reshape_and_cache_triton(key, value, *cache, slots, scale, scale)
+
+    return launch
+
+
+def copied(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
+    return lambda: copy_blocks_triton(meta(*shape, dtype=dtype), meta(64, 2, dtype=torch.int64))
+
+
+def quantized(
+    rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, static: bool = False
+) -> Callable[[], object]:
+    """Quantize by blocks, by scales that are made or given."""
+    scale = meta(-(-rows // block[0]), -(-columns // block[1]), dtype=FP32)
+    quantize = quantize_static_triton if static else quantize_triton
+    return lambda: quantize(meta(rows, columns), meta(rows, columns, dtype=dtype), scale, *block)
+
+
+def multiplied(
+    m: int, n: int, k: int, kind: str, rows: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], object]:
+    """Multiply ``[m, k]`` by a weight ``[n, k]`` with a scale a row, or a block of ``rows``."""
+    block = (1, k) if rows == 1 else (rows, rows)
+    groups = -(-k // block[1])
+    scale = meta(-(-n // block[0]), groups, dtype=FP32)
+    weight = meta(n, k, dtype=torch.int8 if kind == "int8" else E4M3)
+    x, bias = meta(m, k, dtype=E4M3 if kind == "fp8 given" else dtype), meta(n, dtype=dtype)
+    given = meta(m, groups, dtype=FP32) if kind == "fp8 given" else None
+    return lambda: scaled_matmul_triton(
+        x, weight, scale, *block, bias, given, kind != "fp8 weight", dtype
+    )
+
+
+# What is launched, by name; for architectures of 8.0 only what needs no FP8.
+CASES: dict[str, Callable[[], object]] = {
+    "attention 64": attention(32, 8, 64),
+    "attention 80": attention(32, 32, 80),
+    "attention 128": attention(32, 8, 128),
+    "attention 128, fp16": attention(32, 8, 128, FP16),
+    "attention 128, fp32": attention(32, 8, 128, FP32),
+    "attention 128, short": attention(40, 8, 128, pages=16, new=1),
+    "attention 256": attention(16, 8, 256),
+    "attention 64, 71 heads to one": attention(71, 1, 64),
+    "attention 256, 48 heads to one": attention(48, 1, 256),
+    "norm 4096": norm(8192, 4096),
+    "norm 1024": norm(8192, 1024),
+    "norm 5120": norm(8192, 5120),
+    "norm 32768": norm(64, 32768),
+    "norm of heads": norm_of_heads,
+    "add-norm 4096": norm(8192, 4096, residual=True),
+    "add-norm 65536, fp32": norm(64, 65536, FP32, residual=True),
+    "rotary 32 and 8 of 128": rotary(8192, 32, 8, 128, 64),
+    "rotary of one token": rotary(1, 32, 8, 128, 64),
+    "rotary of neighbours": rotary(8192, 32, 8, 128, 64, neox=False),
+    "rotary 80": rotary(8192, 32, 32, 80, 40),
+    "rotary of a part": rotary(8192, 32, 8, 96, 24),
+    "rotary, fp32": rotary(8192, 32, 8, 128, 64, dtype=FP32),
+    "silu 14336": gated(14336, "silu"),
+    "silu 768": gated(768, "silu"),
+    "gelu 14336": gated(14336, "gelu"),
+    "gelu_tanh 14336": gated(14336, "gelu_tanh"),
+    "store": stored(8, 128, 16, torch.bfloat16),
+    "store 80": stored(8, 80, 16, torch.bfloat16),
+    "store 64 on pages of 1": stored(8, 64, 1, torch.bfloat16),
+    "store 256": stored(8, 256, 16, torch.bfloat16),
+    "store in int8": stored(8, 128, 16, torch.int8, 1),
+    "store in fp32": stored(8, 128, 16, FP32),
+    "copy in a layer": copied(2, 4096, 16, 8, 128),
+    "copy in all layers": copied(32, 2, 4096, 16, 8, 128),
+    "copy heads of 80": copied(2, 4096, 16, 1, 80),
+    "quantize to int8 by token": quantized(4096, 4096, (1, 4096), torch.int8),
+    "quantize to int8 by tensor": quantized(4096, 4096, (4096, 4096), torch.int8),
+    "multiply int8, 1": multiplied(1, 4096, 4096, "int8"),
+    "multiply int8, 64": multiplied(64, 4096, 4096, "int8"),
+    "multiply int8, 256": multiplied(256, 28672, 4096, "int8"),
+}
+HOPPER: dict[str, Callable[[], object]] = {
+    "attention 128, everything": attention(40, 8, 128, everything=True),
+    "attention 128, 128 heads to one": attention(128, 1, 128),
+    "attention 64, e4m3": attention(32, 8, 64, cache_dtype=E4M3),
+    "attention 128, e4m3": attention(32, 8, 128, cache_dtype=E4M3),
+    "attention 128, e5m2, fp16": attention(32, 8, 128, FP16, E5M2),
+    "attention 256, e4m3": attention(16, 8, 256, cache_dtype=E4M3),
+    "attention 256, e4m3, everything": attention(40, 8, 256, cache_dtype=E4M3, everything=True),
+    "add-norm to FP8 by token": norm(8192, 4096, residual=True, group=4096),
+    "add-norm to FP8 by group": norm(8192, 7168, residual=True, group=128),
+    "add-norm to FP8 by token, 32768": norm(64, 32768, residual=True, group=32768),
+    "norm to FP8, static": norm(8192, 4096, group=0),
+    "silu to FP8 by token": gated(14336, "silu", 14336),
+    "silu to FP8 by token, 29568": gated(29568, "silu", 29568),
+    "silu to FP8 by group": gated(14336, "silu", 128),
+    "silu to FP8, static": gated(14336, "silu", 0),
+    "store in e4m3": stored(8, 128, 16, E4M3, 1),
+    "store in e4m3 by heads": stored(8, 128, 16, E4M3, 8),
+    "store in e5m2": stored(8, 96, 48, E5M2),
+    "copy e4m3": copied(32, 2, 4096, 16, 8, 128, dtype=E4M3),
+    "quantize by token": quantized(4096, 4096, (1, 4096), E4M3),
+    "quantize by token, 28672": quantized(4096, 28672, (1, 28672), E4M3),
+    "quantize by token, 100000": quantized(1, 100000, (1, 100000), E4M3),
+    "quantize by group": quantized(4096, 4096, (1, 128), E4M3),
+    "quantize by block": quantized(4096, 4096, (128, 128), E4M3),
+    "quantize by tensor": quantized(4096, 4096, (4096, 4096), E4M3),
+    "quantize, static": quantized(4096, 4096, (4096, 4096), E4M3, static=True),
+    **{
+        f"multiply {kind}, {m}{', by block' * (rows > 1)}": multiplied(m, n, 4096, kind, rows)
+        for m, n in (
+            (1, 4096),
+            (32, 4096),
+            (64, 4096),
+            (128, 4096),
+            (256, 6144),
+            (512, 6144),
+            (8192, 6144),
+        )
+        for kind, rows in (("fp8", 1), ("fp8", 128), ("fp8 weight", 1), ("int8", 1))
+    },
+    "multiply fp8 weight by block": multiplied(8192, 6144, 4096, "fp8 weight", 128),
+    "multiply fp8 given, 8192": multiplied(8192, 6144, 4096, "fp8 given"),
+    "multiply fp8 given, 8, by block": multiplied(8, 6144, 14336, "fp8 given", 128),
+    "multiply fp8, fp16, 1": multiplied(1, 6144, 14336, "fp8", dtype=FP16),
+    "multiply fp8 of an odd size": multiplied(8192, 4096, 4100, "fp8"),
+    "multiply fp8 of an odd size, 8": multiplied(8, 4096, 4100, "fp8"),
+}
+
+
+def main(capability: int) -> None:
+    """Compile every case and print a list of what came of each kernel."""
+    # Tiles depend on it, and meta tensors are on no device that could be asked.
+    scaled_matmul.capability = lambda _: divmod(capability, 10)
+    results = []
+    for name, launch in (CASES | HOPPER if capability == 90 else CASES).items():
+        with compiling(capability) as done:
+            launch()
+        results += [asdict(one) | {"case": name} for one in done]
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
