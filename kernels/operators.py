@@ -45,6 +45,9 @@ def operator(
         fake: returns empty tensors as the operation would, for meta tensors and ``torch.compile``.
         mutates: names of arguments that are written to.
 
+    Returns:
+        What calls it, or the reference where a gradient will be asked for.
+
     """
     name = reference.__name__.removesuffix("_reference")
     _library.define(name + torch.library.infer_schema(reference, mutates_args=tuple(mutates)))
@@ -52,7 +55,17 @@ def operator(
     _library.impl(name, _on_its_device(kernel), "CUDA")
     torch.library.register_fake(f"vllm_module::{name}", fake, lib=_library)
     registered: Callable[P, R] = getattr(torch.ops.vllm_module, name).default
-    return registered
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_grad_enabled() and _requires_grad(*args, *kwargs.values()):
+            return reference(*args, **kwargs)  # kernels have no backward
+        return registered(*args, **kwargs)
+
+    return call
+
+
+def _requires_grad(*args: object) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
 def _on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:

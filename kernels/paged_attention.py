@@ -106,13 +106,20 @@ def paged_attention_reference(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend sequence by sequence, in plain torch; see :func:`paged_attention`."""
+    """Attend in plain torch, sequence by sequence but for single tokens of like contexts.
+
+    See :func:`paged_attention`.
+    """
     page_size = k_cache.shape[1]
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
+    single: dict[int, list[int]] = {}  # by the bits of how many pages they have
     for sequence, context in enumerate(context_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end or context == 0:
+            continue
+        if end - begin == 1:
+            single.setdefault((-(-context // page_size)).bit_length(), []).append(sequence)
             continue
         first = 0  # token that is seen; what the window has left may be another's by now
         if sliding_window is not None:
@@ -133,7 +140,78 @@ def paged_attention_reference(
             alibi_slopes,
             sinks,
         ).transpose(0, 1)
+    for alike in single.values():
+        chosen = torch.tensor(alike, device=query.device)
+        rows = query_start_loc[chosen].long()
+        output[rows] = _decode(
+            query[rows],
+            k_cache,
+            v_cache,
+            block_tables[chosen],
+            context_lens[chosen],
+            scale,
+            sliding_window,
+            k_scale,
+            v_scale,
+            softcap,
+            alibi_slopes,
+            sinks,
+        )
     return output
+
+
+def _decode(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend from one token of each sequence, its context padded to the longest one."""
+    page_size, kv_heads = k_cache.shape[1:3]
+    sequences, heads, size = query.shape
+    length = int(context_lens.max())
+    columns = torch.arange(length, device=query.device)
+    distance = columns - (context_lens.unsqueeze(-1) - 1)  # [sequences, length], 0 at the token
+    seen = distance <= 0
+    if sliding_window is not None:
+        seen &= distance > -sliding_window
+    tables = block_tables[:, : -(-length // page_size)]
+    # What is not seen is read from page 0 and left out again: it may be anything, NaN too.
+    tables = tables.masked_fill(~_any_of_page(seen, page_size), 0)
+    keys, values = (
+        _widened(cache[tables.long()].flatten(1, 2)[:, :length], factor, query.dtype)
+        for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+    )
+    values = values.masked_fill(~seen[:, :, None, None], 0)
+    # [sequences, kv_heads, group, .]: the heads that share keys and values are rows of one product.
+    grouped = query.view(sequences, kv_heads, heads // kv_heads, size)
+    scores = (grouped @ keys.permute(0, 2, 3, 1)).float() * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.view(1, kv_heads, -1, 1)
+        scores = scores + slopes * distance[:, None, None]
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., :length].to(query.dtype)
+    return (weights @ values.transpose(1, 2)).view(query.shape)
+
+
+def _any_of_page(seen: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Whether any token of a page is seen, of ``seen [sequences, tokens]``."""
+    pages = -(-seen.shape[1] // page_size)
+    padded = F.pad(seen, (0, pages * page_size - seen.shape[1]))
+    return padded.unflatten(1, (pages, page_size)).any(-1)
 
 
 def _widened(held: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -174,6 +252,8 @@ def causal_attention(
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)
     if softcap is None and alibi_slopes is None and sinks is None:
+        if new == total and sliding_window is None:
+            return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
     scores = query.float() @ keys.float().transpose(1, 2) * scale
     if softcap is not None:
@@ -258,31 +338,35 @@ def _check_values(
     """Refuse lengths and pages that would be read from elsewhere."""
     pages, page_size = k_cache.shape[:2]
     room = block_tables.shape[1] * page_size
-    starts, contexts = query_start_loc.tolist(), context_lens.tolist()
-    if starts[0] != 0 or starts[-1] > len(query):
+    new = query_start_loc.diff()
+    wrong = (new < 0) | (new > max_query_len) | (context_lens > room)
+    wrong |= (context_lens < new) & (context_lens != 0)
+    first, last = int(query_start_loc[0]), int(query_start_loc[-1])
+    if first != 0 or last > len(query):
         raise ValueError(
-            f"query_start_loc goes from {starts[0]} to {starts[-1]}: expected 0 to at most the "
+            f"query_start_loc goes from {first} to {last}: expected 0 to at most the "
             f"{len(query)} tokens of the query"
         )
-    used = torch.zeros(block_tables.shape, dtype=torch.bool)
-    for sequence, context in enumerate(contexts):
-        new = starts[sequence + 1] - starts[sequence]
-        if not 0 <= new <= max_query_len:
+    if bool(wrong.any()):
+        sequence = int(wrong.nonzero()[0])
+        count, context = int(new[sequence]), int(context_lens[sequence])
+        if not 0 <= count <= max_query_len:
             raise ValueError(
-                f"sequence {sequence} has {new} new tokens by query_start_loc: expected 0 to "
+                f"sequence {sequence} has {count} new tokens by query_start_loc: expected 0 to "
                 f"max_query_len {max_query_len}"
             )
-        if not (new <= context <= room or context == 0):
-            raise ValueError(
-                f"sequence {sequence} has a context of {context} tokens: expected 0 or at least "
-                f"its {new} new ones, and at most the {room} that a row of block_tables has pages "
-                "for"
-            )
-        first = 0 if sliding_window is None else max(0, context - new - sliding_window + 1)
-        used[sequence, first // page_size : -(-context // page_size)] = new > 0
-    outside = (block_tables < 0) | (block_tables >= pages)
-    if bool((outside.cpu() & used).any()):
-        sequence, entry = (outside.cpu() & used).nonzero()[0].tolist()
+        raise ValueError(
+            f"sequence {sequence} has a context of {context} tokens: expected 0 or at least its "
+            f"{count} new ones, and at most the {room} that a row of block_tables has pages for"
+        )
+    position = torch.arange(0, room, page_size, device=query.device)  # of each page's first token
+    used = (position < context_lens.unsqueeze(-1)) & (new > 0).unsqueeze(-1)
+    if sliding_window is not None:
+        unseen = context_lens - new - sliding_window + 1
+        used &= position + page_size > unseen.unsqueeze(-1)
+    outside = used & ((block_tables < 0) | (block_tables >= pages))
+    if bool(outside.any()):
+        sequence, entry = outside.nonzero()[0].tolist()
         raise ValueError(
             f"block_tables[{sequence}, {entry}] is page {int(block_tables[sequence, entry])}, and "
             f"the cache has {pages} pages"

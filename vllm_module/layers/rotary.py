@@ -175,8 +175,11 @@ class RotaryEmbedding(vLLMModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate ``query [tokens, heads, head_size]`` and ``key`` likewise, in place; return both.
 
-        They may be views, such as parts of a fused projection's output.
+        They may be views, such as parts of a fused projection's output. Where a gradient will be
+        asked for, copies are rotated and returned.
         """
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            query, key = query.clone(), key.clone()  # autograd refuses writes to parts of a split
         rotary_embedding(query, key, *cos_sin, self.is_neox_style)
         return query, key
 
