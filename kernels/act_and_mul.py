@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from vllm_module.kernels.fused_quantize import empty_rows, group_of, quantize_rows, store_quantized
+from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, greatest
 from vllm_module.kernels.operators import as_rows, expect, next_power_of_2, operator, tl, triton
-from vllm_module.kernels.quantize import FLOATS, greatest
+from vllm_module.kernels.quantized_rows import empty_rows, group_of, quantize_rows, store_quantized
 
-_DTYPES = (*FLOATS, torch.float64)
 _TILE = 2048  # elements of the result that a program works on: 16 a thread, of both halves
-_HELD = 65536  # bytes of a row's half that a program can hold, to find one scale for all of it
+# Bytes of a row's half that a program can hold, to find one scale for all of it; half as many where
+# gelu's error function takes registers too.
+_HELD = 65536
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +29,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         ValueError: an odd number of features, or a dtype that is not floating point.
 
     """
-    return _act_and_mul(_checked(x, _DTYPES), "silu")
+    return _act_and_mul(_checked(x, WIDE_FLOATS), "silu")
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -36,7 +37,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
     Shapes and errors as for :func:`silu_and_mul`.
     """
-    return _act_and_mul(_checked(x, _DTYPES), _gelu(approximate))
+    return _act_and_mul(_checked(x, WIDE_FLOATS), _gelu(approximate))
 
 
 def silu_and_mul_quantize(
@@ -77,7 +78,7 @@ def gelu_and_mul_quantize(
 
 
 def _checked(x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    expect("x", x, x.shape, dtypes)
+    expect("x", x, None, dtypes)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"x must have gate and up in one dimension, got the shape {list(x.shape)}")
     return x
@@ -93,8 +94,9 @@ def act_and_mul_reference(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Activate and multiply in plain torch: ``activation`` is silu, gelu or gelu_tanh."""
     gate, up = x.chunk(2, dim=-1)
     if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="none" if activation == "gelu" else "tanh") * up
+        return (F.silu(gate) * up).contiguous()
+    approximate = "none" if activation == "gelu" else "tanh"
+    return (F.gelu(gate, approximate=approximate) * up).contiguous()
 
 
 def act_and_mul_quantize_reference(
@@ -124,7 +126,9 @@ def act_and_mul_quantize_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Activate, multiply and quantize in a Triton kernel."""
     columns = x.shape[-1] // 2
-    if columns == 0 or min(group, columns) * x.element_size() > _HELD:
+    most = _HELD // 2 if activation == "gelu" else _HELD
+    held = min(group, columns) * x.element_size() <= most
+    if not (columns and held and can_convert(dtype, x)):
         return quantize_rows(act_and_mul_triton(x, activation), dtype, group, static)
     y, scale = act_and_mul_quantize_fake(x, activation, dtype, group, static)
     _launch(x, activation, y, scale, group, static)
@@ -148,6 +152,7 @@ def _launch(
     shared = min(next_power_of_2(group), whole)  # by columns of a tile
     tile = max(min(_TILE, whole), shared)
     together = max(1, _TILE // tile)
+    assert rows + together < 2**31  # a row's number is divided in 32 bits, many times as fast
     _tiles[(-(-rows // together), -(-columns // tile))](
         x,
         y,
@@ -180,7 +185,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
     return gate / (1 + tl.exp(-2 * z))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["inner"])
 def _tiles(
     x_ptr,
     y_ptr,
@@ -199,10 +204,12 @@ def _tiles(
     MOST: tl.constexpr,
 ):
     """One program some rows, or a part of one."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    gates = (row // inner * outer_stride + row % inner * inner_stride)[:, None] + column[None, :]
+    outer, inner = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
+    row = row.to(tl.int64)
+    gates = (outer * outer_stride + inner * inner_stride)[:, None] + column[None, :]
     gate = tl.load(x_ptr + gates, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + gates + columns, mask=inside, other=0.0).to(tl.float32)
     y = _activated(gate, ACTIVATION) * up

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from vllm_module.kernels.operators import checks_values, expect, operator, tl, triton
+from vllm_module.kernels.operators import (
+    checks_values,
+    expect,
+    expect_writable,
+    nothing,
+    operator,
+    tl,
+    triton,
+)
 
 _CHUNK = 16384  # bytes of a page that a program copies
 
@@ -21,12 +29,14 @@ def copy_blocks(kv_cache: torch.Tensor, block_mapping: torch.Tensor) -> None:
 
     Raises:
         ValueError: shapes, strides, dtypes or devices that do not fit; a page beyond the cache, a
-            page that is written twice, or written and copied. Where values are not checked
-            (:func:`~vllm_module.kernels.operators.checks_values`), a pair with a page beyond the
-            cache copies nothing, and the order of the others is unspecified.
+            page that is written twice, or written and copied; pages that share memory. Where
+            values are not checked (:func:`~vllm_module.kernels.operators.checks_values`), a pair
+            with a page beyond the cache copies nothing; and a page that is written twice, or that
+            is copied from one that is written, may come to have parts of both.
 
     """
     _check_pages(kv_cache)
+    expect_writable("kv_cache", kv_cache)
     expect("block_mapping", block_mapping, (None, 2), (torch.int64,), kv_cache)
     if checks_values(block_mapping):
         pages = kv_cache.shape[-4]
@@ -106,7 +116,7 @@ def _as_pages(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache.as_strided((*kv_cache.shape[:3], size), (*kv_cache.stride()[:3], 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["mapping_pair", "mapping_column"])
 def _copy(
     cache_ptr,
     mapping_ptr,
@@ -133,8 +143,4 @@ def _copy(
     tl.store(cache_ptr + plane + destination * page_stride + place, held, mask=mask)
 
 
-def _nothing(kv_cache: torch.Tensor, block_mapping: torch.Tensor) -> None:
-    """Write nothing, as a fake."""
-
-
-_copy_blocks = operator(copy_blocks_reference, copy_blocks_triton, _nothing, ("kv_cache",))
+_copy_blocks = operator(copy_blocks_reference, copy_blocks_triton, nothing, ("kv_cache",))

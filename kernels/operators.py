@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
+from torch._subclasses import FakeTensor
 
 if TYPE_CHECKING:
     import triton
@@ -18,11 +19,21 @@ else:
     except ImportError:  # it is made for Linux alone; elsewhere there is no CUDA device either
 
         class triton:  # noqa: D101 - stands for the module
-            jit = staticmethod(lambda function: function)
+            jit = staticmethod(lambda function=None, **_: function or (lambda inner: inner))
 
         tl = None
 
-__all__ = ["as_rows", "checks_values", "expect", "next_power_of_2", "operator", "tl", "triton"]
+__all__ = [
+    "as_rows",
+    "checks_values",
+    "expect",
+    "expect_writable",
+    "next_power_of_2",
+    "nothing",
+    "operator",
+    "tl",
+    "triton",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,10 +88,14 @@ def _on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
     return launch
 
 
+def nothing(*_: object, **__: object) -> None:
+    """Write nothing: the fake of what only writes to its arguments."""
+
+
 def expect(
     name: str,
     tensor: torch.Tensor,
-    shape: Sequence[int | None],
+    shape: Sequence[int | None] | None,
     dtypes: Sequence[torch.dtype] | None = None,
     beside: torch.Tensor | None = None,
 ) -> None:
@@ -88,14 +103,15 @@ def expect(
 
     Args:
         name: what the operation calls it.
-        shape: its sizes; ``None`` for any.
+        shape: its sizes, ``None`` for any of one; ``None`` for any shape.
         dtypes: those it may have; any unless given.
         beside: a tensor on whose device it must be.
 
     """
     sizes = tensor.shape
-    if len(sizes) != len(shape) or any(
-        want is not None and want != size for want, size in zip(shape, sizes, strict=True)
+    if shape is not None and (
+        len(sizes) != len(shape)
+        or any(want is not None and want != size for want, size in zip(shape, sizes, strict=True))
     ):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} must have the shape [{wanted}], got {list(sizes)}")
@@ -105,15 +121,38 @@ def expect(
         raise ValueError(f"{name} is on {tensor.device}, and must be on {beside.device}")
 
 
+def expect_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` if elements of ``tensor``, which is written, share a place in memory.
+
+    So do those of an expanded tensor; programs would write them in any order. Nothing is checked
+    where torch.compile traces, which cannot sort strides.
+    """
+    if torch.compiler.is_compiling():
+        return
+    reach = 1  # places that the dimensions of smaller strides cover
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride < reach and size > 1 and tensor.numel():
+            raise ValueError(
+                f"{name} is written, and elements of its {list(tensor.shape)} with the strides "
+                f"{list(tensor.stride())} share memory"
+            )
+        reach += stride * (size - 1)
+
+
 def checks_values(tensor: torch.Tensor) -> bool:
     """Whether indices that a tensor holds are to be checked before they are used.
 
     On the CPU they always are. On a device that means waiting for it, so only if the environment
-    has ``VLLM_MODULE_CHECKS=1``; no kernel writes out of bounds either way.
+    has ``VLLM_MODULE_CHECKS=1``, and not while a CUDA graph is captured; no kernel writes out of
+    bounds either way. What has no values is not checked.
     """
-    if torch.compiler.is_compiling() or tensor.is_meta:
+    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
-    return tensor.is_cpu or os.environ.get("VLLM_MODULE_CHECKS", "0") not in ("", "0")
+    if tensor.is_cpu:
+        return True
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
+    return os.environ.get("VLLM_MODULE_CHECKS", "0") not in ("", "0")
 
 
 def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:

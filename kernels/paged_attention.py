@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional as F
 
+from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert
 from vllm_module.kernels.operators import checks_values, expect, operator
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
-from vllm_module.kernels.quantize import EIGHT_BITS, FLOATS
 
 MOST_HEAD_SIZE = 256
-MOST_GROUP = 128  # query heads that share a key-value head
+MOST_GROUP = 128  # query heads that share a key-value head; of large heads, half as many
 
 
 def paged_attention(
@@ -283,20 +285,25 @@ def _check(
         raise ValueError(
             f"the cache must be {query.dtype}, as the query, or of eight bits, got {k_cache.dtype}"
         )
+    if k_cache.dtype == torch.float8_e4m3fn and not can_convert(k_cache.dtype, query):
+        raise ValueError(
+            f"a cache of {k_cache.dtype} needs a GPU of compute capability 8.9: take float8_e5m2"
+        )
     _, page_size, kv_heads, head_size = k_cache.shape
     heads = query.shape[1]
     if not 1 <= head_size <= MOST_HEAD_SIZE:
         raise ValueError(f"the head size must be 1 to {MOST_HEAD_SIZE}, got {head_size}")
     if page_size < 1:
         raise ValueError("pages must have room for a token: page_size is 0")
-    if kv_heads < 1 or heads % kv_heads or not 1 <= heads // kv_heads <= MOST_GROUP:
+    most = MOST_GROUP if head_size <= 128 else MOST_GROUP // 2
+    if kv_heads < 1 or heads % kv_heads or not 1 <= heads // kv_heads <= most:
         raise ValueError(
-            f"{heads} query heads cannot share {kv_heads} key-value heads: expected a multiple of "
-            f"them, at most {MOST_GROUP} for each"
+            f"{heads} query heads of {head_size} cannot share {kv_heads} key-value heads: expected "
+            f"a multiple of them, at most {most} for each"
         )
-    sequences = block_tables.shape[0]
     integers = (torch.int32,)
     expect("block_tables", block_tables, (None, None), integers, query)
+    sequences = block_tables.shape[0]
     expect("context_lens", context_lens, (sequences,), integers, query)
     expect("query_start_loc", query_start_loc, (sequences + 1,), integers, query)
 
@@ -318,8 +325,8 @@ def _check_scores(
             expect(name, factor, (count,), (torch.float32,), query)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
     if alibi_slopes is not None:
         expect("alibi_slopes", alibi_slopes, (heads,), (torch.float32,), query)
     if sinks is not None:

@@ -33,8 +33,9 @@ class Tiles:
 def decode_tiles(block_d: int, group: int) -> Tiles:
     """Return the tiles of single tokens, given the padded head size.
 
-    16 KiB of keys in 16 bits are a tile; two or three programs on a multiprocessor then have more
-    bytes in flight than the latency of memory asks for.
+    16 KiB of keys in 16 bits are a tile. Keys wait for their page's number, so that three stages
+    are one tile in flight (five would be two, at the cost of registers): two or three programs on
+    a multiprocessor are to cover the latency of memory.
     """
     rows = max(16, next_power_of_2(group))
     return Tiles(rows, max(32, min(128, 8192 // block_d)), 4 if rows <= 32 else 8, 3)
@@ -76,6 +77,10 @@ def paged_attention_triton(
     """
     tokens, heads, head_size = query.shape
     output = query.new_empty(query.shape)
+    # These few have no strides in the kernels.
+    context_lens, query_start_loc = context_lens.contiguous(), query_start_loc.contiguous()
+    alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     sequences, kv_heads, page_size = len(context_lens), k_cache.shape[2], k_cache.shape[1]
     if not output.numel():
         return output
@@ -95,6 +100,7 @@ def paged_attention_triton(
         output,
         tokens,
         sequences,
+        block_tables.shape[1] * page_size,
         scale * LOG2_E if softcap is None else scale / softcap,
         1.0 if softcap is None else softcap * LOG2_E,
         *query.stride(),
@@ -110,7 +116,7 @@ def paged_attention_triton(
         "BLOCK_D": block_d,
         "PAGE_SIZE": page_size,
         "ALIKE": k_cache.stride() == v_cache.stride(),
-        "WINDOW": sliding_window or 0,
+        "WINDOW": min(sliding_window or 0, 2**31 - 1),
         "SOFTCAP": softcap is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
@@ -118,18 +124,14 @@ def paged_attention_triton(
     tiles = decode_tiles(block_d, group)
     splits = min(MOST_SPLITS, -(-block_tables.shape[1] * page_size // SPLIT))
     programs = max(1, min(splits, _PROGRAMS // max(1, sequences * kv_heads)))
-    parts = None
+    parts: tuple[torch.Tensor | None, ...] = (None, None, None)
     if splits > 1:
         shape = (sequences, heads, splits)
-        parts = torch.empty(*shape, head_size, dtype=torch.float32, device=query.device)
-        maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=query.device)
-    else:
-        parts = maxima = sums = None
+        outputs = torch.empty(*shape, head_size, dtype=torch.float32, device=query.device)
+        parts = (outputs, *torch.empty(2, *shape, dtype=torch.float32, device=query.device))
     _decode[sequences + 1, kv_heads, programs](
         *arguments,
-        parts,
-        maxima,
-        sums,
+        *parts,
         splits,
         **constants,
         BLOCK_M=tiles.block_m,
@@ -143,25 +145,25 @@ def paged_attention_triton(
     if splits > 1:
         _combine[sequences, heads](
             output,
-            parts,
-            maxima,
-            sums,
+            *parts,
             context_lens,
             query_start_loc,
             sinks,
             scales[1],
+            tokens,
             splits,
+            block_tables.shape[1] * page_size,
             *output.stride(),
             arguments[-1],
             GROUP=group,
             HEAD_SIZE=head_size,
             BLOCK_D=block_d,
-            WINDOW=sliding_window or 0,
+            WINDOW=constants["WINDOW"],
             SPLIT=SPLIT,
             MOST_SPLITS=MOST_SPLITS,
             num_warps=4,
         )
-    if max_query_len > 1:
+    if max_query_len > 1 and sequences:
         tiles = prefill_tiles(block_d, group, query.dtype.itemsize)
         block_q = tiles.block_m // group
         _prefill[tokens // block_q + sequences, kv_heads](
@@ -312,7 +314,7 @@ def _finished(maxima, sums, outputs, sinks, v_scale):
     return outputs * (shrink * shares)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "sequences", "room", "splits", "table_row"])
 def _decode(
     query_ptr,
     k_ptr,
@@ -327,6 +329,7 @@ def _decode(
     output_ptr,
     tokens,
     sequences,
+    room,
     factor,
     cap,
     query_token,
@@ -379,12 +382,13 @@ def _decode(
     first = tl.load(starts_ptr + sequence).to(tl.int64)
     if sequence == sequences:
         zeros = tl.zeros((BLOCK_M, BLOCK_D), output_ptr.dtype.element_ty)
+        first = tl.maximum(first, 0)
         for token in range(first + tl.program_id(2), tokens, tl.num_programs(2)):
             tl.store(written + token * output_token, zeros, mask=inside)
         return
-    if tl.load(starts_ptr + sequence + 1) - first != 1:
+    if (tl.load(starts_ptr + sequence + 1) - first != 1) | (first < 0) | (first >= tokens):
         return
-    context = tl.load(contexts_ptr + sequence)
+    context = tl.minimum(tl.load(contexts_ptr + sequence), room)
     size = _split_size(context, SPLIT, MOST_SPLITS)
     least = 0
     if WINDOW > 0:
@@ -402,7 +406,7 @@ def _decode(
     k_strides, v_strides = (k_page, k_token, k_feature), (v_page, v_token, v_feature)
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_row
+    table_ptr = tables_ptr + table_row.to(tl.int64) * sequence
     for split in range(
         least // size + tl.program_id(2), tl.cdiv(context, size), tl.num_programs(2)
     ):
@@ -449,7 +453,7 @@ def _decode(
         tl.store(written + first * output_token, zeros, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits", "room"])
 def _combine(
     output_ptr,
     parts_ptr,
@@ -459,7 +463,9 @@ def _combine(
     starts_ptr,
     sinks_ptr,
     v_scale_ptr,
+    tokens,
     splits,
+    room,
     output_token,
     output_head,
     output_feature,
@@ -474,9 +480,9 @@ def _combine(
     """Sum up the parts of one sequence's new token and one query head, always in one order."""
     sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.load(starts_ptr + sequence).to(tl.int64)
-    if tl.load(starts_ptr + sequence + 1) - first != 1:
+    if (tl.load(starts_ptr + sequence + 1) - first != 1) | (first < 0) | (first >= tokens):
         return
-    context = tl.load(contexts_ptr + sequence)
+    context = tl.minimum(tl.load(contexts_ptr + sequence), room)
     size = _split_size(context, SPLIT, MOST_SPLITS)
     least = 0
     if WINDOW > 0:
@@ -513,7 +519,7 @@ def _combine(
     tl.store(place, y, mask=d < HEAD_SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "sequences", "room", "table_row"])
 def _prefill(
     query_ptr,
     k_ptr,
@@ -528,6 +534,7 @@ def _prefill(
     output_ptr,
     tokens,
     sequences,
+    room,
     factor,
     cap,
     query_token,
@@ -580,12 +587,12 @@ def _prefill(
     begin_q = (program - first // BLOCK_Q - sequence) * BLOCK_Q
     if begin_q >= new or new == 1:
         return
-    context = tl.load(contexts_ptr + sequence)
+    context = tl.minimum(tl.load(contexts_ptr + sequence), room)
     kv_head = tl.program_id(1).to(tl.int64)
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D).to(tl.int64)
     row = begin_q + m // GROUP
     head = kv_head * GROUP + m % GROUP
-    real = (m < BLOCK_Q * GROUP) & (row < new)
+    real = (m < BLOCK_Q * GROUP) & (row < new) & (first + row >= 0) & (first + row < tokens)
     inside = real[:, None] & (d < HEAD_SIZE)[None, :]
     token = (first + row).to(tl.int64)
     places = token[:, None] * query_token + head[:, None] * query_head + d[None, :] * query_feature
@@ -601,7 +608,7 @@ def _prefill(
     k_strides, v_strides = (k_page, k_token, k_feature), (v_page, v_token, v_feature)
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_row
+    table_ptr = tables_ptr + table_row.to(tl.int64) * sequence
     maxima = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK_M,), tl.float32)
     outputs = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

@@ -7,33 +7,22 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.dtypes import EIGHT_BITS, WIDE_FLOATS, can_convert, greatest
+from vllm_module.kernels.operators import (
+    expect,
+    expect_writable,
+    next_power_of_2,
+    nothing,
+    operator,
+    tl,
+    triton,
+)
 
 # Elements converted at a time: on the CPU what fits a cache, elsewhere what fills the device.
 _CPU_CHUNK, _CHUNK = 1 << 19, 1 << 23
 # Elements of a program: of a block that it holds whole, at most, and of part of one.
 _WHOLE, _PART = 32768, 4096
 _TINY = torch.finfo(torch.float32).tiny
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-EIGHT_BITS = (*FP8, torch.int8)
-
-
-def greatest(dtype: torch.dtype) -> float:
-    """Return the greatest number of a quantized ``dtype``: 448 for float8_e4m3fn, 127 for int8."""
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return float(info.max)
-
-
-def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the compute capability of a GPU; elsewhere of the one that kernels are made for."""
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
-
-
-def has_fp8(tensor: torch.Tensor) -> bool:
-    """Whether kernels can convert float8_e4m3fn, and multiply by it, where ``tensor`` is."""
-    return capability(tensor) >= (8, 9)
 
 
 def quantize(
@@ -54,10 +43,12 @@ def quantize(
             128)`` for groups of its features.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices that do not fit each other; elements of what is
+            written that share memory.
 
     """
     _check(wide, quantized, scale, block)
+    expect_writable("scale", scale)
     _quantize(wide, quantized, scale, *block)
 
 
@@ -76,10 +67,11 @@ def _check(
     wide: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
 ) -> None:
     rows, columns = wide.shape if wide.dim() == 2 else (None, None)
-    expect("wide", wide, (rows, columns), (*FLOATS, torch.float64))
+    expect("wide", wide, (rows, columns), WIDE_FLOATS)
     if block[0] < 1 or block[1] < 1:
         raise ValueError(f"a block must have rows and columns, got {block}")
     expect("quantized", quantized, wide.shape, EIGHT_BITS, wide)
+    expect_writable("quantized", quantized)
     blocks = -(-wide.shape[0] // block[0]), -(-wide.shape[1] // block[1])
     expect("scale", scale, blocks, (torch.float32,), wide)
 
@@ -122,7 +114,7 @@ def dequantize(
 ) -> torch.Tensor:
     """Return ``quantized * scale``, multiplied in float32, as ``dtype [rows, columns]``.
 
-    Shapes as for :func:`quantize_reference`.
+    Shapes as for :func:`quantize`.
     """
     wide = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
     for first, count, pieces in _stripes(quantized, block):
@@ -202,7 +194,7 @@ def quantize_triton(
     block_columns: int,
 ) -> None:
     """Quantize by Triton kernels; see :func:`quantize`."""
-    if not has_fp8(wide) and quantized.dtype == torch.float8_e4m3fn:
+    if not can_convert(quantized.dtype, wide):
         quantize_reference(wide, quantized, scale, block_rows, block_columns)
         return
     if not wide.numel():
@@ -211,7 +203,7 @@ def quantize_triton(
     tile = next_power_of_2(tall), next_power_of_2(broad)
     if tile[0] * tile[1] <= _WHOLE:  # each number is read once
         if tall == 1:
-            tile = max(1, min(next_power_of_2(wide.shape[0]), _PART // tile[1])), tile[1]
+            tile = max(1, _PART // tile[1]), tile[1]
         _launch(wide, quantized, scale, None, (tall, broad), tile, WHOLE=True)
         return
     tile = _part(tall, broad)
@@ -241,13 +233,13 @@ def quantize_static_triton(
     block_columns: int,
 ) -> None:
     """Quantize by given scales in a Triton kernel; see :func:`quantize_static`."""
-    if not has_fp8(wide) and quantized.dtype == torch.float8_e4m3fn:
+    if not can_convert(quantized.dtype, wide):
         quantize_static_reference(wide, quantized, scale, block_rows, block_columns)
         return
     if not wide.numel():
         return
     tall, broad = min(block_rows, wide.shape[0]), min(block_columns, wide.shape[1])
-    tile = _part(tall if tall > 1 else wide.shape[0], broad)
+    tile = _part(tall if tall > 1 else _PART, broad)
     _launch(wide, quantized, scale, None, (tall, broad), tile, WHOLE=False)
 
 
@@ -324,6 +316,11 @@ def scaled_to(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
     y = tl.maximum(y, -MOST, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.int8:
         y = (y + 12582912.0) - 12582912.0  # 1.5 * 2**23: the sum has no place for a fraction
+    else:
+        # GPUs before Hopper cut to float16 first, and half-way numbers seem of what is just beyond.
+        # So a bit that no FP8 number has stays to tell whether any after it is set.
+        bits = y.to(tl.int32, bitcast=True)
+        y = ((bits | ((bits & 0x1FFFF) + 0x1FFFF)) & -0x20000).to(tl.float32, bitcast=True)
     return y.to(dtype)
 
 
@@ -370,7 +367,7 @@ def _largest_bits(x, TALL_1: tl.constexpr):
     return bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tall", "scale_row", "amax_row"])
 def _quantize_tiles(
     wide_ptr,
     quantized_ptr,
@@ -418,7 +415,7 @@ def _quantize_tiles(
     tl.store(quantized_ptr + row * quantized_row + column * quantized_column, y, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tall", "amax_row"])
 def _largest(
     wide_ptr,
     amax_ptr,
@@ -444,17 +441,7 @@ def _largest(
     tl.atomic_max(held, bits, mask=exists, sem="relaxed")
 
 
-def _nothing(
-    wide: torch.Tensor,
-    quantized: torch.Tensor,
-    scale: torch.Tensor,
-    block_rows: int,
-    block_columns: int,
-) -> None:
-    """Write nothing, as a fake."""
-
-
-_quantize = operator(quantize_reference, quantize_triton, _nothing, ("quantized", "scale"))
+_quantize = operator(quantize_reference, quantize_triton, nothing, ("quantized", "scale"))
 _quantize_static = operator(
-    quantize_static_reference, quantize_static_triton, _nothing, ("quantized",)
+    quantize_static_reference, quantize_static_triton, nothing, ("quantized",)
 )

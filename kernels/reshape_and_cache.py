@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert, greatest
 from vllm_module.kernels.operators import (
     checks_values,
     expect,
+    expect_writable,
     next_power_of_2,
+    nothing,
     operator,
     tl,
     triton,
 )
-from vllm_module.kernels.quantize import EIGHT_BITS, FLOATS, FP8, greatest, has_fp8, scaled_to
+from vllm_module.kernels.quantize import scaled_to
 
 _TILE = 2048  # elements of keys, and as many of values, that a program stores
 
@@ -43,8 +46,8 @@ def reshape_and_cache(
             given.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; a slot beyond the cache,
-            which stores nothing where values are not checked
+        ValueError: shapes, dtypes or devices that do not fit each other; elements of a cache that
+            share memory; a slot beyond the cache, which stores nothing where values are not checked
             (:func:`~vllm_module.kernels.operators.checks_values`).
 
     """
@@ -53,6 +56,8 @@ def reshape_and_cache(
     expect("value", value, key.shape, FLOATS, key)
     expect("k_cache", k_cache, (None, None, heads, head_size), (*FLOATS, *EIGHT_BITS), key)
     expect("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), key)
+    expect_writable("k_cache", k_cache)
+    expect_writable("v_cache", v_cache)
     expect("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32), key)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
@@ -101,7 +106,7 @@ def reshape_and_cache_triton(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     """Store by a Triton kernel; see :func:`reshape_and_cache`."""
-    if k_cache.dtype in FP8 and not has_fp8(k_cache):  # Triton 3.6 has no e5m2 there either
+    if not can_convert(k_cache.dtype, k_cache):
         reshape_and_cache_reference(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
     tokens, heads, head_size = key.shape
@@ -142,7 +147,7 @@ def _stride(scale: torch.Tensor | None) -> int:
     return 0 if scale is None or len(scale) == 1 else scale.stride(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _store(
     key_ptr,
     value_ptr,
@@ -217,18 +222,6 @@ def _held(x, scale_ptr, places, MOST: tl.constexpr, dtype: tl.constexpr):
     return scaled_to(x, tl.broadcast_to(scale[:, None], x.shape), MOST, dtype)
 
 
-def _nothing(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
-    """Write nothing, as a fake."""
-
-
 _reshape_and_cache = operator(
-    reshape_and_cache_reference, reshape_and_cache_triton, _nothing, ("k_cache", "v_cache")
+    reshape_and_cache_reference, reshape_and_cache_triton, nothing, ("k_cache", "v_cache")
 )

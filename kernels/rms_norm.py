@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from vllm_module.kernels.fused_quantize import empty_rows, group_of, quantize_rows, store_quantized
+from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, greatest
 from vllm_module.kernels.operators import as_rows, expect, next_power_of_2, operator, tl, triton
-from vllm_module.kernels.quantize import FLOATS, greatest
+from vllm_module.kernels.quantized_rows import empty_rows, group_of, quantize_rows, store_quantized
 
 _MOST_COLUMNS = 65536
 _HELD = 65536  # bytes of a row that a program holds in its registers; twice as many spill
 _BLOCK = 8192  # columns that it reads at a time of a longer one
 _PER_PROGRAM = 4096  # elements that it works on where rows are short
-_DTYPES = (*FLOATS, torch.float64)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -33,7 +32,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ValueError: shapes, dtypes or devices that do not fit each other.
 
     """
-    _check(x, None, weight, _DTYPES)
+    _check(x, None, weight, WIDE_FLOATS)
     return _rms_norm(x, weight, eps)
 
 
@@ -45,7 +44,7 @@ def fused_add_rms_norm(
     The sum is rounded before it is normalized; arguments are left as they are. Shapes and errors
     as for :func:`rms_norm`; ``residual`` has the shape of ``x``.
     """
-    _check(x, residual, weight, _DTYPES)
+    _check(x, residual, weight, WIDE_FLOATS)
     return _fused_add_rms_norm(x, residual, weight, eps)
 
 
@@ -91,7 +90,7 @@ def _check(
         raise ValueError("x must have columns, got the shape []")
     if x.shape[-1] > _MOST_COLUMNS:
         raise ValueError(f"x must have at most {_MOST_COLUMNS} columns, got {x.shape[-1]}")
-    expect("x", x, x.shape, dtypes)
+    expect("x", x, None, dtypes)
     if residual is not None:
         expect("residual", residual, x.shape, dtypes, x)
     expect("weight", weight, x.shape[-1:], dtypes, x)
@@ -101,14 +100,14 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     """Normalize in plain torch; see :func:`rms_norm`."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (weight * wide.to(x.dtype)).contiguous()
 
 
 def fused_add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add and normalize in plain torch; see :func:`fused_add_rms_norm`."""
-    total = x + residual
+    total = (x + residual).contiguous()
     return rms_norm_reference(total, weight, eps), total
 
 
@@ -125,7 +124,7 @@ def rms_norm_quantize_reference(
 
     ``group`` is 0 with a static scale; the sum is empty without a residual.
     """
-    total = x.new_empty(0) if residual is None else x + residual
+    total = x.new_empty(0) if residual is None else (x + residual).contiguous()
     y = rms_norm_reference(x if residual is None else total, weight, eps)
     return *quantize_rows(y, dtype, group, static), total
 
@@ -157,7 +156,7 @@ def rms_norm_quantize_triton(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalize and quantize in a Triton kernel; see :func:`rms_norm_quantize`."""
     y, scale, total = rms_norm_quantize_fake(x, residual, weight, eps, dtype, group, static)
-    if x.shape[-1] and _is_held(x):
+    if x.shape[-1] and _is_held(x) and can_convert(dtype, x):
         sums = None if residual is None else total
         _launch(x, residual, weight, eps, y, sums, scale, group, static)
         return y, scale, total
@@ -250,7 +249,7 @@ def _weighted(x, inverse, weight, dtype: tl.constexpr):
     return weight.to(tl.float32) * (x * inverse).to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["inner"])
 def _held_rows(
     x_ptr,
     residual_ptr,
@@ -301,7 +300,7 @@ def _held_rows(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["inner"])
 def _long_rows(
     x_ptr,
     residual_ptr,

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
-from vllm_module.kernels.quantize import FLOATS
+from vllm_module.kernels.dtypes import WIDE_FLOATS
+from vllm_module.kernels.operators import (
+    expect,
+    expect_writable,
+    next_power_of_2,
+    nothing,
+    operator,
+    tl,
+    triton,
+)
 
-_DTYPES = (*FLOATS, torch.float64)
 # Pairs that a program turns, 16 a thread: of one token's heads in decoding, or of several tokens'.
 _PER_PROGRAM = 2048
 
@@ -31,12 +38,15 @@ def rotary_embedding(
         is_neox_style: pairs are halves apart (GPT-NeoX, Llama); else neighbours (GPT-J).
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices that do not fit each other; elements of one tensor
+            that share memory.
 
     """
-    expect("query", query, (None, None, None), _DTYPES)
+    expect("query", query, (None, None, None), WIDE_FLOATS)
     tokens, _, head_size = query.shape
     expect("key", key, (tokens, None, head_size), (query.dtype,), query)
+    expect_writable("query", query)
+    expect_writable("key", key)
     cos, sin = (x.squeeze(1) if x.dim() == 3 and x.shape[1] == 1 else x for x in (cos, sin))
     expect("cos", cos, (tokens, None), (torch.float32,), query)
     expect("sin", sin, cos.shape, (torch.float32,), query)
@@ -108,7 +118,7 @@ def rotary_embedding_triton(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "of_query"])
 def _rotate_both(
     query_ptr,
     key_ptr,
@@ -194,16 +204,6 @@ def _rotate(
         tl.store(places, turned, mask=inside)
 
 
-def _nothing(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    is_neox_style: bool,
-) -> None:
-    """Write nothing, as a fake."""
-
-
 _rotary_embedding = operator(
-    rotary_embedding_reference, rotary_embedding_triton, _nothing, ("query", "key")
+    rotary_embedding_reference, rotary_embedding_triton, nothing, ("query", "key")
 )

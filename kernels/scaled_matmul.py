@@ -8,15 +8,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
-from vllm_module.kernels.quantize import (
-    FLOATS,
-    capability,
-    dequantize,
-    has_fp8,
-    quantize_static_triton,
-    quantize_triton,
-)
+from vllm_module.kernels.quantize import dequantize, quantize_static_triton, quantize_triton
 
 _FP8 = torch.float8_e4m3fn
 _SUMMED = 256  # output features of a program that adds up splits
@@ -64,7 +58,7 @@ def scaled_matmul(
     if x.dim() < 1 or block[0] < 1 or block[1] < 1:
         raise ValueError(f"x must have features, and a block rows and columns, got {block}")
     expect("weight", weight, (None, x.shape[-1]), (_FP8, torch.int8), x)
-    expect("x", x, x.shape, (*FLOATS, _FP8))
+    expect("x", x, None, (*FLOATS, _FP8))
     groups = -(-x.shape[-1] // block[1])
     expect("scale", scale, (-(-weight.shape[0] // block[0]), groups), (torch.float32,), x)
     if bias is not None:
@@ -122,7 +116,7 @@ def scaled_matmul_triton(
 ) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`scaled_matmul`."""
     fp8 = weight.dtype == _FP8
-    if (fp8 and not has_fp8(weight)) or not x.numel() or not weight.numel():
+    if not can_convert(weight.dtype, weight) or not x.numel() or not weight.numel():
         return scaled_matmul_reference(
             x, weight, scale, block_rows, block_columns, bias, input_scale, quantize_input, dtype
         )
@@ -136,16 +130,17 @@ def scaled_matmul_triton(
     elif fp8 and quantize_input:
         wide, rows = rows, torch.empty(M, K, dtype=_FP8, device=x.device)
         if input_scale is None:
-            x_scale = torch.empty(M, groups, device=x.device)
+            x_scale = torch.empty(M, groups, dtype=torch.float32, device=x.device)
             quantize_triton(wide, rows, x_scale, 1, block_columns)
         else:
             x_scale = _of_rows(input_scale, M, groups)
             quantize_static_triton(wide, rows, x_scale, 1, block_columns)
     config = _config(M, N, K, (block_rows, block_columns), rows)
-    parts = y.view(1, M, N)
+    parts = y
     if config.splits > 1:
         parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
     any_scale = scale if x_scale is None else x_scale
+    span = K if groups <= 1 else block_columns  # what steps start over at the end of
     broad = config.columns * (2 if config.two else 1)
     _multiply[(-(-M // config.rows) * -(-N // broad), config.splits)](
         rows,
@@ -162,11 +157,10 @@ def scaled_matmul_triton(
         *scale.stride(),
         *any_scale.stride(),
         1 if bias is None else bias.stride(0),
-        *parts.stride()[:2],
         block_rows,
         block_columns,
         STEPS=-(-block_columns // config.depth) if groups > 1 else 0,
-        EVEN=K % config.depth == 0 and (groups <= 1 or block_columns % config.depth == 0),
+        EVEN=span % config.depth == 0 and K % span == 0,
         ONE_SCALE=block_rows % config.columns == 0 or block_rows >= N,
         SWAP=config.rows < 64 or rows.dtype != _FP8,
         TWO=config.two,
@@ -185,7 +179,6 @@ def scaled_matmul_triton(
             bias,
             y,
             N,
-            *parts.stride()[:2],
             scale.stride(0),
             any_scale.stride(0),
             1 if bias is None else bias.stride(0),
@@ -224,9 +217,9 @@ def _config(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> 
 
     Up to 128 tokens, what takes time is reading the weight. Tiles are small, and K is split until
     there are programs for all of a GPU; by the weight's shape alone, so that a token's products
-    are added up in one order, whatever the other tokens. Two programs on each of 132 processors
-    have 64 KiB of the weight on its way to one. Beyond, it is the tensor cores, and what the L2
-    cache delivers to them: tiles are large.
+    are added up in one order, whatever the other tokens, if all are 128 at most. Two programs on
+    each of 132 processors have 64 KiB of the weight on its way to one. Beyond, it is the tensor
+    cores, and what the L2 cache delivers to them: tiles are large, and the order is another.
     """
     fp8, grouped = x.dtype == _FP8, block[1] < K
     slow = x.dtype == torch.float32 or K % 16 != 0  # the latter is loaded byte by byte
@@ -247,7 +240,7 @@ def _config(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> 
     return _Config(128, 128, depth, 8, 4, two=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _multiply(
     x_ptr,
     weight_ptr,
@@ -267,8 +260,6 @@ def _multiply(
     x_scale_row,
     x_scale_column,
     bias_stride,
-    y_split,
-    y_row,
     block_rows,
     block_columns,
     STEPS: tl.constexpr,
@@ -338,7 +329,7 @@ def _multiply(
                 scale = _scale(scales, right, N, scale_row, block_rows, ONE_SCALE, SWAP, BLOCK_N)
             right_sums = _added(right_sums, x, weight, x_scale, scale, SWAP)
 
-    y_ptrs = y_ptr + m * y_row + tl.program_id(1).to(tl.int64) * y_split
+    y_ptrs = y_ptr + (tl.program_id(1).to(tl.int64) * M + m) * N
     x_scale, scale = None, None
     if not STEPS and SPLITS == 1:
         if x_scale_ptrs is not None:
@@ -440,8 +431,6 @@ def _add_splits(
     bias_ptr,
     y_ptr,
     N,
-    parts_split,
-    parts_row,
     scale_row,
     x_scale_row,
     bias_stride,
@@ -456,7 +445,8 @@ def _add_splits(
     there = n < N
     sums = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
-        sums += tl.load(parts_ptr + split * parts_split + m * parts_row + n, mask=there, other=0.0)
+        row = split * tl.num_programs(0) + m
+        sums += tl.load(parts_ptr + row * N + n, mask=there, other=0.0)
     n = n.to(tl.int64)
     if not GROUPED:
         sums *= tl.load(scale_ptr + n // block_rows * scale_row, mask=there, other=0.0)

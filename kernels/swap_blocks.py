@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
 from vllm_module.kernels.copy_blocks import check_mapping
-from vllm_module.kernels.operators import expect
+from vllm_module.kernels.operators import expect, expect_writable
 
 
 def swap_blocks(
@@ -27,8 +25,8 @@ def swap_blocks(
             ``destination`` that it replaces.
 
     Raises:
-        ValueError: shapes, dtypes, strides or memory that do not fit; a page beyond its cache or
-            written twice.
+        ValueError: shapes, dtypes, strides or memory that do not fit, and caches that share it; a
+            page beyond its cache or written twice.
 
     """
     if source.dim() < 4:
@@ -53,11 +51,26 @@ def swap_blocks(
                 "without waiting: allocate it with pin_memory=True"
             )
     expect("block_mapping", block_mapping, (None, 2), (torch.int64,), torch.empty(0, device="cpu"))
+    expect_writable("destination", destination)
+    memory = source.untyped_storage().data_ptr()
+    if memory and memory == destination.untyped_storage().data_ptr():
+        raise ValueError(
+            "source and destination must not share memory, and they are parts of one storage at "
+            f"{memory:#x}: copy_blocks copies within a cache"
+        )
     check_mapping(block_mapping, source.shape[-4], destination.shape[-4])
     for first, onto, count in _runs(block_mapping):
-        for plane in product(*map(range, source.shape[:-4])):
-            pages = source[plane][first : first + count]
-            destination[plane][onto : onto + count].copy_(pages, non_blocking=True)
+        pages, places = source.narrow(-4, first, count), destination.narrow(-4, onto, count)
+        for page, place in zip(_planes(pages), _planes(places), strict=True):
+            place.copy_(page, non_blocking=True)
+
+
+def _planes(cache: torch.Tensor) -> list[torch.Tensor]:
+    """Return ``[pages, page_size, kv_heads, head_size]`` at each index of what is before them."""
+    planes = [cache]
+    for _ in range(cache.dim() - 4):
+        planes = [part for plane in planes for part in plane.unbind()]
+    return planes
 
 
 def _runs(block_mapping: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -30,8 +30,9 @@ from vllm_module.kernels.act_and_mul import (
     silu_and_mul_quantize,
 )
 from vllm_module.kernels.copy_blocks import copy_blocks, copy_blocks_reference
+from vllm_module.kernels.dtypes import greatest
 from vllm_module.kernels.paged_attention import paged_attention, paged_attention_reference
-from vllm_module.kernels.quantize import dequantize, greatest, quantize, quantize_reference
+from vllm_module.kernels.quantize import dequantize, quantize, quantize_reference
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
 from vllm_module.kernels.rms_norm import (
     fused_add_rms_norm,

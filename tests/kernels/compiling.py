@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from vllm_module.kernels import scaled_matmul
+from vllm_module.kernels import dtypes, scaled_matmul
 from vllm_module.kernels.act_and_mul import act_and_mul_quantize_triton, act_and_mul_triton
 from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
@@ -71,7 +71,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(jit.params):
         value, name = arguments[parameter.name], parameter.name
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
@@ -80,7 +81,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if value % 16 == 0 and not free:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(jit, signature, constants, attributes)
 
@@ -113,23 +115,30 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 @contextmanager
-def compiling(capability: int) -> Iterator[list[Compiled]]:
-    """Compile, in place of running them, the kernels that are launched in this context."""
-    done: list[Compiled] = []
+def launching(instead: Callable[[JITFunction, dict[str, Any], dict[str, Any]], None]) -> Iterator:
+    """Call this, with a kernel, its arguments and its options, for each launch in this context."""
     run = JITFunction.run
 
-    def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = [parameter.name for parameter in self.params]
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
         arguments = self.signature.bind(*args, **kwargs)
         arguments.apply_defaults()
-        done.append(compiled(self, arguments.arguments, options, capability))
+        instead(self, arguments.arguments, options)
 
-    JITFunction.run = compile_it
+    JITFunction.run = launch
     try:
-        yield done
+        yield
     finally:
         JITFunction.run = run
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Compiled]]:
+    """Compile, in place of running them, the kernels that are launched in this context."""
+    done: list[Compiled] = []
+    with launching(lambda *launch: done.append(compiled(*launch, capability))):
+        yield done
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -340,6 +349,9 @@ HOPPER: dict[str, Callable[[], object]] = {
     "norm to FP8, static": norm(8192, 4096, group=0),
     "silu to FP8 by token": gated(14336, "silu", 14336),
     "silu to FP8 by token, 29568": gated(29568, "silu", 29568),
+    "gelu to FP8 by token, 16384": gated(16384, "gelu", 16384),
+    "gelu to FP8 by token, 32768": gated(32768, "gelu", 32768),
+    "gelu_tanh to FP8 by token, 32768": gated(32768, "gelu_tanh", 32768),
     "silu to FP8 by group": gated(14336, "silu", 128),
     "silu to FP8, static": gated(14336, "silu", 0),
     "store in e4m3": stored(8, 128, 16, E4M3, 1),
@@ -378,7 +390,8 @@ HOPPER: dict[str, Callable[[], object]] = {
 def main(capability: int) -> None:
     """Compile every case and print a list of what came of each kernel."""
     # Tiles depend on it, and meta tensors are on no device that could be asked.
-    scaled_matmul.capability = lambda _: divmod(capability, 10)
+    for module in (dtypes, scaled_matmul):
+        module.capability = lambda _: divmod(capability, 10)
     results = []
     for name, launch in (CASES | HOPPER if capability == 90 else CASES).items():
         with compiling(capability) as done:

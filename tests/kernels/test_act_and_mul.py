@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from vllm_module.kernels import act_and_mul as kernel
-from vllm_module.kernels import fused_quantize
+from vllm_module.kernels import dtypes as formats
+from vllm_module.kernels import quantized_rows
 from vllm_module.kernels.act_and_mul import (
     gelu_and_mul,
     gelu_and_mul_quantize,
@@ -196,7 +197,7 @@ def test_nothing_is_written_outside(monkeypatch) -> None:
         guards.append(whole)
         return whole[64:-64].view(shape)
 
-    for module in (kernel, fused_quantize):
+    for module in (kernel, quantized_rows):
         fake = type("fake", (), {"__getattr__": lambda _, name: getattr(torch, name)})()
         fake.empty = empty
         monkeypatch.setattr(module, "torch", fake)
@@ -291,7 +292,25 @@ def test_compiled_whole(call) -> None:
 
 def test_operators_are_what_they_say() -> None:
     """The operators' schemas and fakes hold, by PyTorch's own check."""
-    torch.library.opcheck(OPS.act_and_mul.default, (torch.randn(4, 80), "gelu"))
-    for group, static in ((40, None), (8, None), (0, torch.ones(()))):
-        args = torch.randn(4, 80), "silu", E4M3, group, static
-        torch.library.opcheck(OPS.act_and_mul_quantize.default, args)
+    for x in (torch.randn(4, 80), torch.randn(80, 4).t(), torch.randn(3, 4, 80).transpose(0, 1)):
+        torch.library.opcheck(OPS.act_and_mul.default, (x, "gelu"))
+        torch.library.opcheck(OPS.act_and_mul.default, (x, "silu"))
+        for group, static in ((40, None), (8, None), (0, torch.ones(()))):
+            args = x, "silu", E4M3, group, static
+            torch.library.opcheck(OPS.act_and_mul_quantize.default, args)
+
+
+def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels cannot convert to FP8, the result is written, and then quantized by torch."""
+    x = torch.randn(4, 80)
+    calls = [
+        (x, "silu", dtype, group, static)
+        for dtype in (E4M3, E5M2)
+        for group, static in ((8, None), (0, torch.ones(1)))
+    ]
+    fused = [kernel.act_and_mul_quantize_triton(*call) for call in calls]
+    monkeypatch.setattr(formats, "capability", lambda tensor: (8, 6))
+    monkeypatch.setattr(kernel, "store_quantized", None)
+    for call, expected in zip(calls, fused, strict=True):
+        for one, other in zip(kernel.act_and_mul_quantize_triton(*call), expected, strict=True):
+            assert torch.equal(bits(one), bits(other))

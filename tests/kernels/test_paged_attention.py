@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -317,9 +318,75 @@ def test_views_of_larger_tensors(attend) -> None:
     heads_first = batch.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
     features_apart = batch.query.transpose(0, 2).contiguous().transpose(0, 2)
     tables = batch.block_tables.t().contiguous().t()
-    view = replace(batch, query=features_apart, v_cache=heads_first, block_tables=tables)
+    apart = {
+        name: torch.stack((getattr(batch, name), -getattr(batch, name)), dim=1)[:, 0]
+        for name in ("context_lens", "query_start_loc")
+    }
+    view = replace(batch, query=features_apart, v_cache=heads_first, block_tables=tables, **apart)
+    assert not view.context_lens.is_contiguous()
     assert view.k_cache.stride() != view.v_cache.stride()
     view.check(attend)
+
+
+@implementations
+def test_slopes_and_sinks_that_are_views(attend) -> None:
+    """Slopes and sinks of every other head, or one for all heads, are taken by their strides."""
+    slopes, sinks = torch.rand(8)[::2], torch.randn(1).expand(4)
+    make_batch(MIXED, 7, alibi_slopes=slopes, sinks=sinks).check(attend)
+
+
+@pytest.fixture
+def margins(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Give outputs and scratch memory a margin on both sides, and return the margins."""
+    kept: list[torch.Tensor] = []
+    new_empty, empty = torch.Tensor.new_empty, torch.empty
+
+    def within(numbers: int, dtype: torch.dtype) -> torch.Tensor:
+        whole = torch.full((numbers + 20_000,), 7.0, dtype=dtype)
+        kept.extend((whole[:10_000], whole[-10_000:]))
+        return whole[10_000:-10_000]
+
+    def output(self: torch.Tensor, shape: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(shape, torch.Size):
+            return within(shape.numel(), self.dtype).view(shape)
+        return new_empty(self, shape, *args, **kwargs)
+
+    def scratch(*shape: int, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") == torch.float32:
+            return within(math.prod(shape), torch.float32).view(shape)
+        return empty(*shape, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", output)
+    monkeypatch.setattr(torch, "empty", scratch)
+    return kept
+
+
+@pytest.mark.parametrize("page", [4, 200])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query_start_loc": [0, 9, 10, 15, 16, 16, 40], "max_query_len": 99},
+        {"query_start_loc": [-3, 9, 10, 15, 16, 16, 18], "max_query_len": 99},
+        {"query_start_loc": [30, 31, 32, 33, 34, 35, 36], "max_query_len": 1},
+        {"query_start_loc": [-9, -8, -7, -6, -5, -4, -3], "max_query_len": 1},
+        {"context_lens": [900, 900, 900, 900, 900, 900]},
+    ],
+)
+def test_wrong_lengths_write_nothing_out_of_bounds(
+    page: int, changes: dict[str, Any], margins: list[torch.Tensor]
+) -> None:
+    """Where values are not checked, starts and lengths that are wrong write to no other memory."""
+    batch = make_batch(MIXED, page)
+    batch.block_tables.clamp_(0, len(batch.k_cache) - 1)  # pages that are read are not bounded
+    for cache in (batch.k_cache, batch.v_cache):
+        cache.nan_to_num_()
+    margins.clear()
+    for name, value in changes.items():
+        setattr(batch, name, int32(*value) if isinstance(value, list) else value)
+    output = batch.run(kernel.paged_attention_triton)
+    assert output.shape == batch.query.shape
+    assert len(margins) == (2 if page == 4 else 6)  # of the output, parts, and maxima with sums
+    assert all(bool((margin == 7).all()) for margin in margins)
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -437,7 +504,7 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
         ),
         "head size must be 1 to 256, got 257",
     ),
-    "group": (lambda: changed(query=torch.zeros(18, 3, 16)), "3 query heads cannot share 2"),
+    "group": (lambda: changed(query=torch.zeros(18, 3, 16)), "3 query heads of 16 cannot share 2"),
     "large group": (lambda: changed(query=torch.zeros(18, 512, 16)), "at most 128"),
     "flat query": (lambda: changed(query=torch.zeros(18, 64)), r"query must have the shape"),
     "values": (
@@ -462,7 +529,10 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
         r"query_start_loc must have the shape \[7\], got \[3\]",
     ),
     "window": (lambda: changed(options={"sliding_window": 0}), "at least 1, got 0"),
-    "softcap": (lambda: changed(options={"softcap": 0.0}), "softcap must be positive, got 0.0"),
+    "softcap": (
+        lambda: changed(options={"softcap": 0.0}),
+        "softcap must be positive and finite, got 0.0",
+    ),
     "slopes": (
         lambda: changed(options={"alibi_slopes": torch.zeros(2)}),
         r"alibi_slopes must have the shape \[4\], got \[2\]",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import mmap
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
+from vllm_module.kernels import dtypes
 from vllm_module.kernels import quantize as kernel
-from vllm_module.kernels.quantize import dequantize, greatest, quantize, quantize_static
+from vllm_module.kernels.dtypes import greatest
+from vllm_module.kernels.quantize import dequantize, quantize, quantize_static
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -202,6 +206,47 @@ def test_every_number_between_two_is_rounded_to_even(dtype) -> None:
     assert torch.equal(back[: len(numbers)], numbers)
 
 
+def test_fp8_is_rounded_once_where_it_is_cut_to_float16_first(monkeypatch) -> None:
+    """What a GPU before Hopper does with float32 on its way to FP8 changes no bit."""
+    kept = []
+
+    def cut(builder: object, source: object, target: object, *rest: object) -> object:
+        if target.scalar.is_fp8():
+            numbers = source.data
+            kept.append(numbers)
+            half = numbers.astype(np.float16)
+            beyond = np.abs(half.astype(np.float32)) > np.abs(numbers)
+            half = np.where(beyond, np.nextafter(half, np.float16(0)), half)
+            source = interpreter.TensorHandle(half.astype(np.float32), source.dtype.scalar)
+        return casts(builder, source, target, *rest)
+
+    casts = interpreter.InterpreterBuilder.create_fp_to_fp
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", cut)
+    for dtype in (FP8, torch.float8_e5m2):
+        numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        numbers = numbers[numbers.isfinite()].sort().values
+        middle = (numbers[1:] + numbers[:-1]) / 2
+        sides = [torch.nextafter(middle, torch.tensor(to)) for to in (torch.inf, -torch.inf)]
+        values = torch.cat([numbers, middle, *sides, torch.randn(9) * 2**-16])[None]
+        one, block = torch.ones(1, 1), (1, values.shape[1])
+        theirs = run(values, dtype, block, kernel.quantize_static_reference, one)
+        assert_same(run(values, dtype, block, kernel.quantize_static_triton, one), theirs)
+    assert kept
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
+def test_a_gpu_without_fp8_takes_the_reference(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels cannot convert to FP8, none is launched; to int8 they can everywhere."""
+    values, block = torch.randn(4, 6), (2, 3)
+    expected = run(values, dtype, block, kernel.quantize_reference)
+    monkeypatch.setattr(dtypes, "capability", lambda tensor: (8, 6))
+    assert dtypes.can_convert(INT8, values)
+    monkeypatch.setattr(kernel, "_launch", None)
+    assert_same(run(values, dtype, block, kernel.quantize_triton), expected)
+    given = run(values, dtype, block, kernel.quantize_static_triton, expected[1])
+    assert_same(given, expected)
+
+
 @pytest.mark.parametrize("how", ["quantize_triton", "quantize_static_triton"])
 @pytest.mark.parametrize("block", [(1, 6), (2, 3), (6, 6)])
 @pytest.mark.parametrize("whole", [1, 1 << 15])
@@ -262,6 +307,10 @@ def test_what_does_not_fit_is_refused(how) -> None:
         (r"quantized is on meta, and must be on cpu", {"quantized": quantized.to("meta")}),
         (r"scale must have the shape \[2, 2\], got \[2, 1\]", {"scale": scale[:, 1:]}),
         (r"scale must be torch.float32, got torch.float16", {"scale": scale.half()}),
+        (
+            r"quantized is written, and .* \[4, 6\] .* strides \[1, 0\] share memory",
+            {"quantized": quantized[:, :1].clone().expand(4, 6)},
+        ),
         (r"a block must have rows and columns, got \(0, 3\)", {"block": (0, 3)}),
     ]
     for message, bad in refused:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_module.kernels import dtypes
 from vllm_module.kernels import reshape_and_cache as module
 from vllm_module.kernels.reshape_and_cache import (
     reshape_and_cache,
@@ -179,9 +180,9 @@ def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) 
     """Where kernels cannot convert to FP8, plain torch does."""
     key, slots = torch.randn(2, HEADS, HEAD_SIZE), torch.tensor([4, 0])
     written = []
-    for has_fp8 in (True, False):
-        if not has_fp8:
-            monkeypatch.setattr(module, "has_fp8", lambda tensor: False)
+    for capability in ((8, 9), (8, 6)):
+        monkeypatch.setattr(dtypes, "capability", lambda tensor, of=capability: of)
+        if capability < (8, 9):
             monkeypatch.setattr(module, "_store", None)
         caches = torch.zeros(2, PAGES, 3, HEADS, HEAD_SIZE).to(torch.float8_e5m2)
         reshape_and_cache_triton(key, key, *caches, slots)

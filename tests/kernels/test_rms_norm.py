@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import fused_quantize
+from vllm_module.kernels import dtypes as formats
+from vllm_module.kernels import quantized_rows
 from vllm_module.kernels import rms_norm as kernel
 from vllm_module.kernels.quantize import quantize, quantize_static
 from vllm_module.kernels.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_quantize
@@ -265,7 +266,7 @@ def test_nothing_is_written_outside(monkeypatch) -> None:
         return between(shape, dtype).view(shape)
 
     x, residual, weight = torch.randn(9, 72), torch.randn(9, 72), torch.randn(72)
-    for module in (kernel, fused_quantize):
+    for module in (kernel, quantized_rows):
         fake = type("fake", (), {"__getattr__": lambda _, name: getattr(torch, name)})()
         fake.empty = empty
         monkeypatch.setattr(module, "torch", fake)
@@ -383,9 +384,27 @@ def test_compiled_whole(call: Callable[..., object]) -> None:
 
 def test_operators_are_what_they_say() -> None:
     """The operators' schemas and fakes hold, by PyTorch's own check."""
+    weight = torch.ones(40)
+    for x in (torch.randn(4, 40), torch.randn(40, 4).t(), torch.randn(3, 4, 40).transpose(0, 1)):
+        torch.library.opcheck(OPS.rms_norm.default, (x, weight, EPS))
+        torch.library.opcheck(OPS.fused_add_rms_norm.default, (x, x.clone(), weight, EPS))
+        for group, static in ((40, None), (8, None), (0, torch.ones(()))):
+            args = x, x.clone(), weight, EPS, E4M3, group, static
+            torch.library.opcheck(OPS.rms_norm_quantize.default, args)
+
+
+def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels cannot convert to FP8, the norm is written, and then quantized by torch."""
     x, weight = torch.randn(4, 40), torch.ones(40)
-    torch.library.opcheck(OPS.rms_norm.default, (x, weight, EPS))
-    torch.library.opcheck(OPS.fused_add_rms_norm.default, (x, x.clone(), weight, EPS))
-    for group, static in ((40, None), (8, None), (0, torch.ones(()))):
-        args = x, x.clone(), weight, EPS, E4M3, group, static
-        torch.library.opcheck(OPS.rms_norm_quantize.default, args)
+    calls = [
+        (x, residual, weight, EPS, dtype, group, static)
+        for dtype in (E4M3, E5M2)
+        for residual in (None, x.clone())
+        for group, static in ((8, None), (0, torch.ones(1)))
+    ]
+    fused = [kernel.rms_norm_quantize_triton(*call) for call in calls]
+    monkeypatch.setattr(formats, "capability", lambda tensor: (8, 6))
+    monkeypatch.setattr(kernel, "store_quantized", None)
+    for call, expected in zip(calls, fused, strict=True):
+        for one, other in zip(kernel.rms_norm_quantize_triton(*call), expected, strict=True):
+            assert torch.equal(bits(one), bits(other))

@@ -112,6 +112,46 @@ def test_any_sizes_and_blocks(tokens, outputs, inputs, block, how) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5 * inputs**0.5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "block", "dtype", "wide"),
+    [
+        (4, 96, 64, INT8, torch.float32),
+        (65, 320, 128, FP8, torch.bfloat16),
+        (65, 320, 128, INT8, torch.bfloat16),
+        (4, 384, 256, FP8, torch.bfloat16),
+    ],
+)
+def test_nothing_is_read_beyond_the_last_columns(tokens, inputs, block, dtype, wide) -> None:
+    """A group that is not whole has steps beyond the last columns, where there is NaN."""
+    weight, scale = quantized(16, inputs, (block, block), dtype)
+    rows = torch.full((tokens, 2 * inputs), torch.nan, dtype=wide)
+    held = torch.zeros(16, 2 * inputs).fill_(torch.nan if dtype == FP8 else 99).to(dtype)
+    x, around = rows[:, :inputs], held[:, :inputs]
+    x.copy_(torch.randn(tokens, inputs))
+    around.copy_(weight)
+    rounds = dtype == FP8 and tokens == 4
+    y = launched(x, around, scale, (block, block), quantize_input=rounds)
+    exact = x.double()
+    if rounds:
+        exact = exactly(*quantized(tokens, inputs, (1, block), of=x), (1, block))
+    exact = exact @ exactly(weight, scale, (block, block)).t()
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=1e-4 * inputs**0.5)
+
+
+def test_defaults_change_nothing() -> None:
+    """Scales of tokens are float32 on the tensors' device, whatever the default is."""
+    weight, scale = quantized(16, 64, (1, 64))
+    x = torch.randn(5, 64)
+    expected = launched(x, weight, scale, (1, 64))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            got = launched(x, weight, scale, (1, 64))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("tokens", [128, 200])
 def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, two: bool) -> None:
@@ -317,6 +357,12 @@ def test_the_operator_is_one() -> None:
         torch.ops.vllm_module.scaled_matmul.default,
         (x, weight.to(INT8), scale, 1, 16, bias, None, True, torch.float32),  # it has no FP8 itself
     )
+    permuted = torch.randn(3, 2, 16).transpose(0, 1)
+    for one in (permuted, permuted.to(torch.bfloat16), torch.randn(16, 5).t()):
+        torch.library.opcheck(
+            torch.ops.vllm_module.scaled_matmul.default,
+            (one, weight.to(INT8), scale, 1, 16, None, None, True, one.dtype),
+        )
     compiled = torch.compile(scaled_matmul, fullgraph=True, backend="aot_eager")
     assert torch.equal(
         compiled(x, weight, scale, (1, 16), bias), scaled_matmul(x, weight, scale, (1, 16), bias)

@@ -53,7 +53,7 @@ def test_copies_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         copies.append(non_blocking and self.is_contiguous() and source.is_contiguous())
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    caches = torch.zeros(2, 2, 2, 6, *PAGE)
+    caches = [torch.zeros(2, 2, 6, *PAGE) for _ in range(2)]
     swap_blocks(*caches, torch.tensor([(0, 1), (1, 2), (5, 5)]))
     assert copies == [True] * 8  # two runs in four planes
 
@@ -86,3 +86,12 @@ def test_a_mapping_on_the_device_is_refused() -> None:
     """Pages are named on the CPU, where reading them waits for nothing."""
     with pytest.raises(ValueError, match="block_mapping is on meta, and must be on cpu"):
         swap_blocks(SOURCE, torch.zeros_like(SOURCE), torch.tensor(PAIRS, device="meta"))
+
+
+def test_caches_that_share_memory_are_refused() -> None:
+    """Within one storage a page could be copied that has been replaced already."""
+    caches = torch.zeros(2, 2, 6, *PAGE)
+    pairs = torch.tensor([(1, 2), (0, 1)])
+    for destination in (caches[0], caches[1]):
+        with pytest.raises(ValueError, match=r"must not share memory.* at 0x[0-9a-f]+"):
+            swap_blocks(caches[0], destination, pairs)

@@ -92,16 +92,17 @@ class Attention(QuantizableKVCache):
         ``num_kv_heads``. Without ``metadata`` the tokens are one whole sequence and nothing is
         cached. ``sinks [num_heads]`` are scores that take their share and have no value.
         """
-        how = self.softcap, self.alibi_slopes, sinks
+        scores = self.softcap, self.alibi_slopes, sinks
         if metadata is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-            output = causal_attention(query, key, value, self.scale, self.sliding_window, *how)
+            output = causal_attention(query, key, value, self.scale, self.sliding_window, *scores)
             return output.transpose(0, 1).flatten(1)
         if self.kv_cache is None:
             raise RuntimeError("attention with metadata needs a kv_cache, and none was given")
         k_cache, v_cache = self.kv_cache
-        scales = self.k_scale, self.v_scale
-        reshape_and_cache(key, value, k_cache, v_cache, metadata.slot_mapping, *scales)
+        reshape_and_cache(
+            key, value, k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
+        )
         return paged_attention(
             query,
             k_cache,
@@ -112,8 +113,9 @@ class Attention(QuantizableKVCache):
             metadata.max_query_len,
             self.scale,
             self.sliding_window,
-            *scales,
-            *how,
+            self.k_scale,
+            self.v_scale,
+            *scores,
         ).flatten(1)
 
 

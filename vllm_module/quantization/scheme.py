@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from vllm_module.kernels.quantize import greatest
+from vllm_module.kernels.dtypes import greatest
 from vllm_module.parameters import ModelWeightParameter
 
 Strategy = Literal["tensor", "channel", "block"]

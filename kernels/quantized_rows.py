@@ -1,12 +1,16 @@
-"""What operations share that quantize what they compute, row by row, before it is written."""
+"""Rows that are quantized before they are written, by what computes them.
+
+No operation: :mod:`~vllm_module.kernels.rms_norm` and :mod:`~vllm_module.kernels.act_and_mul` share
+it for the operations of theirs that quantize.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from vllm_module.kernels.dtypes import FP8
 from vllm_module.kernels.operators import expect, tl, triton
 from vllm_module.kernels.quantize import (
-    FP8,
     absolute_bits,
     quantize,
     quantize_static,

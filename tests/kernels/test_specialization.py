@@ -1,0 +1,110 @@
+"""How often kernels are compiled: once a bucket of sizes, not once more for luckier numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Variants of each kernel that steps of one model may need, whatever tokens they have.
+BUCKETS = {
+    "_held_rows": 3,  # the norm of the hidden state, that of heads, and the one that quantizes
+    "_tiles": 2,  # the activation, and the one that quantizes
+    "_rotate_both": 1,
+    "_store": 1,
+    "_copy": 1,
+    "_decode": 2,  # contexts in one part or in several
+    "_combine": 1,
+    "_prefill": 1,
+    "_multiply": 7 + 6,  # up to 16, 32, 64, 128, 256, 1023 tokens and, by row, beyond; or by block
+    "_add_splits": 2,  # by row and by block
+    # By token, by groups, by given scales; by tensor, whole tiles of 2, 4 and 8 rows, and parts.
+    "_quantize_tiles": 3 + 4,
+    "_largest": 1,
+}
+
+PROGRAM = """
+import json, random, sys
+from collections import defaultdict
+
+sys.path.insert(0, sys.argv[1])
+import torch
+from compiling import E4M3, FP32, launching, meta, specialized
+from vllm_module.kernels.act_and_mul import act_and_mul_quantize_triton, act_and_mul_triton
+from vllm_module.kernels.copy_blocks import copy_blocks_triton
+from vllm_module.kernels.paged_attention_triton import paged_attention_triton
+from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
+from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
+from vllm_module.kernels.rms_norm import rms_norm_quantize_triton, rms_norm_triton
+from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
+from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
+
+variants = defaultdict(set)
+
+def note(jit, arguments, options):
+    source = specialized(jit, arguments)
+    key = source.signature, source.constants, source.attrs, options
+    variants[jit.__name__].add(repr(key))
+
+cache = meta(2, 64, 16, 8, 128)
+weight, eight, hidden = meta(4096), meta(4096, 4096, dtype=E4M3), 4096
+ints, longs = torch.int32, torch.int64
+
+def step(sequences, tokens, pages):
+    qkv = meta(tokens, 6144)
+    q, k, v = (x.unflatten(-1, (-1, 128)) for x in qkv.split([4096, 1024, 1024], -1))
+    x = meta(tokens, hidden)
+    tables, lengths = meta(sequences, pages, dtype=ints), meta(sequences, dtype=ints)
+    starts = meta(sequences + 1, dtype=ints)
+    longest = 1 if tokens == sequences else tokens
+    paged_attention_triton(q, *cache, tables, lengths, starts, longest, 0.1)
+    rms_norm_triton(x, weight, 1e-6)
+    rms_norm_triton(q, meta(128), 1e-6)
+    rms_norm_quantize_triton(x, None, weight, 1e-6, E4M3, 128, None)
+    cos = meta(tokens, 64, dtype=FP32)
+    rotary_embedding_triton(q, k, cos, cos, True)
+    act_and_mul_triton(meta(tokens, 2 * hidden), "silu")
+    act_and_mul_quantize_triton(meta(tokens, 2 * hidden), "silu", E4M3, 128, None)
+    reshape_and_cache_triton(k, v, *cache, meta(tokens, dtype=longs), None, None)
+    copy_blocks_triton(cache, meta(2, sequences, dtype=longs).t())
+    for block in ((1, hidden), (128, 128)):
+        scale = meta(hidden // block[0], hidden // block[1], dtype=FP32)
+        scaled_matmul_triton(x, eight, scale, *block, None, None, True, torch.bfloat16)
+    narrow, one = meta(tokens, hidden, dtype=E4M3), meta(1, 1, dtype=FP32)
+    quantize_triton(x, narrow, one, tokens, hidden)
+    quantize_static_triton(x, narrow, one.expand(tokens, 1), 1, hidden)
+
+random.seed(0)
+powers = [2**power for power in range(13)]
+random_tokens = [random.randint(1, 5000) for _ in range(int(sys.argv[2]))]
+with launching(note):
+    for tokens in [*powers, *random_tokens]:
+        sequences = random.choice([1, tokens, random.randint(1, tokens)])
+        step(sequences, tokens, random.choice([1, 16, random.randint(1, 600)]))
+json.dump({name: len(found) for name, found in variants.items()}, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def variants() -> dict[str, int]:
+    """Count what would be compiled, in a process of its own: in this one Triton interprets."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "300"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kernel", BUCKETS)
+def test_variants_do_not_grow_with_tokens(variants: dict[str, int], kernel: str) -> None:
+    """Hundreds of steps of any number of tokens need no more variants than there are buckets."""
+    assert 1 <= variants[kernel] <= BUCKETS[kernel]
+
+
+def test_every_kernel_that_is_launched_is_counted(variants: dict[str, int]) -> None:
+    """No kernel of a step is missing from the table."""
+    assert variants.keys() == BUCKETS.keys()
