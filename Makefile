@@ -26,10 +26,11 @@ lint: .venv/dev.stamp  ## check style, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: .venv/dev.stamp  ## measure loading, routing and quantizing, on a machine that is otherwise idle
+bench: .venv/dev.stamp  ## measure loading, quantizing and the engine, on a machine that is otherwise idle
 	$(BIN)/python tests/bench/load.py --out tests/bench/results/load.json
 	$(BIN)/python tests/bench/routing.py --out tests/bench/results/routing.json
 	$(BIN)/python tests/bench/quantization.py --out tests/bench/results/quantization.json
+	$(BIN)/python tests/bench/engine.py --out tests/bench/results/engine.json
 
 SECONDS ?= 60
 fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints for SECONDS=60, split among its kinds of input

@@ -14,11 +14,13 @@ import vllm_module
 from vllm_module import layers
 
 PUBLIC = [
+    "LLM",
     "BasevLLMParameter",
     "DeviceConfig",
     "LoadConfig",
     "ModelConfig",
     "QuantizationConfig",
+    "SamplingParams",
     "WeightLoadError",
     "get_model",
     "tensor_parallel",
@@ -33,6 +35,19 @@ vLLMModule.update_weights(self, weights)
 vLLMModule.plan_weights(self, weights)
 vLLMModule.sleep(self)
 vLLMModule.process_weights_after_loading(self)
+LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None,
+    hf_overrides=None, device='auto', load_config=None, **engine)
+LLM.generate(self, prompts, sampling_params=None, use_tqdm=True)
+LLM.chat(self, messages, sampling_params=None, use_tqdm=True, **template)
+LLM.stream(self, prompt, sampling_params=None)
+LLM.update_weights(self, weights)
+LLM.sleep(self)
+LLM.wake_up(self)
+LLM.close(self)
+SamplingParams(*, n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
+    presence_penalty=0.0, frequency_penalty=0.0, seed=None, stop=None, stop_token_ids=<factory>,
+    ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None,
+    logit_bias=None, skip_special_tokens=True, include_stop_str_in_output=False)
 """
 
 LAYERS = """

@@ -87,6 +87,37 @@ class LoadConfig(_Closed):
     timeout: PositiveFloat = Field(default=1800.0, allow_inf_nan=False)
 
 
+class EngineConfig(_Closed):
+    """How a loaded model is served.
+
+    Attributes:
+        tensor_parallel_size: ranks, each a process with a device of its own.
+        kv_cache_dtype: of the cache; ``"auto"`` is the model's, ``"fp8"`` is fp8_e4m3.
+        block_size: tokens a page of the cache.
+        gpu_memory_utilization: share of a GPU's memory that weights, a step and the cache take.
+        kv_cache_memory_bytes: of the cache on each rank, in place of that; on a CPU, 1 GiB unless
+            given.
+        swap_space: GiB of host memory on each rank, for sequences that have to wait; 0 makes them
+            start over, which costs little where their beginning is still in the cache.
+        enable_prefix_caching: begin prompts with the pages of others that began alike.
+        max_num_seqs: sequences in a step at most.
+        max_num_batched_tokens: tokens in a step at most; longer prompts are computed in chunks.
+        enforce_eager: run every step op by op, without CUDA graphs.
+
+    """
+
+    tensor_parallel_size: PositiveInt = 1
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    block_size: PositiveInt = 16
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_cache_memory_bytes: PositiveInt | None = None
+    swap_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    enable_prefix_caching: bool = True
+    max_num_seqs: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt = 2048
+    enforce_eager: bool = False
+
+
 class DeviceConfig(_Closed):
     """Where the model lives: a device string of torch, or ``"auto"`` for CUDA if there is one."""
 

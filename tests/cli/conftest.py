@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -81,6 +82,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parameter.data.normal_(0, 1.0 if "norm" in name else 0.2)
     model.save_pretrained(path, max_shard_size="20KB")
     assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.fixture(scope="session")
+def with_text(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Add a tokenizer whose every token is a letter."""
+    path = tmp_path_factory.mktemp("text")
+    shutil.copytree(folder, path, dirs_exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:130]
+    trainer = trainers.BpeTrainer(vocab_size=130, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 

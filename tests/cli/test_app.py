@@ -18,7 +18,7 @@ from vllm_module.cli import load_command, main, plan_command
 from vllm_module.cli.output import by_number, size
 
 Run = Callable[..., Any]
-COMMANDS = ("inspect", "plan", "load", "generate", "demo")
+COMMANDS = ("inspect", "plan", "load", "generate", "chat", "bench", "demo")
 
 
 def test_version(run: Run) -> None:
@@ -34,7 +34,11 @@ def test_help_has_an_example_and_the_keys_of_json(run: Run, command: str) -> Non
     result = run(command, "--help")
     assert result.code == 0
     assert f"Example: vllm-module {command}" in " ".join(result.out.split())
-    assert ("JSON keys:" in result.out) == ("--json" in result.out) == (command != "demo")
+    assert (
+        ("JSON keys:" in result.out)
+        == ("--json" in result.out)
+        == (command not in ("chat", "demo"))
+    )
     assert command in run("--help").out
 
 
@@ -45,6 +49,7 @@ def test_json_keys_are_documented(run: Run, folder: Path) -> None:
         ("plan", []),
         ("load", []),
         ("generate", ["--prompt-ids", "1", "--max-new-tokens", 2]),
+        ("bench", ["--input-len", 4, "--output-len", 2, "--num-prompts", 1]),
     ):
         text = run(command, "--help").out
         found = run(command, folder, *options, "--json").json
@@ -65,7 +70,7 @@ def test_wrong_usage_is_2(run: Run, folder: Path) -> None:
         assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("command", ["plan", "load", "generate", "demo"])
+@pytest.mark.parametrize("command", ["plan", "load", "generate", "bench", "demo"])
 def test_checkpoints_that_cannot_be_used_are_1(
     run: Run, edited: Callable[..., Path], tmp_path: Path, command: str
 ) -> None:

@@ -38,7 +38,7 @@ def test_the_demo_shows_and_checks_all_of_it(run: Run, tmp_path: Path) -> None:
     assert "it was cut off" in out
     assert "\x1b" not in out
     # What was kept is a checkpoint like any other, and the folder is not written to again.
-    again = run("generate", keep, "--tp", 2, "--prompt", "A model", "--max-new-tokens", 200)
+    again = run("generate", keep, "--prompt", "A model", "--max-new-tokens", 200)
     assert again.out == PARAGRAPH + "\n"
     assert "is not empty" in run("demo", "--keep", keep).err
 

@@ -74,7 +74,8 @@ def test_under_torchrun_each_process_loads_its_rank(run: Run, folder: Path, tmp_
     expected = run("load", folder, "--tp", 2, "--json").json["ranks"]
     first, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert [result["code"] for result in first.values()] == [0, 0, 1, 2, 0]
-    assert [result["code"] for result in other.values()] == [0, 0, 1, 2, 0]
+    # What an engine refuses of a prompt is between the first rank and who asked.
+    assert [result["code"] for result in other.values()] == [0, 0, 0, 2, 0]
     assert {result["out"] + result["err"] for result in other.values()} == {""}
     loaded = json.loads(first["load"]["out"])
     assert loaded["simulated"] is False
@@ -83,7 +84,7 @@ def test_under_torchrun_each_process_loads_its_rank(run: Run, folder: Path, tmp_
                 "--max-new-tokens", 6).out  # fmt: skip
     assert first["generate"]["out"] == alone
     assert first["refused"]["err"].count("error: ") == 1
-    assert "prompt 0 has token 130" in first["refused"]["err"]
+    assert "token 130 is outside" in first["refused"]["err"]
     assert "leave --tp 4 out" in first["usage"]["err"]
     quantized = json.loads(first["quantized"]["out"])  # each rank's scales are its own
     assert [r["bytes_read"] for r in quantized["ranks"]] == [r["bytes_read"] for r in expected]

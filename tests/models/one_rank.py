@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 from vllm_module import ModelConfig, get_model
-from vllm_module.runtime.generate import stream
+from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.kv_cache import KVCache, attention_layers
+from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.scheduler import Scheduler
+
+PAGES, PAGE_SIZE, TOKENS = 64, 16, 128
 
 
 @torch.inference_mode()
@@ -36,14 +43,32 @@ def compute(
         return step_logits[-1]
 
     model.compute_logits = recorded
-    generated = list(stream(model, prompts, steps))
+    tokens = generated(model, prompts, steps)
     model.compute_logits = compute_logits
-    tokens = [[step[index] for step in generated] for index in range(len(prompts))]
     return {
         "prompt_logits": prompt_logits,
         "tokens": tokens,
         "step_logits": torch.stack(step_logits),
     }
+
+
+def generated(model: Any, prompts: list[list[int]], steps: int) -> list[list[int]]:
+    """Return the greedy tokens of an engine that every rank has for itself; all do the same."""
+    windows = {layer.sliding_window for layer in attention_layers(model)}
+    (window,) = windows if len(windows) == 1 else (None,)
+    dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)
+    device = torch.device("cpu")
+    cache = KVCache(model, PAGES, PAGE_SIZE, device, dtype)
+    pool, none = PagePool(PAGES, PAGE_SIZE), PagePool(0, PAGE_SIZE)
+    scheduler = Scheduler(pool, none, len(prompts), TOKENS, window=window)
+    runner = ModelRunner(model, device)
+    engine = Engine(runner.run, scheduler, model.config.vocab_size, PAGES * PAGE_SIZE)
+    greedy = SamplingParams(temperature=0, max_tokens=steps)
+    requests = [engine.add(str(index), ids, greedy) for index, ids in enumerate(prompts)]
+    while engine.requests:
+        engine.step()
+    cache.close()
+    return [request.sequences[0].output for request in requests]
 
 
 def main(directory: Path) -> None:

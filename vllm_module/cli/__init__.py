@@ -1,4 +1,4 @@
-"""The command line: ``vllm-module inspect | plan | load | generate | demo``."""
+"""The command line: ``vllm-module inspect | plan | load | generate | chat | bench | demo``."""
 
 from vllm_module.cli.app import main
 

@@ -14,6 +14,8 @@ from typing import Annotated
 import torch
 import typer
 
+from vllm_module.cli.bench_command import bench
+from vllm_module.cli.chat_command import chat
 from vllm_module.cli.demo_command import demo
 from vllm_module.cli.generate_command import generate
 from vllm_module.cli.inspect_command import inspect
@@ -33,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted, 141 pipe closed.",
 )
-for command in (inspect, plan, load, generate, demo):
+for command in (inspect, plan, load, generate, chat, bench, demo):
     app.command(epilog=EXAMPLES[command.__name__])(command)
 
 

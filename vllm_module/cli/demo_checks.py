@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,26 @@ from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import CommandError
 from vllm_module.distributed import run_ranks
 from vllm_module.module import vLLMModule
-from vllm_module.runtime.generate import stream
+from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.llm import LLM
+from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.weights import Checkpoint, read_into
 
 CPU = torch.device("cpu")
+_PAGE = 16  # tokens
 _CLOSE = 1e-4  # of the largest logit: float32 sums in another order differ by less
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What one size gave: bytes that each rank read, the prompt's logits, the tokens."""
+    """What one size gave: bytes that each rank read, the prompt's logits, the tokens.
+
+    There are none of size 1, at which :func:`llm_tokens` generates.
+    """
 
     tp_size: int
     bytes_read: list[int]
@@ -57,7 +68,7 @@ def visit(
         causal: Any = model
         hidden = model(torch.tensor(prompt), torch.arange(len(prompt)))
         logits = causal.compute_logits(hidden)
-        tokens = [step[0] for step in stream(model, [prompt], most, stops)]
+        tokens = _greedy_tokens(model, prompt, most, stops) if tp_size > 1 else []
         return model, nbytes, logits, tokens
 
     models, bytes_read, logits, tokens = zip(*run_ranks(tp_size, rank), strict=True)
@@ -67,6 +78,34 @@ def visit(
     with source.open() as checkpoint:
         check_shards(checkpoint, models)
     return Visit(tp_size, list(bytes_read), logits[0], tokens[0])
+
+
+def _greedy_tokens(
+    model: vLLMModule, prompt: list[int], most: int, stops: Collection[int]
+) -> list[int]:
+    """Generate by an engine of this rank's own; those of the other ranks do the same."""
+    config: Any = model.config
+    length = min(len(prompt) + most, config.context_length or sys.maxsize)
+    pages = PagePool(-(-length // _PAGE), _PAGE)
+    cache = KVCache(model, pages.num_pages, _PAGE, CPU, torch.float32)
+    scheduler = Scheduler(pages, PagePool(0, _PAGE), 1, length)
+    runner = ModelRunner(model, CPU)
+    engine = Engine(runner.run, scheduler, config.vocab_size, length, stop_token_ids=stops)
+    request = engine.add("demo", prompt, SamplingParams(temperature=0, max_tokens=most))
+    while engine.requests:
+        engine.step()
+    cache.close()
+    return request.sequences[0].output
+
+
+def llm_tokens(folder: Path, prompt: list[int], most: int) -> list[int]:
+    """Return the greedy tokens of :class:`LLM`."""
+    with LLM(str(folder), dtype="float32", device="cpu") as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=most)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)
+    if output.error:
+        raise CommandError(output.error)
+    return output.outputs[0].token_ids
 
 
 def check_shards(checkpoint: Checkpoint, models: Sequence[vLLMModule]) -> None:

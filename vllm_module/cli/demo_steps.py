@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from vllm_module.cli.demo_checks import Visit, transformers_tokens, visit
+from vllm_module.cli.demo_checks import Visit, llm_tokens, transformers_tokens, visit
 from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import CommandError, printable, size
 from vllm_module.cli.rank_plan import RankPlan, Read, fold_reads, plan_rank
@@ -128,22 +128,22 @@ def load_sizes(story: Story, source: ModelSource, sizes: list[int], prompt: Prom
 
 def compare_texts(story: Story, source: ModelSource, visits: list[Visit], prompt: Prompt) -> None:
     """Show what was generated and that every size, and transformers, gave the same."""
-    first = visits[0]
     story.title("Generate, greedily" + (f', from "{prompt.text}"' if prompt.text else ""))
-    text = prompt.show(first.tokens)
+    tokens = llm_tokens(source.folder, prompt.ids, prompt.most)
+    text = prompt.show(tokens)
     story.quote(text)
     if prompt.expected is not None and text != prompt.expected:
         raise CommandError("the model was taught another text than it generated")
-    for other in visits[1:]:
-        _same(prompt, first.tokens, other.tokens, f"tensor-parallel size {other.tp_size}")
+    for each in visits[1:]:
+        _same(prompt, tokens, each.tokens, f"tensor-parallel size {each.tp_size}")
     sizes = _listed([each.tp_size for each in visits])
-    story.ok(f"the same {len(first.tokens)} tokens at size {sizes}")
+    story.ok(f"the same {len(tokens)} tokens at size {sizes}")
     theirs = transformers_tokens(source.folder, prompt.ids, prompt.most, prompt.stops)
     if theirs is None:
         story.line("pip install vllm-module[demo] adds the comparison with transformers")
         return
-    version, tokens = theirs
-    _same(prompt, first.tokens, tokens, f"transformers {version}")
+    version, other = theirs
+    _same(prompt, tokens, other, f"transformers {version}")
     story.ok(f"the same from transformers {version}, loading the same folder")
 
 

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import time
+from dataclasses import dataclass, field
 from typing import Annotated
 
-import torch
-import torch.distributed as dist
 import typer
 
-from vllm_module.cli.generation import Completion, Job
 from vllm_module.cli.options import (
     DeviceOption,
     DType,
@@ -17,22 +16,29 @@ from vllm_module.cli.options import (
     SizeOption,
     Source,
     UsageError,
-    model_config,
-    torch_device,
 )
-from vllm_module.cli.output import print_json
-from vllm_module.cli.ranks import (
-    TIMEOUT,
-    TimeoutOption,
-    find_alike,
-    is_first_rank,
-    on_every_rank,
-    process_group,
-    rank_device,
-    tensor_parallel_size,
-    under_torchrun,
+from vllm_module.cli.output import console, print_json, printable
+from vllm_module.cli.ranks import TIMEOUT, TimeoutOption
+from vllm_module.cli.serving import (
+    CacheDType,
+    CacheDTypeOption,
+    LengthOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    built_as,
+    check_text,
+    sampling,
+    serving,
 )
-from vllm_module.distributed import run_ranks
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.llm import LLM
+from vllm_module.runtime.outputs import request_output
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sequence import Request
+from vllm_module.weights import resolve
 
 
 def generate(
@@ -50,74 +56,128 @@ def generate(
         int,
         typer.Option("--max-new-tokens", min=1, metavar="K", help="Most tokens for each prompt."),
     ] = 64,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
     dtype: DTypeOption = DType.auto,
     quantization: QuantizationOption = None,
+    kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
+    max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
     """Go on from prompts, printing text as it comes.
 
-    Decoding is greedy. The ranks run in threads of this process; under torchrun, each process
-    is one. Several prompts make one batch, each printed when it is done. Token ids in give
-    token ids out.
+    Decoding is greedy unless there is a temperature. With --tp, each rank is a process; under
+    torchrun, its processes are the ranks. Several prompts make one batch, each printed when it is
+    done. Token ids in give token ids out. Exit code 1 if a prompt is refused; the others go on.
 
-    JSON keys: checkpoint; dtype; device; tensor_parallel_size; simulated; seconds (without
-    loading); completions, one a prompt (prompt or null, prompt_ids, text or null, ids, stopped:
-    whether a stop token ended it).
+    JSON keys: checkpoint; dtype; device; tensor_parallel_size; seconds (without loading);
+    completions, one a prompt (prompt or null, prompt_ids, text or null, ids, stopped: whether a
+    stop token or text ended it, error or null).
     """
     if bool(prompts) == bool(prompt_ids):
         raise UsageError("give --prompt or --prompt-ids, one of the two")
-    completions = [Completion(_check_text(text), []) for text in prompts or ()]
+    completions = [Completion(check_text(text, "--prompt"), []) for text in prompts or ()]
     completions += [Completion(None, _parse_ids(ids)) for ids in prompt_ids or ()]
-    tp_size = tensor_parallel_size(tp)
-    target = rank_device(torch_device(device))
-    asked = model_config(source, dtype, quantization)
-    quiet = as_json or not is_first_rank()
-    if under_torchrun():
-        with process_group(target):
-            find_alike(asked, timeout)
-
-            def prepare() -> Job:
-                return Job.prepare(asked, completions, max_new_tokens, quiet)
-
-            job = _run_own_rank(prepare, target, timeout)
-    else:
-        job = Job.prepare(asked, completions, max_new_tokens, quiet)
-        run_ranks(tp_size, lambda rank: job.run(job.begin(target, rank), printing=rank == 0))
-    if as_json and is_first_rank():
-        print_json(
-            {
-                "checkpoint": str(job.found.folder),
-                "dtype": job.found.dtype,
-                "device": target,
-                "tensor_parallel_size": tp_size,
-                "simulated": not under_torchrun(),
-                "seconds": job.seconds,
-                "completions": completions,
-            }
-        )
-
-
-def _run_own_rank(prepare: Callable[[], Job], device: torch.device, timeout: float) -> Job:
-    begun = []
-
-    def begin() -> None:
-        job = prepare()
-        begun.append((job, job.begin(device, dist.get_rank())))
-
-    on_every_rank(begin, timeout)
-    job, steps = begun[0]
-    job.run(steps, printing=True)
-    return job
+    params = sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        max_tokens=max_new_tokens,
+    )
+    cache = kv_cache_dtype.value
+    with serving(
+        source, dtype, quantization, device, tp, timeout, max_model_len, kv_cache_dtype=cache
+    ) as llm:
+        for completion in completions if prompts else ():
+            if llm.tokenizer is None:
+                raise CheckpointFormatError(
+                    f"{source} has no tokenizer.json, so text cannot be encoded: give token ids "
+                    "by --prompt-ids, or save the tokenizer beside the weights"
+                )
+            completion.prompt_ids = llm.tokenizer.encode(completion.prompt or "")
+        start = time.perf_counter()
+        _run(llm, completions, params, quiet=as_json)
+        seconds = time.perf_counter() - start
+        if as_json:
+            its_dtype, its_device = built_as(llm)
+            print_json(
+                {
+                    "checkpoint": str(resolve(source, None)),
+                    "dtype": its_dtype,
+                    "device": its_device,
+                    "tensor_parallel_size": llm.executor.size,
+                    "seconds": seconds,
+                    "completions": completions,
+                }
+            )
+    if any(completion.error for completion in completions):
+        raise typer.Exit(1)
 
 
-def _check_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes of the shell that are no text in its encoding
-        raise typer.BadParameter(f"{text!a} is no text", param_hint="--prompt") from None
-    return text
+@dataclass
+class Completion:
+    """A prompt and what came of it so far; ``text`` stays None where token ids were given."""
+
+    prompt: str | None
+    prompt_ids: list[int]
+    text: str | None = None
+    ids: list[int] = field(default_factory=list)
+    stopped: bool = False
+    error: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The text, or token ids."""
+        return ",".join(map(str, self.ids)) if self.prompt is None else self.text or ""
+
+    def take(self, request: Request) -> None:
+        """Take over what there is of its request."""
+        output = request_output(request)
+        (sample,) = output.outputs
+        self.ids, self.error = sample.token_ids, output.error
+        self.text = None if self.prompt is None else sample.text
+        self.stopped = sample.finish_reason == "stop"
+
+
+def _run(llm: LLM, completions: list[Completion], params: SamplingParams, *, quiet: bool) -> None:
+    """Step until all are done; one alone is shown as it comes, of several each that is done."""
+    engine, alone, out = llm.engine, len(completions) == 1, console()
+    for index, completion in enumerate(completions):
+        try:
+            engine.add(str(index), completion.prompt_ids, params, streamed=alone)
+        except ValueError as error:
+            completion.error = str(error)
+            _refuse(index, completion, alone)
+    if alone and engine.requests and not quiet:
+        out.print(completions[0].prompt or "", style="bold", end="")
+    while engine.requests:
+        for request in engine.step():
+            index = int(request.request_id)
+            completion = completions[index]
+            before = len(completion.shown)
+            completion.take(request)
+            if completion.error:
+                _refuse(index, completion, alone)
+            elif alone and not quiet:
+                print(completion.shown[before:], end="", flush=True)
+            elif request.finished and not quiet:
+                out.print(f"[{index + 1}] ", style="dim", end="")
+                out.print(completion.prompt or "", style="bold", end="")
+                print(completion.shown, flush=True)
+    if alone and completions[0].ids and not quiet:
+        print(flush=True)
+
+
+def _refuse(index: int, completion: Completion, alone: bool) -> None:
+    which = "" if alone else f"prompt {index + 1}: "
+    print(f"error: {which}{printable(completion.error or '')}", file=sys.stderr)
 
 
 def _parse_ids(text: str) -> list[int]:

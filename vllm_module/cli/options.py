@@ -70,6 +70,8 @@ EXAMPLES = {
     "load": "Example: vllm-module load ./Qwen3-8B --tp 2 --dtype bfloat16, "
     "or with a process a rank: torchrun --nproc-per-node 2 -m vllm_module.cli load ./Qwen3-8B",
     "generate": 'Example: vllm-module generate ./Qwen3-0.6B --tp 2 --prompt "The sky is"',
+    "chat": "Example: vllm-module chat ./Qwen3-0.6B --temperature 0.7 --top-p 0.9",
+    "bench": "Example: vllm-module bench ./Qwen3-0.6B --input-len 512 --concurrency 32",
     "demo": "Example: vllm-module demo --keep ./demo-checkpoint",
 }
 

@@ -1,17 +1,36 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.kernels.copy_blocks import copy_blocks
+from vllm_module.kernels.swap_blocks import swap_blocks
+from vllm_module.layers import Attention
 from vllm_module.module import vLLMModule
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def attention_layers(model: vLLMModule) -> list[Attention]:
+    """Return the layers of ``model`` that keep keys and values."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def page_bytes(model: vLLMModule, page_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a page takes in all layers of this rank, keys and values."""
+    features = sum(2 * layer.num_kv_heads * layer.head_size for layer in attention_layers(model))
+    return features * page_size * dtype.itemsize
 
 
 class KVCache:
-    """Pages of keys and values for every attention layer of a model, handed out to sequences.
+    """The memory of keys and values, on the device and beside it; which page is whose is elsewhere.
+
+    Layers of one shape share one tensor, so that a page is copied in all of them by one launch.
 
     Args:
         model: its attention layers get their part of the cache; :meth:`close` takes it back.
-        num_pages: pages in all.
+        num_pages: pages on the device, host_pages: in host memory, for sequences that wait.
         page_size: tokens a page.
         device, dtype: of the cache.
 
@@ -24,73 +43,48 @@ class KVCache:
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        host_pages: int = 0,
     ) -> None:
-        self.page_size = page_size
-        self.device = device
-        self._layers = [module for module in model.modules() if isinstance(module, Attention)]
+        self._layers = attention_layers(model)
         if any(layer.kv_cache is not None for layer in self._layers):
             raise RuntimeError("the model's layers have a KV cache already: close that one first")
+        alike: dict[tuple[int, int], list[Attention]] = {}
         for layer in self._layers:
-            shape = (2, num_pages, page_size, layer.num_kv_heads, layer.head_size)
-            layer.kv_cache = torch.zeros(shape, device=device, dtype=dtype)
-        self._free = list(reversed(range(num_pages)))
-        self._pages: dict[int, list[int]] = {}
-        self._lengths: dict[int, int] = {}
+            alike.setdefault((layer.num_kv_heads, layer.head_size), []).append(layer)
+        self._caches, self._host_caches = [], []
+        for (heads, size), layers in alike.items():
+            shape = (len(layers), 2, num_pages, page_size, heads, size)
+            cache = torch.zeros(shape, device=device, dtype=dtype)
+            for layer, its in zip(layers, cache, strict=True):
+                layer.kv_cache = its
+            self._caches.append(cache)
+            if host_pages:
+                shape = (*shape[:2], host_pages, *shape[3:])
+                pinned = device.type == "cuda"
+                self._host_caches.append(torch.empty(shape, dtype=dtype, pin_memory=pinned))
 
     @property
-    def free_pages(self) -> int:
-        """Pages that no sequence holds."""
-        return len(self._free)
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(cache.nbytes for cache in self._caches)
 
-    def append(self, new_tokens: dict[int, int]) -> AttentionMetadata:
-        """Make room for each sequence's number of new tokens and say where they go.
-
-        Raises ``RuntimeError``, and takes no page, where fewer are free than that needs.
-        """
-        needed = {
-            sequence: -(-(self._lengths.get(sequence, 0) + count) // self.page_size)
-            - len(self._pages.get(sequence, ()))
-            for sequence, count in new_tokens.items()
-        }
-        if sum(needed.values()) > self.free_pages:
-            raise RuntimeError(
-                f"the KV cache has {self.free_pages} free pages of {self.page_size} tokens, and "
-                f"this step needs {sum(needed.values())}: free a sequence, or make the cache larger"
-            )
-        slots: list[int] = []
-        for sequence, count in new_tokens.items():
-            pages = self._pages.setdefault(sequence, [])
-            pages += [self._free.pop() for _ in range(needed[sequence])]
-            length = self._lengths.get(sequence, 0)
-            for position in range(length, length + count):
-                page, offset = divmod(position, self.page_size)
-                slots.append(pages[page] * self.page_size + offset)
-            self._lengths[sequence] = length + count
-        most = max(len(self._pages[sequence]) for sequence in new_tokens)
-        tables = [self._pages[s] + [0] * (most - len(self._pages[s])) for s in new_tokens]
-        starts = [0]
-        for count in new_tokens.values():
-            starts.append(starts[-1] + count)
-        lengths = [self._lengths[sequence] for sequence in new_tokens]
-        return AttentionMetadata(
-            slot_mapping=self._tensor(slots, torch.int64),
-            block_tables=self._tensor(tables),
-            context_lens=self._tensor(lengths),
-            query_start_loc=self._tensor(starts),
-            max_query_len=max(new_tokens.values()),
-        )
-
-    def free(self, sequence: int) -> None:
-        """Return the pages of ``sequence``."""
-        self._free += self._pages.pop(sequence, [])
-        self._lengths.pop(sequence, None)
-
-    def _tensor(
-        self, values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32
-    ) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    def move(self, swapped_out: Pairs, copied: Pairs, swapped_in: Pairs) -> None:
+        """Copy pages, pairs of from and to: out to the host, on the device, in from the host."""
+        for cache, host in zip(self._caches, self._host_caches, strict=False):
+            if swapped_out:
+                swap_blocks(cache, host, torch.tensor(swapped_out))
+        if copied:
+            # A page that is copied from, let go and taken again in one step: one after the other.
+            again = {source for source, _ in copied} & {target for _, target in copied}
+            for pairs in [[pair] for pair in copied] if again else [copied]:
+                for cache in self._caches:
+                    copy_blocks(cache, torch.tensor(pairs, device=cache.device))
+        for cache, host in zip(self._caches, self._host_caches, strict=False):
+            if swapped_in:
+                swap_blocks(host, cache, torch.tensor(swapped_in))
 
     def close(self) -> None:
         """Take the cache from the model's layers."""
         for layer in self._layers:
             layer.kv_cache = None
+        self._caches, self._host_caches = [], []

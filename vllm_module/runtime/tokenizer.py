@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,26 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointFormatError(f"{path} cannot be read: {error}") from None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, with the special tokens its template adds."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ``ids``, special tokens left out."""
-        text: str = self._tokenizer.decode(ids)
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``, special tokens left out unless they are asked for."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def continuation(
+        self, prompt: list[int], output: list[int], skip_special_tokens: bool = True
+    ) -> str:
+        """Return the text that ``output`` adds to that of ``prompt``."""
+        before = self.decode(prompt, skip_special_tokens)
+        whole = self.decode(prompt + output, skip_special_tokens)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        stream = TextStream(self, prompt, skip_special_tokens)  # a character began in the prompt
+        return "".join(map(stream.push, output)) + stream.finish()
 
 
 class TextStream:
@@ -51,18 +63,20 @@ class TextStream:
     with U+FFFD is taken for one that ends inside a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._ids = list(prompt)
         # Text depends on the tokens before it, but not on those long before it: what is decoded
         # each time starts at the piece before the last one.
         self._start, self._end = 0, len(self._ids)
-        self._shown = _whole(tokenizer.decode(self._ids))
+        self._shown = _whole(self._decode(self._ids))
 
     def push(self, token: int) -> str:
         """Return the text that ``token`` completes; empty while a character is cut in two."""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids[self._start :])
+        text = self._decode(self._ids[self._start :])
         whole = _whole(text)
         if whole != text:
             piece = self._after_shown(whole)
@@ -70,15 +84,15 @@ class TextStream:
             return piece
         piece = self._after_shown(text)
         if not text.startswith(self._shown):  # what was shown reads otherwise now: go on from here
-            piece = self._tokenizer.decode(self._ids[self._end :])
+            piece = self._decode(self._ids[self._end :])
         if piece:
             self._start, self._end = self._end, len(self._ids)
-            self._shown = self._tokenizer.decode(self._ids[self._start :])
+            self._shown = self._decode(self._ids[self._start :])
         return piece
 
     def finish(self) -> str:
         """Return what was held back: a character that stays cut."""
-        return self._after_shown(self._tokenizer.decode(self._ids[self._start :]))
+        return self._after_shown(self._decode(self._ids[self._start :]))
 
     def _after_shown(self, text: str) -> str:
         return text[len(self._shown) :] if text.startswith(self._shown) else ""

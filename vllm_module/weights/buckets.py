@@ -7,7 +7,8 @@ on together, or all of them stop after the same step and can begin the next roun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ def send_weights(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 64 << 20,
     device: torch.device | str | None = None,
+    also: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None,
 ) -> None:
     """Send ``weights`` to all other ranks of ``group``, each of which calls `receive_weights`.
 
@@ -45,6 +47,8 @@ def send_weights(
             bucket of its own.
         device: where the bucket is, on all ranks the same: by default the CPU if the group's
             backend carries its memory, else the current CUDA device.
+        also: takes what is sent, bucket by bucket, of a sender that has such a model itself:
+            ``model.update_weights``. As in the block of `receive_weights`, it must take all.
 
     It returns when every receiver has left its block well. What ``weights`` raises is raised here
     once the others know of it. With NCCL what ranks tell each other travels on the current CUDA
@@ -59,10 +63,12 @@ def send_weights(
     """
     talk = _Round(None, group, device)
     with talk.telling():
-        for coming in talk.packed(weights, bucket_bytes):
-            talk.meet(coming=coming)
-            talk.carry(coming)
-        talk.meet()  # that was all
+        sent = talk.sent(weights, bucket_bytes)
+        if also is not None:
+            also(sent)
+            if next(sent, None) is not None:
+                raise ValueError("send_weights(also=...) returned before it had taken every tensor")
+        deque(sent, maxlen=0)  # keeps no view, of a bucket that a larger one replaces
         talk.meet()  # every receiver has left its block
 
 
@@ -188,6 +194,17 @@ class _Round:
             for entry in coming.entries:
                 yield entry.name, self._place(entry)
         self.ended = True
+
+    def sent(
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], bucket_bytes: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Send bucket by bucket, and give what is in it."""
+        for coming in self.packed(weights, bucket_bytes):
+            self.meet(coming=coming)
+            self.carry(coming)
+            for entry in coming.entries:
+                yield entry.name, self._place(entry)
+        self.meet()  # that was all
 
     def packed(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], bucket_bytes: int

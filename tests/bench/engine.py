@@ -1,0 +1,181 @@
+"""The engine against transformers' generate: the same model, prompts and tokens, in one run.
+
+    python tests/bench/engine.py [--out tests/bench/results/engine.json] [--layers 8]
+
+Refuses to print a number unless both give the same tokens. Also measures what a step of 64
+sequences costs without the model: scheduling, laying out, choosing tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from checkpoints import plausible, write_qwen3
+from transformers import AutoModelForCausalLM
+
+from vllm_module import LLM, SamplingParams
+from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.scheduler import Scheduler
+
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "torch_dtype": "float32",
+}
+ROUNDS = 3
+ALIKE = 0.9  # of the requests, all tokens: in float32 a near tie may fall either way
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+@torch.inference_mode()
+def theirs(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Generate by transformers: one batch, padded on the left, with a static cache."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        cache_implementation="static",
+        disable_compile=True,
+        pad_token_id=0,
+    )
+    return output[:, longest:].tolist()
+
+
+def ours(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def compare(
+    llm: LLM, model: Any, prompts: list[list[int]], count: int
+) -> dict[str, float | int | list[float]]:
+    """Time both in turns and return medians, after checking that they give the same tokens."""
+    expected, got = theirs(model, prompts, count), ours(llm, prompts, count)
+    alike = sum(a == b for a, b in zip(expected, got, strict=True)) / len(prompts)
+    first = sum(a[:4] == b[:4] for a, b in zip(expected, got, strict=True)) / len(prompts)
+    if alike < ALIKE or first < 1:
+        raise SystemExit(f"only {alike:.0%} of the requests give the same tokens: no figures")
+    seconds: dict[str, list[float]] = {"ours": [], "transformers": []}
+    for _ in range(ROUNDS):
+        llm.engine.scheduler.forget()  # no prompt is there already
+        seconds["ours"].append(timed(lambda: ours(llm, prompts, count))[0])
+        seconds["transformers"].append(timed(lambda: theirs(model, prompts, count))[0])
+    tokens = len(prompts) * count
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    return {
+        "requests": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": tokens,
+        "same_tokens": alike,
+        "tokens_per_second": tokens / medians["ours"],
+        "transformers_tokens_per_second": tokens / medians["transformers"],
+        "ratio": medians["transformers"] / medians["ours"],
+        "seconds": seconds["ours"],
+        "transformers_seconds": seconds["transformers"],
+    }
+
+
+def overhead(sequences: int, vocab: int) -> dict[str, float]:
+    """Return microseconds a step without a model: its logits are there already."""
+    logits = torch.randn(sequences, vocab)
+    runner = ModelRunner(_Nothing(logits), torch.device("cpu"))  # type: ignore[arg-type]
+
+    def execute(inputs: StepInputs) -> torch.Tensor:
+        return runner.run(inputs)
+
+    scheduler = Scheduler(PagePool(20 * sequences, 16), PagePool(0, 16), sequences, 1 << 20)
+    engine = Engine(execute, scheduler, vocab, 4096)
+    for index in range(sequences):
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        engine.add(str(index), [index % 7] * (50 + index), params)
+    for _ in range(10):
+        engine.step()
+    steps = [timed(engine.step)[0] for _ in range(180)]
+    return {"median": statistics.median(steps) * 1e6, "least": min(steps) * 1e6}
+
+
+class _Nothing:
+    """A model that takes no time: its logits are the same every time."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def __call__(self, ids: torch.Tensor, *_: Any) -> torch.Tensor:
+        return ids
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits[: len(hidden)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    arguments = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    generator = random.Random(0)
+
+    def prompt() -> list[int]:
+        return [generator.randrange(2, 32000) for _ in range(generator.randrange(8, 257))]
+
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        shape = SHAPE | {"num_hidden_layers": arguments.layers}
+        folder = write_qwen3(Path(name), values=plausible, **shape)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=64) as llm:
+            for count in (1, 32):
+                prompts = [prompt() for _ in range(count)]
+                result = compare(llm, model, prompts, arguments.new_tokens)
+                results[f"{count} requests"] = result
+                print(
+                    f"{count:3} requests: {result['tokens_per_second']:.0f} tokens/s, "
+                    f"{result['ratio']:.2f} times transformers' {result['same_tokens']:.0%} alike"
+                )
+    for vocab in (1000, 32000, 151936):
+        figures = overhead(64, vocab)
+        results[f"overhead of a step of 64, vocabulary {vocab}"] = figures
+        print(f"a step of 64 without the model, vocabulary {vocab}: {figures['median']:.0f} µs")
+    if arguments.out:
+        about = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "shape": shape,
+        }
+        arguments.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_module import LLM, SamplingParams
+from vllm_module.cli import chat_command
+
+Run = Callable[..., Any]
+Say = Callable[..., Any]
+MOST = 6
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+class Terminal(io.StringIO):
+    """Standard input that takes itself for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def talking(with_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Add a chat template."""
+    path = tmp_path_factory.mktemp("talking")
+    shutil.copytree(with_text, path, dirs_exist_ok=True)
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def answers(talking: Path) -> Callable[..., str]:
+    """Give a function that answers messages of both sides, the first of them the user's."""
+    llm = LLM(str(talking), kv_cache_memory_bytes=1 << 20, device="cpu")
+
+    def answer(*contents: str, system: str | None = None) -> str:
+        roles = ("user", "assistant") * len(contents)
+        said: Any = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+        if system is not None:
+            said = [{"role": "system", "content": system}, *said]
+        (output,) = llm.chat(said, SamplingParams(temperature=0, max_tokens=MOST), use_tqdm=False)
+        return output.outputs[0].text
+
+    return answer
+
+
+@pytest.fixture
+def say(run: Run, talking: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Say lines to the model."""
+
+    def call(*lines: str, options: tuple[Any, ...] = (), kind: type[io.StringIO] = io.StringIO):
+        monkeypatch.setattr("sys.stdin", kind("".join(f"{line}\n" for line in lines)))
+        return run("chat", talking, "--max-new-tokens", MOST, "--device", "cpu", *options)
+
+    return call
+
+
+def test_a_conversation_goes_on(say: Say, answers: Callable[..., str]) -> None:
+    """Each answer is to all that was said before it; /reset forgets, /exit leaves, as the end."""
+    first = answers("hi")
+    second = answers("hi", first, "tree?")
+    fresh = answers("tree?")
+    assert second != fresh
+    result = say("hi", "", "tree?", "/reset", "tree?")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == f"{first}\n{second}\n{fresh}\n"
+    assert say("hi", "/exit", "tree?").out == f"{first}\n"
+    told = say("hi", "/reset", "hi", options=("--system", "x"))
+    assert told.out == 2 * f"{answers('hi', system='x')}\n"
+
+
+def test_a_terminal_is_prompted(say: Say, answers: Callable[..., str]) -> None:
+    """A prompt for each message, and a new line when it is left."""
+    assert say("hi", kind=Terminal).out == f"> {answers('hi')}\n> \n"
+
+
+def test_a_message_that_is_refused_is_as_if_not_said(say: Say, answers: Callable[..., str]) -> None:
+    """The refusal says why, the conversation goes on without it, and the exit code tells."""
+    result = say("hi", "x" * 80, "tree?")
+    first = answers("hi")
+    assert result.out == f"{first}\n{answers('hi', first, 'tree?')}\n"
+    assert result.err.startswith("error: the prompt has ")
+    assert "a sequence has at most 64" in result.err
+    assert result.code == 1
+    assert say("x" * 80, kind=Terminal).code == 0
+
+
+def test_ctrl_c_stops_an_answer_and_no_more(
+    say: Say, answers: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came of the answer stays in the conversation, and the next message is answered."""
+    first = answers("hi")
+    pieces: list[str] = []
+
+    def interrupted(*values: object, end: str = "\n", flush: bool = False) -> None:
+        pieces.append("".join(map(str, values)) + end)
+        if len(pieces) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(chat_command, "print", interrupted, raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    assert say("hi", "tree?").code == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    stopped, answer, _ = "".join(pieces).split("\n")
+    assert first.startswith(stopped)
+    assert stopped != first
+    assert answer == answers("hi", stopped, "tree?")
+
+
+def test_ctrl_c_at_the_prompt_leaves(say: Say, answers: Callable[..., str]) -> None:
+    """With a new line and no message."""
+
+    class Interrupted(Terminal):
+        def readline(self, *_: Any) -> str:
+            raise KeyboardInterrupt
+
+    result = say(kind=Interrupted)
+    assert (result.code, result.out, result.err) == (0, "> \n", "")
+
+
+def test_a_second_ctrl_c_ends_all_of_it(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a step hangs, the first one would not be noticed."""
+
+    def hangs(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("vllm_module.runtime.engine.Engine.step", hangs)
+    result = say("hi")
+    assert (result.code, result.err) == (130, "\nerror: interrupted\n")
+
+
+def test_a_checkpoint_without_a_template_is_refused(run: Run, with_text: Path) -> None:
+    """By what it lacks, before its weights are read."""
+    result = run("chat", with_text)
+    assert (result.code, result.out) == (1, "")
+    assert "has no chat template" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--system", "a\udcff"], r"'a\udcff' is no text"),
+        (["--top-p", "0"], "for --top-p: Input"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+    ],
+)
+def test_wrong_usage(run: Run, with_text: Path, options: list[str], message: str) -> None:
+    """Exit code 2, what is wrong, and where to read on."""
+    result = run("chat", with_text, *options)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert result.err.endswith("Try: vllm-module chat --help\n")

@@ -1,0 +1,380 @@
+"""The engine over a model of numbers: what comes next depends on what is really on the pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.model_runner import StepInputs
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.sequence import Request
+
+VOCAB = 50
+
+
+def following(tokens: list[int]) -> int:
+    """Return what the model of numbers says after these tokens."""
+    return hash(tuple(tokens)) % VOCAB
+
+
+@dataclass
+class Pages:
+    """Stands for a model and its cache: keys and values are the tokens themselves."""
+
+    size: int
+    window: int | None = None
+    device: dict[int, list[int | None]] = field(default_factory=dict)
+    host: dict[int, list[int | None]] = field(default_factory=dict)
+    steps: list[StepInputs] = field(default_factory=list)
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        self.steps.append(inputs)
+        for source, target in inputs.swapped_out:
+            self.host[target] = list(self.device[source])
+        for source, target in inputs.copied:
+            self.device[target] = list(self.device[source])
+        for source, target in inputs.swapped_in:
+            self.device[target] = list(self.host[source])
+        assert len(set(inputs.slots)) == len(inputs.slots), "two tokens share a slot"
+        for token, slot in zip(inputs.input_ids, inputs.slots, strict=True):
+            page = self.device.setdefault(slot // self.size, [None] * self.size)
+            page[slot % self.size] = token
+        logits = torch.zeros(len(inputs.input_ids), VOCAB)
+        for table, context, begin, end in zip(
+            inputs.tables, inputs.contexts, inputs.starts, inputs.starts[1:], strict=False
+        ):
+            for row in range(begin, end):
+                position = inputs.positions[row]
+                assert position == context - (end - row)
+                seen = range(position + 1)
+                if self.window is not None:
+                    seen = seen[-self.window :]
+                content = [self.device[table[p // self.size]][p % self.size] for p in seen]
+                assert None not in content
+                logits[row, following([token for token in content if token is not None])] = 1.0
+        return logits[inputs.rows]
+
+
+def expected(prompt: list[int], count: int, window: int | None = None) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(following(tokens if window is None else tokens[-window:]))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Setup:
+    """An engine over a model of numbers, small enough for everything to run out."""
+
+    num_pages: int
+    size: int = 4
+    host_pages: int = 0
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 16
+    prefix_caching: bool = True
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        self.pool = PagePool(self.num_pages, self.size)
+        self.host = PagePool(self.host_pages, self.size)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.host,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.prefix_caching,
+            self.window,
+        )
+        self.pages = Pages(self.size, self.window)
+        self.engine = Engine(self.pages, self.scheduler, VOCAB, max_model_len=1000)
+
+    def run(self, most: int = 5000) -> None:
+        for _ in range(most):
+            if not self.engine.requests:
+                break
+            self.engine.step()
+        assert not self.engine.requests, "requests are never done"
+        self.assert_all_free()
+
+    def assert_all_free(self) -> None:
+        """No page is held by anyone, and nobody waits."""
+        assert self.pool.free_pages == self.num_pages
+        assert self.host.free_pages == self.host_pages
+        assert not any(self.pool.holders(page) for page in range(self.num_pages))
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+
+
+def greedy(count: int, **params: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, **params)
+
+
+# Prompts of few different tokens, so that many begin alike.
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+schedules = st.lists(
+    st.tuples(prompts, st.integers(1, 12), st.integers(0, 4), st.sampled_from([1, 1, 1, 3])),
+    min_size=1,
+    max_size=10,
+)
+setups = st.builds(
+    Setup,
+    num_pages=st.integers(14, 40),
+    size=st.sampled_from([3, 4]),
+    host_pages=st.sampled_from([0, 5, 40]),
+    max_num_seqs=st.integers(3, 8),
+    max_num_batched_tokens=st.sampled_from([1, 5, 16, 100]),
+    prefix_caching=st.booleans(),
+    window=st.sampled_from([None, None, 1, 6]),
+)
+
+
+@given(setups, schedules)
+@settings(max_examples=300)
+def test_whatever_the_schedule_tokens_are_those_of_a_sequence_alone(
+    setup: Setup, schedule: list[tuple[list[int], int, int, int]]
+) -> None:
+    """Arrivals, chunks, page sizes, preemption, swapping, prefixes and samples change no token."""
+    asked = []
+    for index, (prompt, count, steps, n) in enumerate(schedule):
+        params = greedy(count, n=n, prompt_logprobs=0 if index % 3 == 1 else None)
+        request = setup.engine.add(str(index), prompt, params)
+        asked.append((request, expected(prompt, count, setup.window)))
+        for _ in range(steps):
+            setup.engine.step()
+    setup.run()
+    for request, tokens in asked:
+        assert [sequence.output for sequence in request.sequences] == [tokens] * request.params.n
+        assert {sequence.finish_reason for sequence in request.sequences} == {"length"}
+        if request.params.prompt_logprobs is not None:
+            assert_prompt_is_judged(request, setup.window)
+
+
+def assert_prompt_is_judged(request: Request, window: int | None) -> None:
+    """The prompt's tokens have the logprobs that the model of numbers gives them."""
+    prompt, judged = request.prompt_token_ids, request.prompt_logprobs
+    assert judged is not None
+    assert len(judged) == len(prompt)
+    likely = torch.tensor([1.0] + [0.0] * (VOCAB - 1)).log_softmax(0)
+    for position, entry in enumerate(judged[1:], start=1):
+        seen = prompt[:position] if window is None else prompt[:position][-window:]
+        wanted = likely[0] if following(seen) == prompt[position] else likely[1]
+        assert entry is not None
+        assert entry[prompt[position]].logprob == pytest.approx(float(wanted))
+
+
+@given(setups, schedules, st.data())
+@settings(max_examples=150)
+def test_requests_that_are_aborted_leave_nothing_and_change_nobody(
+    setup: Setup, schedule: list[tuple[list[int], int, int, int]], data: st.DataObject
+) -> None:
+    """Whenever requests are aborted, the others get their tokens and every page comes back."""
+    asked = []
+    for index, (prompt, count, steps, n) in enumerate(schedule):
+        asked.append((setup.engine.add(str(index), prompt, greedy(count, n=n)), prompt, count))
+        for _ in range(steps):
+            setup.engine.step()
+        gone = data.draw(st.sets(st.integers(0, index), max_size=2))
+        for number in gone:
+            setup.engine.abort(str(number))
+    setup.run()
+    for request, prompt, count in asked:
+        tokens = expected(prompt, count, setup.window)
+        for sequence in request.sequences:
+            if sequence.finish_reason == "length":
+                assert sequence.output == tokens
+            else:
+                assert sequence.finish_reason == "abort"
+                assert sequence.output == tokens[: len(sequence.output)]
+
+
+def test_pages_run_out_and_the_first_goes_on() -> None:
+    """Where pages run out, those that came last start over, and the first never does."""
+    setup = Setup(num_pages=8, prefix_caching=False)
+    for index in range(4):
+        setup.engine.add(str(index), [index] * 7, greedy(16))
+    first = setup.engine.requests["0"].sequences[0]
+    computed = 0
+    while first.finish_reason is None:
+        setup.engine.step()
+        assert first.finish_reason or first.computed > computed
+        computed = first.computed
+    assert setup.scheduler.preemptions > 0
+    setup.run()
+
+
+def test_swapped_sequences_do_not_start_over() -> None:
+    """With room in host memory, no token is computed twice."""
+    setup = Setup(num_pages=8, host_pages=20, prefix_caching=False, max_num_batched_tokens=100)
+    for index in range(4):
+        setup.engine.add(str(index), [index] * 7, greedy(16))
+    setup.run()
+    assert setup.scheduler.preemptions > 0
+    assert sum(len(step.input_ids) for step in setup.pages.steps) == 4 * (7 + 16 - 1)
+
+
+def test_a_prompt_that_begins_like_another_is_not_computed_again() -> None:
+    """Whole pages of a prompt that came before are shared, also after its request has ended."""
+    setup = Setup(num_pages=40, max_num_batched_tokens=100)
+    long = [1, 2] * 10
+    setup.engine.add("first", long, greedy(4))
+    setup.run()
+    before = sum(len(step.input_ids) for step in setup.pages.steps)
+    request = setup.engine.add("second", [*long, 0, 1], greedy(4))
+    setup.run()
+    assert sum(len(step.input_ids) for step in setup.pages.steps) - before == 2 + 3
+    assert request.sequences[0].output == expected([*long, 0, 1], 4)
+
+
+def test_samples_share_the_pages_of_their_prompt() -> None:
+    """Of n samples, the prompt is computed once and held once, and the page they part on copied."""
+    setup = Setup(num_pages=40, max_num_batched_tokens=100)
+    setup.engine.add("one", [1] * 10, greedy(5, n=4))
+    setup.engine.step()
+    setup.engine.step()
+    assert sum(len(step.input_ids) for step in setup.pages.steps) == 10 + 4
+    assert setup.num_pages - setup.pool.free_pages == 2 + 4
+    assert len(setup.pages.steps[1].copied) == 3
+    setup.run()
+
+
+def test_samples_part_where_no_page_is_free() -> None:
+    """Where samples have no page to part on, the last of them gives way, and all get there."""
+    setup = Setup(num_pages=4, max_num_batched_tokens=100)
+    request = setup.engine.add("full", [1] * 14, greedy(2, n=3))
+    setup.run()
+    assert [s.output for s in request.sequences] == [expected([1] * 14, 2)] * 3
+    assert setup.scheduler.preemptions > 0
+
+
+def test_pages_that_are_found_free_are_not_counted_twice() -> None:
+    """A prompt is let in only with pages for what it does not find, besides those that it finds."""
+    setup = Setup(num_pages=6, max_num_batched_tokens=100)
+    setup.engine.add("first", [1] * 8, greedy(1))
+    setup.run()
+    setup.engine.add("holds", [2] * 9, greedy(3))
+    setup.engine.step()
+    later = setup.engine.add("later", [1] * 16, greedy(1))
+    while setup.engine.requests:
+        setup.engine.step()
+    assert later.sequences[0].output == expected([1] * 16, 1)
+
+
+def test_turns_go_by_arrival_also_after_a_preemption() -> None:
+    """Who came first is served first, whoever was preempted meanwhile."""
+    setup = Setup(num_pages=9, prefix_caching=False)
+    requests = [setup.engine.add(str(index), [index] * 9, greedy(8)) for index in range(4)]
+    order: list[str] = []
+    while setup.engine.requests:
+        setup.engine.step()
+        turns = [sequence.request.arrival for sequence in setup.scheduler.running]
+        assert turns == sorted(turns)
+        order += [r.request_id for r in requests if r.finished and r.request_id not in order]
+    assert order == ["0", "1", "2", "3"]
+
+
+def test_a_window_gives_pages_back() -> None:
+    """Where no layer sees further back, a sequence holds no more pages than its window needs."""
+    setup = Setup(num_pages=60, window=8, max_num_batched_tokens=100)
+    request = setup.engine.add("long", [1] * 5, greedy(150))
+    while setup.engine.requests:
+        setup.engine.step()
+        held = setup.num_pages - setup.pool.free_pages
+        assert held <= 8 // 4 + 2
+    assert request.sequences[0].output == expected([1] * 5, 150, window=8)
+
+
+def test_chunks_leave_room_for_those_that_decode() -> None:
+    """While a long prompt is computed in chunks, sequences that were there get a token a step."""
+    setup = Setup(num_pages=60, max_num_batched_tokens=8)
+    short = setup.engine.add("short", [1], greedy(20))
+    setup.engine.step()
+    setup.engine.add("long", [2] * 40, greedy(1))
+    for step in range(5):
+        setup.engine.step()
+        assert len(short.sequences[0].output) == step + 2
+        assert len(setup.pages.steps[-1].input_ids) == 8
+    setup.run()
+
+
+def test_a_sequence_that_fills_the_cache_ends_there() -> None:
+    """A sequence alone grows to all of the cache, and then ends for its length."""
+    setup = Setup(num_pages=4)
+    request = setup.engine.add("big", [1] * 6, greedy(100))
+    setup.run()
+    (sequence,) = request.sequences
+    assert (len(sequence.tokens), sequence.finish_reason) == (16, "length")
+
+
+def test_a_step_that_fails_ends_everything_with_its_reason() -> None:
+    """What a step raises is every request's error, and the reason why no more are taken."""
+    setup = Setup(num_pages=20)
+    requests = [setup.engine.add(str(index), [1, 2], greedy(5)) for index in range(3)]
+
+    def broken(inputs: StepInputs) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    setup.engine.step()
+    setup.engine.execute = broken
+    with pytest.raises(RuntimeError, match="out of luck"):
+        setup.engine.step()
+    for request in requests:
+        assert request.error == "a step failed: RuntimeError: out of luck"
+        assert request.sequences[0].finish_reason == "error"
+        assert len(request.sequences[0].output) == 1
+    setup.assert_all_free()
+    with pytest.raises(ValueError, match=r"takes no more requests: .*out of luck"):
+        setup.engine.add("late", [1], greedy(1))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], greedy(1), "the prompt has no tokens"),
+        ([1] * 80, greedy(1), "80 tokens, and with one more the cache has room for at most 80"),
+        ([VOCAB], greedy(1), "token 50 is outside of the vocabulary of 50"),
+        ([-1], greedy(1), "token -1 is outside"),
+        ([1], greedy(1, logit_bias={VOCAB: 1.0}), "token 50 is outside"),
+        ([1], greedy(1, stop_token_ids=[99]), "token 99 is outside"),
+        ([1], greedy(1, n=9), "n=9 samples are more than the 8"),
+        ([1], greedy(1, stop="x"), "stop strings need a tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_and_the_others_go_on(prompt, params, message) -> None:
+    """A request that is refused takes nothing, and changes nothing for the others."""
+    setup = Setup(num_pages=20)
+    good = setup.engine.add("good", [1, 2], greedy(3))
+    with pytest.raises(ValueError, match=message):
+        setup.engine.add("bad", prompt, params)
+    with pytest.raises(ValueError, match="'good' is there already"):
+        setup.engine.add("good", [1], greedy(1))
+    setup.run()
+    assert good.sequences[0].output == expected([1, 2], 3)
+
+
+def test_a_soak_of_ten_thousand_requests_holds_memory_flat() -> None:
+    """After ten thousand requests, many of them cancelled, nothing is kept but the pages."""
+    setup = Setup(num_pages=30, host_pages=6)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    for index in range(10_000):
+        prompt = [draw(3) for _ in range(1 + draw(12))]
+        setup.engine.add(str(index), prompt, greedy(1 + draw(4), n=1 + draw(2)))
+        if draw(4) == 0:
+            setup.engine.abort(str(index - draw(5)))
+        while len(setup.engine.requests) > 12:
+            setup.engine.step()
+        setup.pages.steps.clear()
+    setup.run()
+    assert len(setup.pool._remembered) == len(setup.pool._keys) <= setup.num_pages
+    assert setup.engine.requests == {}

@@ -1,0 +1,472 @@
+"""The ranks of an engine do the same, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module.config import EngineConfig
+from vllm_module.errors import (
+    CheckpointFormatError,
+    ModelNotReadyError,
+    RankError,
+    UnexpectedWeightError,
+)
+from vllm_module.runtime.executor import Executor
+from vllm_module.runtime.model_runner import StepInputs
+from vllm_module.testing import write_checkpoint
+
+HERE = Path(__file__).parent
+MARGIN = 3.0  # seconds of a machine that does something else meanwhile
+PAGE = 16
+FOLLOWING = runpy.run_path(str(HERE / "following.py"))
+TORCHRUN = runpy.run_path(str(HERE.parent / "support.py"))["torchrun"]
+Weights = dict[str, torch.Tensor]
+CONFIG = AutoConfig.for_model(
+    "qwen3",
+    architectures=["Qwen3ForCausalLM"],
+    vocab_size=130,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=12,
+    num_key_value_heads=6,
+    head_dim=16,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
+
+
+def weights(seed: int) -> Weights:
+    torch.manual_seed(seed)
+    state: Weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
+    return {name: tensor * (1 if "norm" in name else 8) for name, tensor in state.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(
+        tmp_path_factory.mktemp("executor") / "checkpoint", weights(0), config=CONFIG.to_dict()
+    )
+
+
+def executor(folder: Path, size: int, **config: Any) -> Executor:
+    return Executor(
+        ModelConfig(model=str(folder)),
+        LoadConfig(),
+        DeviceConfig(device="cpu"),
+        EngineConfig(tensor_parallel_size=size, **{"kv_cache_memory_bytes": 1 << 23, **config}),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[Executor]:
+    made = executor(folder, 1)
+    made.start(256)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[list[Executor]]:
+    """At most one engine with processes, which is what a process can have."""
+    engines: list[Executor] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def shared(kept: list[Executor], folder: Path) -> Executor:
+    """Two ranks, for tests that leave them well and with the checkpoint's weights."""
+    if not kept:
+        kept.append(executor(folder, 2))
+        kept[0].start(256)
+    return kept[0]
+
+
+@pytest.fixture
+def own(kept: list[Executor], folder: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
+    """As many ranks as a test asks for, which ends them."""
+    while kept:
+        kept.pop().close()
+    made = executor(folder, request.param)
+    made.start(64)
+    yield made
+    made.close()
+
+
+def step(lengths: list[int], counts: list[int]) -> StepInputs:
+    """Compute the last ``counts`` tokens of sequences of ``lengths``, each on its own pages."""
+    inputs = StepInputs([], [], [], [], lengths, [0], [], max(counts), [], [], [])
+    page = 0
+    for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = list(range(page, page + -(-length // PAGE)))
+        page += 16
+        places = range(length - count, length)
+        inputs.input_ids += [(7 * place + index) % 130 for place in places]
+        inputs.positions += places
+        inputs.slots += [pages[place // PAGE] * PAGE + place % PAGE for place in places]
+        inputs.tables.append(pages)
+        inputs.starts.append(len(inputs.input_ids))
+        inputs.rows.append(len(inputs.input_ids) - 1)
+    return inputs
+
+
+PREFILL = step([3, 16, 33], [3, 16, 33])
+
+
+def logits(made: Executor) -> torch.Tensor:
+    return made.run(PREFILL).clone()
+
+
+def wait_until_gone(pids: list[int], patience: float) -> None:
+    end = time.monotonic() + patience
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < end, f"{alive} are still there"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        # Who reaps an orphan is not ours to say: a zombie has ended.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def workers() -> list[int]:
+    return [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+
+
+def test_two_ranks_compute_what_one_computes(alone: Executor, shared: Executor) -> None:
+    """Logits of prompts, of their chunks and of the tokens after them do not depend on the size."""
+    assert (shared.rank, shared.size) == (0, 2)
+    for inputs in (
+        PREFILL,
+        step([4, 17, 34], [1, 1, 1]),
+        step([5, 40, 35, 7], [1, 23, 1, 7]),
+        step([6, 41, 36, 8], [1, 1, 1, 1]),
+    ):
+        expected = alone.run(inputs)
+        assert expected.abs().max() > 0.5
+        torch.testing.assert_close(shared.run(inputs), expected, rtol=0, atol=1e-4)
+
+
+def test_pages_are_as_many_as_fit_and_can_be_used(shared: Executor, folder: Path) -> None:
+    """No more than all sequences fill; a rank holds its own heads only; none is refused."""
+    page = 2 * 2 * 6 * 16 * PAGE * 4  # layers, keys and values, heads, features, tokens, bytes
+    assert shared.worker.page_bytes == page // 2
+    config = {"kv_cache_memory_bytes": 9 * page, "swap_space": 2 * page / 2**30}
+    for most, length, expected in ((2, 60, (8, 2)), (2, 100, (9, 2)), (1, 16, (1, 1))):
+        made = executor(folder, 1, max_num_seqs=most, **config)
+        assert made.start(length) == expected
+        made.close()
+    refused = executor(folder, 1, kv_cache_memory_bytes=page - 1)
+    with pytest.raises(ValueError, match=f"page of 16 tokens, which takes {page} bytes: raise"):
+        refused.start(100)
+
+
+@pytest.mark.parametrize(("length", "messages"), [(1, 1), (250, 1), (5000, 2)])
+def test_a_step_is_told_in_one_message(
+    shared: Executor, monkeypatch: pytest.MonkeyPatch, length: int, messages: int
+) -> None:
+    """One broadcast is all that a step takes, and two where it is a large one."""
+    count, broadcast = 0, dist.broadcast
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        return broadcast(*arguments, **keywords)
+
+    monkeypatch.setattr(dist, "broadcast", counted)
+    sequences = -(-length // 256)
+    shared.run(step([length // sequences] * sequences, [length // sequences] * sequences))
+    assert count == messages
+
+
+@pytest.mark.parametrize("source", [dict, lambda pairs: iter(pairs.items())])
+def test_an_update_reaches_all_ranks(
+    shared: Executor, folder: Path, tmp_path: Path, source: Callable[[Weights], Any]
+) -> None:
+    """New weights, or some of them, give the logits of a fresh load of what was sent."""
+    before, new = logits(shared), weights(1)
+    shared.update_weights(source(new))
+    fresh = executor(write_checkpoint(tmp_path, new, config=CONFIG.to_dict()), 1)
+    fresh.start(256)
+    torch.testing.assert_close(logits(shared), logits(fresh), rtol=0, atol=1e-4)
+    part = {name: tensor for name, tensor in new.items() if "layers.1" in name}
+    old = {name: tensor for name, tensor in weights(0).items() if name not in part}
+    shared.update_weights(source(old))
+    assert not torch.allclose(logits(shared), before, atol=1e-2)
+    shared.update_weights(source({name: weights(0)[name] for name in part}))
+    torch.testing.assert_close(logits(shared), before, rtol=0, atol=0)
+
+
+def test_an_update_that_is_refused_is_made_up_for_by_a_whole_checkpoint(shared: Executor) -> None:
+    """The reason is raised, and again by each step, until all weights came; the ranks live on."""
+    before = logits(shared)
+    wrong = {**weights(1), "model.other.weight": torch.ones(2)}
+    with pytest.raises(UnexpectedWeightError, match=r"model\.other\.weight"):
+        shared.update_weights(wrong)
+    with pytest.raises(ModelNotReadyError, match="broke on UnexpectedWeightError"):
+        logits(shared)
+    name = "model.norm.weight"
+    with pytest.raises(ValueError, match="missing"):
+        shared.update_weights({name: weights(0)[name]})
+    with pytest.raises(ModelNotReadyError):
+        logits(shared)
+    shared.update_weights(weights(0))
+    torch.testing.assert_close(logits(shared), before, rtol=0, atol=0)
+
+
+def test_an_update_that_another_rank_refuses_says_which(
+    shared: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one rank refuses is an error of all, and no step runs on the mixture."""
+
+    def take(weights: Iterator[Any], whole: bool) -> None:
+        deque(weights, maxlen=0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.worker, "update_weights", take)
+        wrong = {"model.norm.weight": torch.ones(48), "other": torch.ones(2)}
+        with pytest.raises(RankError, match=r"rank 1 of 2 failed: UnexpectedWeightError"):
+            shared.update_weights(wrong)
+    with pytest.raises(ModelNotReadyError, match="broke on UnexpectedWeightError"):
+        logits(shared)
+    shared.update_weights(weights(0))
+    logits(shared)
+
+
+def test_a_source_that_breaks_before_anything_came_changes_nothing(shared: Executor) -> None:
+    """What it raises is raised, and the ranks serve with the weights that they have."""
+    before = logits(shared)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        raise OSError("no trainer")
+        yield
+
+    with pytest.raises(OSError, match="no trainer"):
+        shared.update_weights(broken())
+    torch.testing.assert_close(logits(shared), before, rtol=0, atol=0)
+
+
+def test_all_ranks_sleep_and_wake_up(shared: Executor) -> None:
+    """The checkpoint is what they wake up with, whatever was sent before."""
+    before = logits(shared)
+    shared.update_weights(weights(1))
+    shared.sleep()
+    assert all(parameter.is_meta for parameter in shared.worker.model.parameters())
+    shared.wake_up()
+    torch.testing.assert_close(logits(shared), before, rtol=0, atol=0)
+
+
+def test_a_rank_that_cannot_wake_up_says_why(shared: Executor, folder: Path) -> None:
+    """What goes wrong beside steps is raised, and can be tried again."""
+    before = logits(shared)
+    shared.sleep()
+    config = folder / "model.safetensors"
+    hidden = config.rename(folder / "hidden")
+    with pytest.raises(ValueError, match="safetensors"):
+        shared.wake_up()
+    hidden.rename(config)
+    shared.wake_up()
+    torch.testing.assert_close(logits(shared), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("own", [2], indirect=True)
+def test_a_worker_that_is_killed_is_named(own: Executor) -> None:
+    """A driver that waits for it in a step raises at once; the engine has ended then."""
+    pids = workers()
+    os.kill(pids[0], signal.SIGSTOP)  # the step waits for it
+    threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
+    named = rf"rank 1 \(pid {pids[0]}\) was killed by signal 9"
+    start = time.monotonic()
+    with pytest.raises(RankError, match=named) as raised:
+        logits(own)
+    assert time.monotonic() - start < 0.5 + 1 + MARGIN
+    assert raised.value.ranks == (1,)
+    wait_until_gone(pids, 0)
+    assert not dist.is_initialized()
+    for call in (lambda: logits(own), own.sleep, lambda: own.update_weights(weights(0))):
+        with pytest.raises(RuntimeError, match=f"the engine has ended: RankError: {named}"):
+            call()
+    own.close()
+
+
+@pytest.mark.parametrize("own", [3], indirect=True)
+def test_a_worker_that_ends_meanwhile_is_named(own: Executor) -> None:
+    """The other workers end even if the driver asks for nothing; then it is told."""
+    pids = workers()
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGTERM)
+    wait_until_gone(pids, 1 + MARGIN)
+    with pytest.raises(RankError, match=rf"rank \d \(pid {pids[1]}\) was killed by signal 15"):
+        own.sleep()
+
+
+def test_what_a_worker_raises_in_a_step_is_raised(
+    kept: list[Executor], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The driver says which rank, and what; the worker prints where."""
+    while kept:
+        kept.pop().close()
+    made = executor(folder, 2)  # here, where what it prints is captured
+    made.start(64)
+    pids, inputs = workers(), step([5], [5])
+    inputs.rows = FOLLOWING["Elsewhere"](inputs.rows)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1: IndexError: index 1000000 is") as raised:
+        made.run(inputs)
+    assert time.monotonic() - start < 1 + MARGIN
+    assert raised.value.ranks == (1,)
+    wait_until_gone(pids, 0)
+    printed = capfd.readouterr().err
+    assert printed.count("Traceback") == 1
+    assert "model_runner.py" in printed
+
+
+@pytest.mark.parametrize("own", [2], indirect=True)
+def test_what_the_driver_raises_in_a_step_ends_the_workers(own: Executor) -> None:
+    """They wait for it in vain; the error stays what it is."""
+    pids, inputs = workers(), step([5], [5])
+    inputs.rows = [10**6]
+    with pytest.raises(IndexError, match="index 1000000 is out of bounds"):
+        own.run(inputs)
+    wait_until_gone(pids, 0)
+    with pytest.raises(RuntimeError, match="the engine has ended: IndexError: index 1000000"):
+        logits(own)
+
+
+@pytest.mark.parametrize("own", [2], indirect=True)
+def test_close_ends_everything_however_often(own: Executor, folder: Path) -> None:
+    """Within two seconds, a worker that hangs too; threads of torch are as many as before."""
+    pids, threads = workers(), torch.get_num_threads()
+    os.kill(pids[0], signal.SIGSTOP)
+    for _ in range(2):
+        start = time.monotonic()
+        own.close()
+        assert time.monotonic() - start < 2
+        wait_until_gone(pids, 0)
+        assert not dist.is_initialized()
+    assert torch.get_num_threads() >= threads
+    with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
+        own.start(64)
+    unclosed = executor(folder, 2)
+    pids = workers()
+    del unclosed
+    gc.collect()
+    wait_until_gone(pids, 0)
+
+
+def test_a_checkpoint_that_is_refused_leaves_nothing(
+    kept: list[Executor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What loading raises is raised, once, and the process can try again."""
+    while kept:
+        kept.pop().close()
+    with pytest.raises(CheckpointFormatError, match=r"has no config\.json"):
+        executor(tmp_path, 2)
+    assert not workers()
+    assert not dist.is_initialized()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda", "3 ranks need a CUDA device each, and there are 2"), ("cuda:1", "is one device")],
+)
+def test_too_few_devices_are_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, message: str
+) -> None:
+    """The message has the numbers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(multiprocessing, "get_context", None)
+    config = EngineConfig(tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=message):
+        Executor(ModelConfig(model=str(folder)), LoadConfig(), DeviceConfig(device=device), config)
+
+
+def test_one_rank_alone_needs_no_processes(shared: Executor, alone: Executor) -> None:
+    """Beside another engine too; a second one with processes is refused."""
+    before = workers()
+    assert (alone.rank, alone.size) == (0, 1)
+    logits(alone)
+    assert workers() == before
+    with pytest.raises(RuntimeError, match="the first rank leads"):
+        alone.follow()
+
+
+@contextlib.contextmanager
+def driver(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A script in a session of its own, and the ids of it and its workers."""
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "driving.py"), str(folder), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        yield process, list(map(int, process.stdout.readline().split()))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_nothing_is_left_of_a_driver_that_is_ended(folder: Path) -> None:
+    """Ctrl-C, while steps run or workers import, shows in the driver alone; a kill nowhere."""
+    with (
+        driver(folder) as (stepping, its),
+        driver(folder, "idle") as (killed, of_killed),
+        driver(folder) as (importing, of_importing),
+    ):
+        assert len(its) == len(of_killed) == len(of_importing) == 2
+        time.sleep(0.2)
+        os.killpg(importing.pid, signal.SIGINT)
+        wait_until_gone(of_importing, 1 + MARGIN)
+        for process in (stepping, killed):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+        os.kill(killed.pid, signal.SIGKILL)
+        os.killpg(stepping.pid, signal.SIGINT)
+        wait_until_gone([*its, *of_killed], 1 + MARGIN)
+        for process in (stepping, importing):
+            printed = process.communicate()[1]
+            assert process.returncode in (-signal.SIGINT, 130, 1), printed
+            assert printed.rstrip().endswith("KeyboardInterrupt"), printed
+            assert printed.count("Traceback") == 1, printed
+        assert killed.communicate()[1] == ""
+
+
+def test_ranks_of_torchrun_follow_the_first(folder: Path, tmp_path: Path, alone: Executor) -> None:
+    """Whether the group is there or joined, or is some of the world's; and a failure is named."""
+    (tmp_path / "checkpoint").symlink_to(folder)
+    TORCHRUN(2, HERE / "following.py", tmp_path)
+    expected = alone.run(FOLLOWING["FIVE"])
+    for case in ("joined", "found", "surrounding"):
+        computed = torch.load(tmp_path / f"{case}.pt")
+        torch.testing.assert_close(computed, expected, rtol=0, atol=1e-4)

@@ -1,0 +1,385 @@
+"""LLM: text in, text out, by the names that people know."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import LLM, SamplingParams, WeightLoadError
+from vllm_module.errors import CheckpointFormatError, ModelNotReadyError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,.!?<>"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """Write a tokenizer of one token a letter, padded to 130 tokens, 129 being the end."""
+    vocab = {letter: index for index, letter in enumerate(LETTERS)}
+    vocab |= {f"#{index}": index for index in range(len(vocab), 128)}
+    tokenizer = FastTokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    entries: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    if template is not None:
+        entries["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(entries))
+
+
+@pytest.fixture(scope="session")
+def theirs() -> Any:
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=130,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=128,
+        eos_token_id=129,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        scale = 1.0 if "norm" in name else 0.5 if "embed" in name or "head" in name else 0.15
+        parameter.data.normal_(0, scale, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    theirs.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+SMALL = {"kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 16}
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Any:
+    with LLM(folder, **SMALL) as llm:
+        yield llm
+
+
+@torch.no_grad()
+def generated(model: Any, prompt: list[int], most: int) -> list[int]:
+    """Return what transformers generates greedily."""
+    mask = torch.ones(1, len(prompt), dtype=torch.int64)
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def greedy(most: int, **params: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=most, **params)
+
+
+def ids_of(text: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in text]
+
+
+def test_text_goes_on_as_transformers_goes_on(llm: LLM, theirs: Any) -> None:
+    """Prompts of text give text, token ids and a reason, in the order of the prompts."""
+    prompts = ["once upon", "a", "the quick brown fox, the lazy dog"]
+    outputs = llm.generate(prompts, greedy(20), use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        assert output.prompt_token_ids == ids_of(prompt)
+        assert completion.token_ids == generated(theirs, ids_of(prompt), 20)
+        assert completion.text == llm.tokenizer.decode(completion.token_ids)
+        assert completion.finish_reason in ("length", "stop")
+        assert output.finished
+        assert output.error is None
+        assert completion.logprobs is None
+
+
+def test_one_prompt_token_ids_and_parameters_for_each(llm: LLM, theirs: Any) -> None:
+    """A prompt may be alone, or token ids, and each of several may have its own parameters."""
+    alone = llm.generate("fox", greedy(5), use_tqdm=False)
+    assert len(alone) == 1
+    ids = {"prompt_token_ids": ids_of("fox")}
+    by_ids = llm.generate([ids, ids], [greedy(5), greedy(7)], use_tqdm=False)
+    assert by_ids[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
+    assert len(by_ids[1].outputs[0].token_ids) == 7
+    with pytest.raises(ValueError, match="1 sampling_params for 2 prompts"):
+        llm.generate(["a", "b"], [greedy(1)], use_tqdm=False)
+
+
+def test_a_seed_draws_the_same_whatever_the_company(llm: LLM) -> None:
+    """With a seed, samples are the same alone and in a batch, and differ from each other."""
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=12, n=3)
+    (alone,) = llm.generate("dog", params, use_tqdm=False)
+    together = llm.generate(["cat", "dog", "x" * 30], [greedy(9), params, greedy(3)], False)
+    tokens = [completion.token_ids for completion in alone.outputs]
+    assert [completion.token_ids for completion in together[1].outputs] == tokens
+    assert len(set(map(tuple, tokens))) == 3
+    unseeded = SamplingParams(temperature=1.5, max_tokens=12)
+    twice = [llm.generate("dog", unseeded, False)[0].outputs[0].token_ids for _ in range(2)]
+    assert twice[0] != twice[1]
+
+
+def test_logprobs_are_the_models(llm: LLM, theirs: Any) -> None:
+    """Logprobs of output and prompt are those of transformers' logits, with text of each token."""
+    (output,) = llm.generate("the fox", greedy(4, logprobs=2, prompt_logprobs=0), False)
+    (completion,) = output.outputs
+    ids = output.prompt_token_ids + completion.token_ids
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+    total = 0.0
+    for index, (token, entry) in enumerate(
+        zip(completion.token_ids, completion.logprobs or [], strict=True)
+    ):
+        position = len(output.prompt_token_ids) + index - 1
+        assert entry[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+        assert entry[token].rank == 1
+        assert len(entry) == 2
+        assert entry[token].decoded_token == llm.tokenizer.decode([token], False)
+        total += entry[token].logprob
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for position, entry in enumerate(output.prompt_logprobs[1:]):
+        token = output.prompt_token_ids[position + 1]
+        assert entry is not None
+        assert entry[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+
+
+def test_output_ends_at_stop_strings_and_stop_tokens(llm: LLM) -> None:
+    """A stop string cuts the text and is named; a stop token ends with its id."""
+    (plain,) = llm.generate("once", greedy(30, ignore_eos=True), False)
+    text = plain.outputs[0].text
+    stop = text[7:10]
+    (cut,) = llm.generate("once", greedy(30, ignore_eos=True, stop=["never!", stop]), False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    kept = greedy(30, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
+    assert llm.generate("once", kept, False)[0].outputs[0].text.endswith(stop)
+    token = plain.outputs[0].token_ids[4]
+    (by_token,) = llm.generate("once", greedy(30, ignore_eos=True, stop_token_ids=[token]), False)
+    first = plain.outputs[0].token_ids.index(token)
+    assert by_token.outputs[0].token_ids == plain.outputs[0].token_ids[: first + 1]
+    assert by_token.outputs[0].stop_reason == token
+    later = greedy(30, ignore_eos=True, stop_token_ids=[token], min_tokens=first + 3)
+    assert len(llm.generate("once", later, False)[0].outputs[0].token_ids) >= first + 3
+
+
+def test_a_stream_grows_token_by_token(llm: LLM) -> None:
+    """A stream yields what there is, and ends as generate does; streams go on side by side."""
+    expected = {p: llm.generate(p, greedy(10), False)[0].outputs[0] for p in ("cat", "dog")}
+    streams = {prompt: llm.stream(prompt, greedy(10)) for prompt in expected}
+    texts: dict[str, list[str]] = {prompt: [] for prompt in expected}
+    while streams:
+        for prompt in list(streams):
+            output = next(streams[prompt], None)
+            if output is None:
+                del streams[prompt]
+            else:
+                texts[prompt].append(output.outputs[0].text)
+    for prompt, pieces in texts.items():
+        assert pieces[-1] == expected[prompt].text
+        assert len(pieces) > 3
+        assert all(late.startswith(early) for early, late in pairwise(pieces))
+
+
+def test_a_stream_shows_nothing_that_a_stop_string_takes_back(llm: LLM) -> None:
+    """What could be the beginning of a stop string is held back until it is known not to be."""
+    text = llm.generate("once", greedy(30, ignore_eos=True), False)[0].outputs[0].text
+    params = greedy(30, ignore_eos=True, stop=["never!", text[7:10]])
+    pieces = [output.outputs[0].text for output in llm.stream("once", params)]
+    assert pieces[-1] == text[: text.index(text[7:10])]
+    assert all(pieces[-1].startswith(piece) for piece in pieces)
+
+
+def test_the_whole_context_can_be_used(llm: LLM) -> None:
+    """A sequence goes on to the last position there is."""
+    (output,) = llm.generate("x" * 120, greedy(50, ignore_eos=True), False)
+    (completion,) = output.outputs
+    assert (len(completion.token_ids), completion.finish_reason) == (8, "length")
+
+
+def test_a_stream_that_is_let_go_is_aborted(llm: LLM) -> None:
+    """Closing a stream frees what it held."""
+    stream = llm.stream("once upon", greedy(50))
+    next(stream)
+    assert llm.engine.requests
+    stream.close()
+    assert not llm.engine.requests
+    pool = llm.engine.scheduler.pool
+    assert pool.free_pages == pool.num_pages
+
+
+def test_chat_lays_messages_out_by_the_checkpoints_template(llm: LLM) -> None:
+    """A conversation becomes the template's text, its special tokens encoded once."""
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = llm.chat_prompt(messages)
+    assert prompt["prompt"] == "<s><user>hi<assistant>"
+    assert prompt["prompt_token_ids"] == [128, *ids_of("<user>hi<assistant>")]
+    (output,) = llm.chat(messages, greedy(5), use_tqdm=False)
+    (same,) = llm.generate([prompt], greedy(5), use_tqdm=False)
+    assert output.outputs[0].token_ids == same.outputs[0].token_ids
+    assert len(llm.chat([messages, messages], greedy(2), use_tqdm=False)) == 2
+    for wrong in ([], ["hi"], [{"content": "hi"}]):
+        with pytest.raises(ValueError, match="messages should be mappings with a role"):
+            llm.chat_prompt(wrong)
+
+
+def test_a_prompt_that_cannot_be_served_says_so_and_the_others_go_on(llm: LLM) -> None:
+    """Prompts that are too long, empty or no prompts have an error; the others their text."""
+    prompts: list[Any] = [
+        "fine",
+        {"prompt_token_ids": []},
+        "x" * 128,
+        {"prompt_token_ids": [500]},
+        {"prompt_token_ids": "abc"},
+        {},
+    ]
+    outputs = llm.generate(prompts, greedy(3), use_tqdm=False)
+    messages = [
+        "the prompt has no tokens",
+        "128 tokens, and with one more a sequence has at most 128",
+        "token 500 is outside of the vocabulary of 130",
+        "should be text or",
+        "should be text or",
+    ]
+    assert len(outputs[0].outputs[0].token_ids) == 3
+    for output, message in zip(outputs[1:], messages, strict=True):
+        assert message in str(output.error)
+        assert output.finished
+        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        next(llm.stream({"prompt_token_ids": []}))
+
+
+def test_a_tiny_cache_changes_no_token(folder: Path, theirs: Any) -> None:
+    """With pages for hardly more than one sequence, everybody gets the tokens of having plenty."""
+    prompts = [{"prompt_token_ids": [i, 3, i + 5] * (1 + 3 * i)} for i in range(6)]
+    small = {"block_size": 4, "max_num_batched_tokens": 8, "max_model_len": 80}
+    page = 2 * 2 * 2 * 16 * 4 * 4  # layers, keys and values, heads, features, tokens, bytes
+    for swap_space in (0.0, 0.001):
+        engine = small | {"kv_cache_memory_bytes": 22 * page, "swap_space": swap_space}
+        with LLM(folder, **engine) as tiny:
+            outputs = tiny.generate(prompts, greedy(25, ignore_eos=True), use_tqdm=False)
+            assert tiny.engine.scheduler.preemptions > 0
+            pool = tiny.engine.scheduler.pool
+            assert pool.free_pages == pool.num_pages == 22
+        for prompt, output in zip(prompts, outputs, strict=True):
+            longest = 22 * 4 - len(prompt["prompt_token_ids"])
+            tokens = output.outputs[0].token_ids
+            assert len(tokens) == min(25, longest)
+            expected = generated(theirs, prompt["prompt_token_ids"], len(tokens))
+            assert tokens[: len(expected)] == expected
+
+
+def test_new_weights_take_effect_between_steps(folder: Path, theirs: Any) -> None:
+    """An update changes what comes next, and what was cached of prompts is not used again."""
+    with LLM(folder, **SMALL) as llm:
+        long = {"prompt_token_ids": [5, 6] * 20}
+        before = llm.generate(long, greedy(8), False)[0].outputs[0].token_ids
+        head = theirs.lm_head.weight.detach().flip(0).contiguous()
+        stream = llm.stream("fox", greedy(8, ignore_eos=True))
+        next(stream)
+        llm.update_weights({"lm_head.weight": head})
+        assert len(list(stream)) == 7  # requests that were going on go on
+        after = llm.generate(long, greedy(8), False)[0].outputs[0].token_ids
+        assert after[0] == 129 - before[0]
+        llm.update_weights({"lm_head.weight": theirs.lm_head.weight.detach()})
+        assert llm.generate(long, greedy(8), False)[0].outputs[0].token_ids == before
+
+
+def test_an_update_that_fails_refuses_further_requests_with_the_reason(folder: Path) -> None:
+    """Requests that are going on end with the reason, others are refused, until it is mended."""
+    with LLM(folder, **SMALL) as llm:
+        before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
+        stream = llm.stream("dog", greedy(8))
+        next(stream)
+        with pytest.raises(WeightLoadError):
+            llm.update_weights({"lm_head.weight": torch.zeros(3, 3)})
+        last = list(stream)[-1]
+        assert last.finished
+        assert "an update of the weights failed" in str(last.error)
+        (refused,) = llm.generate("fox", greedy(5), False)
+        assert "takes no more requests: an update of the weights failed" in str(refused.error)
+        llm.wake_up()
+        assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+
+
+def test_sleep_and_wake_up(folder: Path) -> None:
+    """A sleeping engine holds no weights and takes no requests; awake it is what it was."""
+    with LLM(folder, **SMALL) as llm:
+        before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
+        stream = llm.stream("dog", greedy(8))
+        next(stream)
+        with pytest.raises(RuntimeError, match="1 requests are going on"):
+            llm.sleep()
+        stream.close()
+        llm.sleep()
+        model = llm.executor.worker.model
+        assert all(parameter.is_meta for parameter in model.parameters())
+        with pytest.raises(ModelNotReadyError):
+            model(torch.tensor([1]), torch.tensor([0]))
+        assert "sleeps" in str(llm.generate("fox", greedy(5), False)[0].error)
+        llm.wake_up()
+        assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+
+
+def test_token_ids_do_without_a_tokenizer(theirs: Any, tmp_path: Path) -> None:
+    """A folder without a tokenizer serves token ids, and says what text would need."""
+    theirs.save_pretrained(tmp_path)
+    with LLM(tmp_path, **SMALL) as llm:
+        ids = {"prompt_token_ids": [1, 2, 3]}
+        outputs = llm.generate([ids, "text"], greedy(4), use_tqdm=False)
+        assert outputs[0].outputs[0].token_ids == generated(theirs, [1, 2, 3], 4)
+        assert outputs[0].outputs[0].text == ""
+        assert "has no tokenizer.json" in str(outputs[1].error)
+        with pytest.raises(CheckpointFormatError, match="no chat template"):
+            llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_an_fp8_cache_says_nearly_the_same(folder: Path, llm: LLM) -> None:
+    """With keys and values in eight bits, logprobs move a little and no more."""
+    params = greedy(1, logprobs=0)
+    exact = llm.generate("the quick brown fox", params, False)[0].outputs[0]
+    for dtype, within in (("fp8", 0.5), ("fp8_e5m2", 1.0)):
+        with LLM(folder, **SMALL, kv_cache_dtype=dtype) as narrow:
+            (output,) = narrow.generate("the quick brown fox", params, False)
+            moved = output.outputs[0].cumulative_logprob - exact.cumulative_logprob
+            assert 0 < abs(moved) < within
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
+        ({"no_such_option": 1}, "no_such_option"),
+        ({"kv_cache_memory_bytes": 10}, "no memory for a page of 16 tokens, which takes 8192"),
+    ],
+)
+def test_settings_that_make_no_engine_are_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    """What cannot be is refused by name, before anything is served."""
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, **options)

@@ -1,0 +1,437 @@
+"""Sampling: exact against a plain twin, and one row at a time whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as theirs
+
+from vllm_module.runtime.sampler import LogitsError, Row, prompt_logprobs, sample
+from vllm_module.runtime.sampling_params import SamplingParams
+
+ALMOST_1 = math.nextafter(1.0, 0.0)
+GREEDY = SamplingParams(temperature=0)
+
+
+def tokens(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    return [token.token_id for token in sample(logits, rows)]
+
+
+def shares(logits: torch.Tensor, row: Row, draws: int) -> torch.Tensor:
+    """Return how many of ``draws`` evenly spaced uniforms give each token of one row of logits."""
+    rows = [
+        Row(row.params, row.token_ids, row.prompt_len, (i + 0.5) / draws, row.banned)
+        for i in range(draws)
+    ]
+    drawn = tokens(logits.expand(draws, -1), rows)
+    return torch.tensor(drawn).bincount(minlength=len(logits))
+
+
+def order(values: list[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))
+
+
+def adjust(logits: list[float], row: Row) -> list[float]:
+    """Return logits after bias, penalties and bans, a token at a time."""
+    x, p = list(logits), row.params
+    for token, bias in (p.logit_bias or {}).items():
+        x[token] += bias
+    for token in set(row.token_ids):
+        repetition = p.repetition_penalty
+        x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
+    for token, times in Counter(row.token_ids[row.prompt_len :]).items():
+        x[token] -= p.frequency_penalty * times + p.presence_penalty
+    for token in row.banned:
+        x[token] = -math.inf
+    return x
+
+
+def distribution(logits: list[float], row: Row) -> tuple[list[float], bool]:
+    """Return each token's probability, and whether no rounding decides which tokens have one."""
+    x, p = adjust(logits, row), row.params
+    first = order(x)
+    if p.temperature == 0:
+        return [float(token == first[0]) for token in range(len(x))], True
+    part = [math.exp((value - x[first[0]]) / p.temperature) for value in x]
+    edges = [value - p.min_p for value in part if p.min_p and value < 1]
+    kept = [token for token in first if part[token] >= p.min_p]
+    kept = kept[: p.top_k] if p.top_k > 0 else kept
+    total = sum(part[token] for token in kept)
+    nucleus: list[int] = []
+    mass = 0.0
+    for token in kept:
+        if p.top_p < 1 and mass >= p.top_p:
+            break
+        nucleus.append(token)
+        mass += part[token] / total
+        edges += [mass - p.top_p] if p.top_p < 1 else []
+    probabilities = [0.0] * len(x)
+    for token in nucleus:
+        probabilities[token] = part[token] / total / mass
+    return probabilities, all(abs(edge) > 1e-9 for edge in edges)
+
+
+@st.composite
+def row_and_logits(draw: st.DrawFn) -> tuple[Row, torch.Tensor]:
+    """Draw a row with logits on a grid, with ties, that adjustments leave exact in float32."""
+    vocab = draw(st.sampled_from([1, 2, 7, 64, 100, 200]))
+    seed = draw(st.integers(0, 2**32))
+    spread = draw(st.sampled_from([8, 64]))
+    logits = (
+        torch.randint(
+            -spread, spread + 1, (vocab,), generator=torch.Generator().manual_seed(seed)
+        ).float()
+        / 8
+    )
+    token = st.integers(0, vocab - 1)
+    quarter = st.sampled_from([0.0, 0.0, -0.5, 0.25, 1.5])
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])),
+        top_p=draw(st.just(1.0) | st.floats(0.01, 1)),
+        top_k=draw(st.integers(-1, vocab + 1)),
+        min_p=draw(st.just(0.0) | st.floats(0, 1)),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.5, 2.0])),
+        presence_penalty=draw(quarter),
+        frequency_penalty=draw(quarter),
+        logit_bias=draw(
+            st.none()
+            | st.dictionaries(token, st.integers(-32, 32).map(lambda i: i / 4), max_size=3)
+        ),
+    )
+    ids = draw(st.lists(token, max_size=12))
+    banned = draw(st.sets(token, max_size=min(3, vocab - 1)))
+    return Row(params, ids, draw(st.integers(0, len(ids))), 0.0, banned), logits
+
+
+@settings(max_examples=120)
+@given(row_and_logits())
+def test_tokens_come_as_often_as_they_should(case: tuple[Row, torch.Tensor]) -> None:
+    """Of evenly spaced uniforms, each token gets its probability's share, to within one."""
+    row, logits = case
+    expected, clear = distribution(logits.tolist(), row)
+    assume(clear)
+    for token, count in enumerate(shares(logits, row, 64).tolist()):
+        assert abs(count - 64 * expected[token]) <= 1 + 1e-6
+        assert count == 0 or expected[token] > 0
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from([4095, 4096, 5000, 70_000]),
+    st.sampled_from([0.1, 1.0, 4.0]),
+    st.sampled_from([0, 1, 50, 64, 65, 2000]),
+    st.sampled_from([0.2, 0.9, 1.0]),
+    st.integers(0, 2**32),
+)
+def test_large_vocabularies_are_cut_at_the_same_place(
+    vocab: int, spread: float, top_k: int, top_p: float, seed: int
+) -> None:
+    """Where few columns of many are looked at, no token outside of the exact cut is drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(vocab, generator=generator) * spread).bfloat16().float()  # with ties
+    row = Row(SamplingParams(top_k=top_k, top_p=top_p))
+    probabilities, clear = distribution(logits.tolist(), row)
+    assume(clear)
+    expected = torch.tensor(probabilities, dtype=torch.float64)
+    counts = shares(logits, row, 16)
+    assert ((counts - 16 * expected).abs() <= 1 + 1e-6).all()
+    assert (expected[counts > 0] > 0).all()
+
+
+@settings(max_examples=15)
+@given(st.floats(0.3, 1), st.sampled_from([2, 40, 10_000]), st.integers(0, 2**32))
+def test_a_wide_top_p_ends_at_the_right_token(top_p: float, steps: int, seed: int) -> None:
+    """Among many tokens, of equal logits too, exactly the fewest that have the mass are drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-steps, steps + 1, (300,), generator=generator) / (2 * steps)
+    row = Row(SamplingParams(top_p=top_p))
+    probabilities, clear = distribution(logits.tolist(), row)
+    assume(clear)
+    expected = torch.tensor(probabilities, dtype=torch.float64)
+    assert ((shares(logits, row, 600) > 0) == (expected > 0)).all()  # each has above 1/600
+
+
+def mixed_rows(vocab: int, count: int) -> list[Row]:
+    numbers = random.Random(vocab)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7},
+        {"min_p": 0.02},
+        {"top_k": 5},
+        {"top_k": 3000},
+        {"top_p": 0.8},
+        {"temperature": 5, "top_p": 0.99},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.001},
+    ]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.4, "presence_penalty": 0.3, "logit_bias": {1: 3.0}},
+        {"logprobs": 3},
+    ]
+    return [
+        Row(
+            SamplingParams(**numbers.choice(kinds), **numbers.choice(changes)),
+            [numbers.randrange(vocab) for _ in range(numbers.randrange(30))],
+            numbers.randrange(10),
+            numbers.random(),
+            {0} if numbers.random() < 0.3 else (),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [(3, torch.float32), (130, torch.bfloat16), (5003, torch.bfloat16), (33_001, torch.float32)],
+)
+def test_a_row_does_not_know_of_the_others(vocab: int, dtype: torch.dtype) -> None:
+    """A row alone, in any batch and in any place of it gets the same token and the same bits."""
+    rows = mixed_rows(vocab, 32)
+    logits = torch.randn(32, vocab).mul(3).to(dtype)
+    together = sample(logits, rows)
+    assert together == sample(logits, rows)
+    assert together == [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    for size in (5, 31):
+        places = random.Random(size).sample(range(32), size)
+        assert sample(logits[places], [rows[i] for i in places]) == [together[i] for i in places]
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32), st.sampled_from([torch.float64, torch.float16]))
+def test_logits_of_any_dtype_and_layout_are_left_alone(seed: int, dtype: torch.dtype) -> None:
+    """The choice is that of the float32 values, and the caller's logits stay as they are."""
+    rows = mixed_rows(130, 12)
+    logits = torch.randn(130, 12, generator=torch.Generator().manual_seed(seed)).half().to(dtype).T
+    before = logits.clone()
+    assert sample(logits, rows) == sample(logits.float().contiguous(), rows)
+    assert torch.equal(logits, before)
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Return how likely counts at least as far from what is expected are (Pearson)."""
+    kept = probabilities > 0
+    assert counts[~kept].sum() == 0
+    expected = probabilities[kept] * counts.sum()
+    statistic = ((counts[kept] - expected) ** 2 / expected).sum()
+    freedom = (kept.sum() - 1).double()
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.7, "top_k": 15, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_the_exact_one(values: dict[str, Any]) -> None:
+    """Draws pass a chi-square test against the exact distribution, and fail it against another."""
+    logits = torch.randn(25, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(**values)
+    uniform = random.Random(11)
+    drawn = tokens(
+        logits.expand(12_000, -1), [Row(params, uniform=uniform.random()) for _ in range(12_000)]
+    )
+    counts = torch.tensor(drawn).bincount(minlength=25)
+    exact = torch.tensor(distribution(logits.tolist(), Row(params))[0], dtype=torch.float64)
+    assert chi_square(counts, exact) > 1e-3
+    warmer = exact**0.8
+    assert chi_square(counts, warmer / warmer.sum()) < 1e-6
+
+
+HIDDEN = st.integers(0, 2**32).map(
+    lambda seed: torch.randn(1, 120, generator=torch.Generator().manual_seed(seed)) * 3
+)
+
+
+@settings(max_examples=40)
+@given(
+    HIDDEN,
+    st.sampled_from(
+        [
+            ({"temperature": 0.4}, theirs.TemperatureLogitsWarper(0.4)),
+            ({"top_k": 9}, theirs.TopKLogitsWarper(9)),
+            ({"top_p": 0.7}, theirs.TopPLogitsWarper(0.7)),
+            ({"min_p": 0.05}, theirs.MinPLogitsWarper(0.05)),
+            ({"repetition_penalty": 1.4}, theirs.RepetitionPenaltyLogitsProcessor(1.4)),
+            ({"repetition_penalty": 0.7}, theirs.RepetitionPenaltyLogitsProcessor(0.7)),
+        ]
+    ),
+    st.lists(st.integers(0, 119), min_size=1, max_size=20),
+    st.integers(0, 20),
+)
+def test_each_parameter_means_what_it_does_in_transformers(
+    logits: torch.Tensor, pair: tuple[dict[str, Any], Any], ids: list[int], prompt_len: int
+) -> None:
+    """Tokens are drawn as often as transformers' processor of the parameter makes them likely."""
+    values, processor = pair
+    expected = processor(torch.tensor([ids]), logits.clone())[0].double().softmax(-1)
+    counts = shares(logits[0], Row(SamplingParams(**values), ids, prompt_len), 200)
+    assert ((counts - 200 * expected).abs() <= 1 + 1e-4).all()
+    assert (expected[counts > 0] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize("vocab", [1, 32, 65, 4097])
+def test_greedy_takes_the_lowest_of_equal_tokens(vocab: int, dtype: torch.dtype) -> None:
+    """The token is the first of the largest, whatever is beside it, as is any draw with top_k=1."""
+    logits = torch.randint(-1, 1, (6, vocab)).to(dtype)
+    logits[:, ::2] = -logits[:, ::2].abs()  # 0 is no larger than -0
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert tokens(logits, [Row(GREEDY)] * 6) == expected
+    assert tokens(logits, [Row(SamplingParams(temperature=0, top_p=0.1))] * 6) == expected
+    assert tokens(logits, [Row(GREEDY)] * 5 + [Row(SamplingParams())])[:5] == expected[:5]
+    for uniform in (0.0, 0.6, ALMOST_1):
+        assert tokens(logits, [Row(SamplingParams(top_k=1), uniform=uniform)] * 6) == expected
+        narrow = SamplingParams(top_p=1e-9, temperature=3)
+        assert tokens(logits, [Row(narrow, uniform=uniform)] * 6) == expected
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.5, 1), (0.5000001, 2), (0.75, 2), (0.7500001, 3), (0.875, 3), (1, 4)]
+)
+def test_top_p_keeps_the_fewest_tokens_that_have_it(top_p: float, kept: int) -> None:
+    """A mass that is reached exactly needs no further token, and ties go to the lower ids."""
+    halves = torch.tensor([0.0, 2.0, 1.0, 0.0]) * math.log(2)  # 1/8, 1/2, 1/4, 1/8
+    counts = shares(halves, Row(SamplingParams(top_p=top_p)), 64)
+    assert (counts > 0).nonzero().flatten().tolist() == sorted([1, 2, 0, 3][:kept])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"top_k": 3}, {"top_p": 0.9999}, {"min_p": 1e-9}, {"temperature": 1e-300}],
+    ids=str,
+)
+@pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.5, ALMOST_1])
+def test_no_uniform_gives_a_token_that_cannot_come(values: dict[str, Any], uniform: float) -> None:
+    """From 0 to just below 1, the draw is of a token that has a probability."""
+    rows = [Row(SamplingParams(**values), uniform=uniform)] * 4
+    possible = [{2}, {0, 4}, {1, 2}, {0, 1, 2, 3, 4}]
+    logits = torch.full((4, 5), -torch.inf)
+    for row, ids in enumerate(possible):
+        logits[row, list(ids)] = 1e4 - row
+    logits[2, 3] = -1e4  # nothing is left of it beside the others
+    for token, ids in zip(tokens(logits, rows), possible, strict=True):
+        assert token in ids
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_that_are_broken_are_named(values: dict[str, Any], biased: bool) -> None:
+    """NaN of either sign, inf and nothing but -inf are refused by row, and the rest can go on."""
+    bias = {0: 1.0} if biased else None
+    rows = [Row(SamplingParams(**values, logit_bias=bias), uniform=0.3) for _ in range(6)]
+    logits = torch.randn(6, 200)
+    good = tokens(logits, rows)
+    logits[1, 150] = torch.nan
+    logits[2, 199] = -torch.tensor(torch.nan)
+    logits[3, 7] = torch.inf
+    logits[5] = -torch.inf
+    with pytest.raises(LogitsError, match="logits of row 1, 2, 3, 5 leave no token") as caught:
+        sample(logits, rows)
+    assert caught.value.rows == [1, 2, 3, 5]
+    assert tokens(logits[[0, 4]], [rows[0], rows[4]]) == [good[0], good[4]]
+
+
+def test_a_banned_token_is_not_chosen() -> None:
+    """Neither a bias nor the highest logit brings it back, and banning all of them is refused."""
+    logits = torch.tensor([[9.0, 1.0, 5.0]])
+    params = SamplingParams(temperature=0, logit_bias={0: 100.0})
+    assert tokens(logits, [Row(params)]) == [0]
+    assert tokens(logits, [Row(params, banned={0})]) == [2]
+    assert tokens(logits, [Row(params, banned=(0, 2, 2))]) == [1]
+    with pytest.raises(LogitsError, match="banned"):
+        sample(logits, [Row(params, banned={0, 1, 2})])
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([1, 5, 130, 4100]),
+    st.integers(0, 8),
+    st.integers(0, 2**32),
+    st.sampled_from([{}, {"temperature": 0}, {"logit_bias": {0: 50.0}}, {"temperature": 0.2}]),
+)
+def test_logprobs_are_those_of_the_model(
+    vocab: int, top: int, seed: int, values: dict[str, Any]
+) -> None:
+    """Whatever changes the choice, entries are the token's and the first ones of the raw logits."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-9, 9, (3, vocab), generator=generator).bfloat16() / 2
+    exact = logits.double().log_softmax(-1).tolist()
+    rows = [Row(SamplingParams(logprobs=top, **values), uniform=0.7)] * 2 + [Row(GREEDY)]
+    *asked, silent = sample(logits, rows)
+    assert (silent.logprob, silent.logprobs) == (None, None)
+    chosen = [token.token_id for token in asked]
+    assert [token.logprobs for token in asked] == prompt_logprobs(logits[:2], chosen, top)
+    for row, token in enumerate(asked):
+        first = order(logits[row].tolist())
+        assert token.logprobs is not None
+        assert list(token.logprobs) == list(dict.fromkeys([token.token_id, *first[:top]]))
+        for token_id, entry in token.logprobs.items():
+            assert entry.logprob == pytest.approx(exact[row][token_id], abs=2e-6)
+            assert entry.rank == 1 + first.index(token_id)
+            assert entry.decoded_token is None
+        assert token.logprob == token.logprobs[token.token_id].logprob
+
+
+def test_a_seed_gives_the_same_tokens_again() -> None:
+    """A sequence that draws its uniforms from a generator with a seed is drawn again the same."""
+
+    def draw(seed: int) -> list[int]:
+        uniform = random.Random(seed)
+        return [
+            tokens(logits, [Row(SamplingParams(), uniform=uniform.random())])[0] for _ in "x" * 9
+        ]
+
+    logits = torch.randn(1, 500)
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(SamplingParams(logit_bias={8: 1.0})),
+        Row(SamplingParams(repetition_penalty=2), [1, 8]),
+        Row(SamplingParams(presence_penalty=1), [1, -1], 1),
+        Row(GREEDY, banned={8}),
+    ],
+)
+def test_tokens_outside_of_the_vocabulary_are_refused(row: Row) -> None:
+    """No bias, penalty or ban reaches into another row's logits."""
+    with pytest.raises(ValueError, match="outside of the vocabulary of 8"):
+        sample(torch.zeros(2, 8), [row, Row(GREEDY)])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Shapes, dtypes, uniforms and next tokens are checked before anything is chosen."""
+    row = Row(GREEDY)
+    for logits in (torch.zeros(8), torch.zeros(2, 8), torch.zeros(1, 0), torch.zeros(1, 8).long()):
+        with pytest.raises(ValueError, match=r"of shape \[1 rows, vocab\], and are torch"):
+            sample(logits, [row])
+    for uniform in (1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match=r"uniform should be in \[0, 1\)"):
+            Row(GREEDY, uniform=uniform)
+    with pytest.raises(ValueError, match="token 8 is outside"):
+        prompt_logprobs(torch.zeros(1, 8), [8], 1)
+    with pytest.raises(ValueError, match="2 tokens"):
+        prompt_logprobs(torch.zeros(1, 8), [1, 2], 1)
+    with pytest.raises(LogitsError, match="row 1 "):
+        prompt_logprobs(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]), [0, 0], 0)
+    assert sample(torch.zeros(0, 8), []) == []
+    assert prompt_logprobs(torch.zeros(0, 8), [], 3) == []

@@ -1,0 +1,132 @@
+"""Sampling parameters: what makes sense is kept as it was given, and the rest is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vllm_module.runtime.sampling_params import SamplingParams
+
+NATURAL = st.integers(0, 10**6)
+TEXT = st.text(min_size=1, max_size=4)
+
+VALID: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(1, 100),
+    "temperature": st.floats(0, 1e30),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(-1, 10**6),
+    "min_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0, 1e30, exclude_min=True),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "seed": st.none() | st.integers(-(2**63), 2**64 - 1),
+    "stop": st.none() | TEXT | st.lists(TEXT, max_size=3),
+    "stop_token_ids": st.lists(NATURAL, max_size=3),
+    "ignore_eos": st.booleans(),
+    "max_tokens": st.none() | st.integers(10, 100),
+    "min_tokens": st.integers(0, 10),
+    "logprobs": st.none() | NATURAL,
+    "prompt_logprobs": st.none() | NATURAL,
+    "logit_bias": st.none() | st.dictionaries(NATURAL, st.floats(-100, 100), max_size=3),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+}
+
+NOT_FINITE = st.sampled_from([math.nan, math.inf, -math.inf])
+
+
+def outside(low: float, high: float = math.inf) -> st.SearchStrategy[float]:
+    below = st.floats(max_value=low, exclude_max=True, allow_nan=False)
+    above = st.floats(min_value=high, exclude_min=True, allow_nan=False)
+    return NOT_FINITE | below | (above if high < math.inf else NOT_FINITE)
+
+
+OTHER_TYPES = st.sampled_from([True, "1", [], {}, 1j, object])
+NOT_BOOL = st.sampled_from([0, 1, None, "yes", 1.0])
+BELOW_0 = st.integers(max_value=-1) | st.sampled_from([0.5, math.nan]) | OTHER_TYPES
+
+INVALID: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(max_value=0) | st.none() | OTHER_TYPES,
+    "temperature": outside(0) | st.none() | OTHER_TYPES,
+    "top_p": outside(0, 1) | st.just(0.0) | OTHER_TYPES,
+    "top_k": st.integers(max_value=-2) | st.just(2.0) | OTHER_TYPES,
+    "min_p": outside(0, 1) | OTHER_TYPES,
+    "repetition_penalty": outside(0) | st.just(0) | OTHER_TYPES,
+    "presence_penalty": outside(-2, 2) | OTHER_TYPES,
+    "frequency_penalty": outside(-2, 2) | OTHER_TYPES,
+    "seed": st.integers(min_value=2**64) | st.integers(max_value=-(2**63) - 1) | OTHER_TYPES,
+    "stop": st.sampled_from(["", [""], ["a", ""], 3, [3], b"a", {}]),
+    "stop_token_ids": st.sampled_from([[-1], [2**31], [True], [1.0], ["1"], 3, "3"]),
+    "ignore_eos": NOT_BOOL,
+    "max_tokens": st.integers(max_value=0) | OTHER_TYPES,
+    "min_tokens": st.none() | BELOW_0,
+    "logprobs": BELOW_0,
+    "prompt_logprobs": BELOW_0,
+    "logit_bias": st.one_of(
+        st.dictionaries(NATURAL, outside(-100, 100), min_size=1, max_size=2),
+        st.sampled_from([{-1: 0.0}, {2**31: 0.0}, {"1": 0.0}, {True: 0.0}, {1: "1"}, [1]]),
+    ),
+    "skip_special_tokens": NOT_BOOL,
+    "include_stop_str_in_output": NOT_BOOL,
+}
+
+
+@given(st.fixed_dictionaries({}, optional=VALID))
+def test_valid_values_are_kept_as_they_were_given(values: dict[str, Any]) -> None:
+    """Whatever combination of valid values is given, each is there, and the rest is by default."""
+    params = SamplingParams(**values)
+    expected = SamplingParams().model_dump() | values
+    assert params.model_dump() == expected
+    stop = values.get("stop")
+    assert params.stops == (() if stop is None else (stop,) if isinstance(stop, str) else (*stop,))
+    assert params.greedy == (params.temperature == 0)
+
+
+@pytest.mark.parametrize("name", VALID)
+@settings(max_examples=40)
+@given(st.data())
+def test_invalid_values_are_refused_by_name(name: str, data: st.DataObject) -> None:
+    """An invalid value beside valid ones is refused, and the message is of its name alone."""
+    values = data.draw(st.fixed_dictionaries({}, optional=VALID))
+    values[name] = data.draw(INVALID[name])
+    with pytest.raises(ValueError, match=name) as caught:
+        SamplingParams(**values)
+    assert isinstance(caught.value, ValidationError)
+    for problem in caught.value.errors():
+        assert problem["loc"][0] == name
+        assert problem["msg"].startswith(("Input should be", "String should", "Value error"))
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_more_tokens_at_least_than_at_most_are_refused(most: int, more: int) -> None:
+    """No output can have min_tokens above max_tokens; both numbers are in the message."""
+    with pytest.raises(
+        ValueError, match=f"at most max_tokens, which is {most}, and is {most + more}"
+    ):
+        SamplingParams(max_tokens=most, min_tokens=most + more)
+    assert SamplingParams(max_tokens=None, min_tokens=most + more).max_tokens is None
+
+
+def test_names_that_are_not_there_and_changes_are_refused() -> None:
+    """A misspelt name is an error that says it, and parameters stay what they were."""
+    with pytest.raises(ValueError, match="best_of"):
+        SamplingParams(best_of=3)  # type: ignore[call-arg]
+    params = SamplingParams()
+    with pytest.raises(ValueError, match="frozen"):
+        params.temperature = 0.5  # type: ignore[misc]
+
+
+def test_what_was_given_can_change_without_the_parameters() -> None:
+    """Lists and dictionaries are copied; an integer, a tuple and None do where they are clear."""
+    stop, ids, bias = ["a"], [1], {1: 2.0}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
+    stop.append(""), ids.append(-1), bias.clear()
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (["a"], [1], {1: 2.0})
+    lenient: dict[str, Any] = {"temperature": 1, "stop": ("a",), "stop_token_ids": None}
+    params = SamplingParams(**lenient)
+    assert (params.temperature, params.stops, params.stop_token_ids) == (1.0, ("a",), [])

@@ -1,0 +1,241 @@
+"""What an engine asks of its model, done on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from vllm_module.distributed import tensor_parallel, together
+from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+from vllm_module.runtime.model_runner import StepInputs
+from vllm_module.runtime.ranks import Ranks, in_words, join, meeting_place, own_device
+from vllm_module.runtime.worker import Worker
+from vllm_module.weights import Weight, receive_weights, send_weights
+
+
+class Executor:
+    """Loads a model on every rank and has the others do what this rank, the first, is asked to do.
+
+    With ``tensor_parallel_size`` of more than one, the other ranks are processes that are started
+    here, and end with this one. Where there is a process group, as under torchrun, every one of
+    its ranks makes an executor, and all but the first :meth:`follow`.
+
+    Any method raises ``RankError``, and the executor is closed, if another rank fails or ends: the
+    message names it, and says how.
+
+    Args:
+        model_config, load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
+        config: of the engine.
+
+    Attributes:
+        rank, size: of this process among all.
+        worker: this rank's.
+
+    Raises ``ValueError`` if there are fewer devices than ranks, or for a ``tensor_parallel_size``
+    that is not the process group's, and what loading raises.
+
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        load_config: LoadConfig,
+        device_config: DeviceConfig,
+        config: EngineConfig,
+    ) -> None:
+        self._timeout = load_config.timeout
+        self._closed: str | None = None
+        self._refusal: str | None = None
+        self._ranks = Ranks(
+            config.tensor_parallel_size,
+            device_config.torch_device,
+            _serve,
+            (model_config, load_config, device_config, config),
+        )
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+        self._end = weakref.finalize(self, self._ranks.close)
+        if self.size > 1:
+            device_config = DeviceConfig(device=str(self._ranks.device))
+        if self.rank:
+            load_config = load_config.model_copy(update={"show_progress": False})
+        group = self._ranks.group
+        place: Any = {"group": group} if group else {"rank": 0, "size": 1}
+        with self._or_end(), tensor_parallel(**place):
+            self.worker = Worker(model_config, load_config, device_config, config)
+
+    def start(self, max_model_len: int) -> tuple[int, int]:
+        """Make every rank's cache, as large as the smallest has room for.
+
+        Returns the pages on the device and in host memory. Raises ``ValueError`` if there is no
+        room for one.
+        """
+        config = self.worker.config
+        most = config.max_num_seqs * -(-max_model_len // config.block_size)
+        pages = min(most, *self._everywhere("pages"))
+        if pages < 1:
+            raise ValueError(
+                f"there is no memory for a page of {config.block_size} tokens, which takes "
+                f"{self.worker.page_bytes} bytes: raise kv_cache_memory_bytes or "
+                "gpu_memory_utilization"
+            )
+        host_pages = min(most, int(config.swap_space * 2**30) // self.worker.page_bytes)
+        self._everywhere("start", pages, host_pages, max_model_len)
+        return pages, host_pages
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute a step on every rank and return the logits ``[rows, vocab]``.
+
+        Raises ``ModelNotReadyError`` after an update of the weights that failed.
+        """
+        if self._refusal is not None:
+            raise ModelNotReadyError(self._refusal)
+        with self._or_end():
+            self._tell("run", inputs)
+            return self.worker.run(inputs)
+
+    def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
+        """Put new weights into every rank's model, in place.
+
+        Raises what this rank's model refuses them for, or ``RankError`` for another's. Unless all
+        weights are what they were, no steps are run then until a whole checkpoint was taken.
+        """
+        whole = self._refusal is not None
+        try:
+            if self.size == 1:
+                self.worker.update_weights(weights, whole=whole)
+            else:
+                self._send(weights, whole)
+        except BaseException:
+            if self._closed is None:
+                refusals = self._everywhere("refusal")
+                self._refusal = next(filter(None, refusals), None)
+            raise
+        self._refusal = None
+
+    def sleep(self) -> None:
+        """Release the memory that every rank has for weights and cache."""
+        self._everywhere("sleep")
+
+    def wake_up(self) -> None:
+        """Load every rank's weights again."""
+        self._everywhere("wake_up")
+        self._refusal = None
+
+    def follow(self) -> None:
+        """Do what the first rank asks for, until it closes its executor; then close this one."""
+        if self.rank == 0:
+            raise RuntimeError("the first rank leads, and the others follow it")
+        with self._or_end():
+            while (told := self._ranks.hear())[0] != "close":
+                self._obey(*told)
+        self.close()
+
+    def close(self) -> None:
+        """End the other ranks' processes, or let them stop following; once is enough."""
+        self._closed = self._closed or "it was closed"
+        self._end()
+
+    def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank's worker and return all results, by rank."""
+        if self.size == 1:
+            return [getattr(self.worker, name)(*arguments)]
+        with self._or_end():
+            self._tell(name, *arguments)
+            outcomes, failure = self._together(name, arguments)
+        if failure is not None:
+            raise failure
+        failed = {rank: how for rank, (_, how) in enumerate(outcomes) if how is not None}
+        if failed:
+            raise RankError("\n".join(f"rank {rank}: {failed[rank]}" for rank in failed), failed)
+        return [result for result, _ in outcomes]
+
+    def _together(
+        self, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[list[tuple[Any, str | None]], Exception | None]:
+        """Do this rank's part; return all ranks' results, or how they failed, and how this did."""
+        failure: Exception | None = None
+
+        def attempt() -> tuple[Any, str | None]:
+            nonlocal failure
+            try:
+                return getattr(self.worker, name)(*arguments), None
+            except Exception as error:
+                failure = error
+                return None, in_words(error)
+
+        return together(attempt, timeout=self._timeout, group=self._ranks.control), failure
+
+    def _send(
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool
+    ) -> None:
+        """Send weights to the other ranks, and take from what is sent what this rank keeps."""
+        with self._or_end():
+            self._tell("update_weights", whole)
+        try:
+            take = partial(self.worker.update_weights, whole=whole)
+            send_weights(weights, group=self._ranks.control, also=take)
+        except BaseException as error:
+            told = isinstance(error, Exception)  # and not an interrupt, in whatever it was doing
+            if told and not (isinstance(error, RankError) and not error.ranks):
+                raise  # a refusal, after which the others wait for what comes next
+            with self._or_end():
+                raise
+
+    def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Do another rank's part of what the first one does."""
+        if name == "run":
+            self.worker.run(*arguments)
+        elif name == "update_weights":
+            group = self._ranks.control
+            # The first rank is told of what is raised here.
+            with suppress(Exception), receive_weights(src=0, group=group) as weights:
+                self.worker.update_weights(weights, whole=arguments[0])
+        else:
+            self._together(name, arguments)
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        if self._closed is not None:
+            raise RuntimeError(f"the engine has ended: {self._closed}")
+        if self.rank:
+            raise RuntimeError(f"rank {self.rank} follows the first, which is to be asked instead")
+        if self.size > 1:
+            self._ranks.tell((name, arguments))
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """End the engine on all ranks if this one raises something: they are out of step then."""
+        try:
+            yield
+        except BaseException as error:
+            if self.size == 1 or self._closed is not None:
+                raise
+            raised = self._ranks.part(error)
+            self._closed = in_words(raised)
+            self.close()
+            if raised is error:
+                raise
+            raise raised from error
+
+
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    threads: int,
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device_config: DeviceConfig,
+    config: EngineConfig,
+) -> None:
+    """Be a rank that an executor started."""
+    device = own_device(device_config.torch_device, rank)
+    join(rank, size, meeting_place(size, port), device, threads)
+    # The first rank raises what these are: it need not be printed as well.
+    with suppress(WeightLoadError, RankError):
+        Executor(model_config, load_config, DeviceConfig(device=str(device)), config).follow()

@@ -1,0 +1,157 @@
+"""Processes that work for this one: when any of them ends, or this one does, all of them end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from vllm_module.errors import RankError
+
+_GRACE = 0.1  # seconds in which others end that ended for the same reason
+_TIMEOUT = 2.0  # seconds until those that were killed are gone
+
+
+class Processes:
+    """Ranks 1 to ``count``, which call ``work(rank, *arguments)``.
+
+    They are gone within a second of this process, however it ends, and leave Ctrl-C to it.
+
+    Args:
+        count, work, arguments: as above; ``arguments`` are pickled.
+        release: called from another thread when they ended, unless :meth:`end` made them.
+
+    Attributes:
+        ended: set when none is left.
+        codes: exit codes of those that ended by themselves; of a signal, its number below zero.
+
+    Raises ``RankError`` if one of them ends before it works.
+
+    """
+
+    def __init__(
+        self,
+        count: int,
+        work: Callable[..., None],
+        arguments: tuple[Any, ...],
+        release: Callable[[], None],
+    ) -> None:
+        self.ended = threading.Event()
+        self.codes: dict[int, int] = {}
+        self._release = release
+        self._processes: dict[int, BaseProcess] = {}
+        self._connections: dict[int, connection.Connection[Any, Any]] = {}
+        context = multiprocessing.get_context("spawn")
+        self._asked, self._ask = context.Pipe(duplex=False)
+        try:
+            try:
+                with _interrupts_kept():
+                    for rank in range(1, count + 1):
+                        self._connections[rank], theirs = context.Pipe()
+                        process = context.Process(
+                            target=_main, args=(theirs, work, (rank, *arguments)), daemon=True
+                        )
+                        with theirs:
+                            process.start()
+                        self._processes[rank] = process
+            finally:  # some may have started
+                threading.Thread(target=self._watch, name="watch ranks", daemon=True).start()
+            for rank, working in self._connections.items():
+                self._wait(rank, working)
+        except BaseException:
+            self.end()
+            raise
+
+    def describe(self, rank: int) -> str:
+        """Say how ``rank``, one of ``codes``, ended."""
+        code, name = self.codes[rank], f"rank {rank} (pid {self._processes[rank].pid})"
+        if code >= 0:
+            return f"{name} ended with exit code {code}"
+        hint = ", as happens where memory runs out" if code == -signal.SIGKILL else ""
+        return f"{name} was killed by signal {-code}{hint}"
+
+    def end(self) -> None:
+        """End all of them; they have no say in it."""
+        if not self.ended.is_set():
+            with suppress(OSError):  # asked before, and closed
+                self._ask.send(None)
+            self.ended.wait(_TIMEOUT)
+        for each in (*self._connections.values(), self._ask, self._asked):
+            each.close()
+
+    def _wait(self, rank: int, working: connection.Connection[Any, Any]) -> None:
+        """Wait until ``rank`` has imported what it needs."""
+        try:
+            working.recv()
+        except (EOFError, OSError):
+            self.ended.wait(_TIMEOUT)
+            how = "; ".join(map(self.describe, self.codes)) or f"rank {rank} ended"
+            raise RankError(
+                f"{how} before it began: see what it printed. A script that starts processes does "
+                "so under if __name__ == '__main__':, because they import it too.",
+                self.codes,
+            ) from None
+
+    def _watch(self) -> None:
+        """Wait for the first that ends, then end the others."""
+        sentinels = [process.sentinel for process in self._processes.values()]
+        connection.wait([*sentinels, self._asked])
+        asked = self._asked.poll()
+        if not asked:
+            time.sleep(_GRACE)
+            codes = {rank: process.exitcode for rank, process in self._processes.items()}
+            self.codes = {rank: code for rank, code in codes.items() if code is not None}
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        if not asked:
+            self._release()
+        self.ended.set()
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Keep Ctrl-C from processes that are started here, which inherit what is blocked."""
+    resource_tracker.ensure_running()  # before Python 3.12, its start lets them through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _main(
+    here: connection.Connection[Any, Any], work: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """Work in a process that was started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    here.send(None)
+    threading.Thread(target=_end_with_parent, args=(here,), daemon=True).start()
+    code = 0
+    try:
+        work(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: others wait for the connections of this one
+
+
+def _end_with_parent(here: connection.Connection[Any, Any]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    # A fork of the parent's may keep the connection open.
+    while not here.poll(0.5) and os.getppid() == parent.pid:
+        pass
+    os._exit(0)

@@ -1,0 +1,282 @@
+"""The ranks of an engine: how they come together, what the first tells the others, how it ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.distributed import ProcessGroup, SimulatedGroup, tensor_parallel_group
+from vllm_module.errors import RankError
+from vllm_module.runtime.processes import Processes
+
+_FRAME = 1 << 15  # bytes: most steps travel in one message
+_LAST_WORDS = 1 << 12  # bytes
+_TAG = 1 << 18  # of last words
+_EVIDENCE = 2.0  # seconds in which it comes to light which rank failed
+_FOREVER = timedelta(days=365)  # an engine may have nothing to do for as long as it likes
+
+_stores: Any = dist  # which has them, but does not tell mypy
+_joined = itertools.count()
+_leads_world = False  # whether torch's default group is one that was started here
+
+
+class Ranks:
+    """The processes of an engine: this one with those it leads, or the one it follows.
+
+    Under torchrun the world is joined, if it was not; its ranks, or those of a surrounding
+    ``tensor_parallel(group=...)``, are the engine's. Otherwise ranks but the first are started
+    here: they call ``work(rank, size, port, threads, *arguments)``, which calls :func:`join`.
+
+    Attributes:
+        rank, size: in the group of torch.distributed that models are parallel in, ``group``.
+        control: a group that carries messages between CPUs and has no timeout.
+        device: this rank's own.
+
+    Raises:
+        ValueError: there are fewer devices than ranks, or ``size`` is not that of the group.
+        RankError: a rank that was started here ended.
+
+    """
+
+    def __init__(
+        self, size: int, device: torch.device, work: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        self.rank, self.size, self.device = 0, 1, device
+        self.group: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None
+        self._pid, self._threads = os.getpid(), torch.get_num_threads()
+        self._processes: Processes | None = None
+        self._words: dict[int, tuple[bytearray, dist.Work]] = {}
+        self._owns_world = self._owns_control = self._parted = False
+        try:
+            if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                self.device = own_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+                store, rank, world = next(_stores.rendezvous("env://"))
+                # What another engine's ranks left in the store is not for this one's.
+                store = _stores.PrefixStore(f"engine {next(_joined)}", store)
+                _init(rank, world, store, device)
+                self._owns_world = True
+            present = tensor_parallel_group()
+            if _leads_world and isinstance(present, ProcessGroup):
+                present = SimulatedGroup(0, 1)  # that world follows another engine
+            if present.size == 1 and size > 1:
+                self._start(size, work, arguments)
+                present = ProcessGroup()
+            if present.size > 1:
+                self._join(present, size)
+        except BaseException:
+            self.close()
+            raise
+
+    def tell(self, message: object) -> None:
+        """Send ``message``, which is pickled, to all other ranks; they :meth:`hear` it."""
+        data = pickle.dumps(message)
+        self._bytes[:8] = len(data).to_bytes(8, "little")
+        head = data[: _FRAME - 8]
+        self._bytes[8 : 8 + len(head)] = head
+        dist.broadcast(self._frame, group=self.control, group_src=0)
+        if len(head) < len(data):
+            rest = torch.frombuffer(bytearray(data[len(head) :]), dtype=torch.uint8)
+            dist.broadcast(rest, group=self.control, group_src=0)
+
+    def hear(self) -> Any:
+        """Wait for the first rank's next message, and return it."""
+        dist.broadcast(self._frame, group=self.control, group_src=0)
+        nbytes = int.from_bytes(self._bytes[:8], "little")
+        data = self._bytes[8 : 8 + nbytes]
+        if len(data) < nbytes:
+            rest = bytearray(nbytes - len(data))
+            memory = torch.frombuffer(rest, dtype=torch.uint8)
+            dist.broadcast(memory, group=self.control, group_src=0)
+            data += rest
+        return pickle.loads(data)
+
+    def part(self, error: BaseException) -> BaseException:
+        """Let others know that this rank does not go on; return what to raise for ``error``.
+
+        That is another one, a ``RankError``, where it was not this rank that failed.
+        """
+        self._parted = True
+        if self.rank:
+            self._say(error)
+        if not _is_of_others(error):
+            return error
+        codes: list[str] = []
+        if self._processes is not None and self._processes.ended.wait(_EVIDENCE):
+            killed = [rank for rank, code in self._processes.codes.items() if code < 0]
+            if killed:
+                return RankError("; ".join(map(self._processes.describe, killed)), killed)
+            codes = [f"{self._processes.describe(rank)}" for rank in self._processes.codes]
+        said = {} if self.rank else self._last_words()
+        for sign in "!?":
+            if words := {rank: text[1:] for rank, text in said.items() if text[0] == sign}:
+                lines = (f"rank {rank}: {text}" for rank, text in words.items())
+                return RankError("\n".join(lines), words)
+            if isinstance(error, RankError):
+                return error
+        how = "; ".join(codes) or "another rank ended, or hangs"
+        return RankError(f"{how}: see what it printed. torch says: {in_words(error)}")
+
+    def close(self) -> None:
+        """End the processes that were started here, or let others know; leave what was joined."""
+        if os.getpid() != self._pid:
+            return  # a fork has a copy of what is not its own
+        global _leads_world
+        if self._processes is not None:
+            self._processes.end()
+            torch.set_num_threads(self._threads)
+            _leads_world = False
+        elif self.control is not None and not self.rank and not self._parted:
+            with suppress(RuntimeError):
+                self.tell(("close", ()))
+        self._words = {}
+        if self._owns_control:
+            dist.destroy_process_group(self.control)
+        if self._owns_world:
+            dist.destroy_process_group()
+        self._processes, self.control = None, None
+        self._owns_control = self._owns_world = False
+
+    def _start(self, size: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        global _leads_world
+        if dist.is_initialized():
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and this process has a process group already, of "
+                "another engine or of its own: close that, or start the ranks by torchrun"
+            )
+        if self.device.type == "cuda":
+            if str(self.device) != "cuda":
+                raise ValueError(
+                    f"tensor_parallel_size is {size}, and {self.device} is one device: say 'cuda'"
+                )
+            own_device(self.device, size - 1)
+        self.device = own_device(self.device, 0)
+        store = meeting_place(size)
+        threads = max(1, self._threads // size)
+        arguments = size, store.port, threads, *arguments
+        self._processes = Processes(size - 1, work, arguments, _release_device)
+        join(0, size, store, self.device, threads)
+        _leads_world = self._owns_world = True
+
+    def _join(self, present: Any, size: int) -> None:
+        if not isinstance(present, ProcessGroup):
+            raise ValueError(
+                f"an engine's ranks are processes, and this one's is simulated, {present.rank} of "
+                f"{present.size}: leave tensor_parallel(rank=..., size=...) out"
+            )
+        if size not in (1, present.size):
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and the process group has {present.size} ranks: "
+                f"leave it out, or start {size}"
+            )
+        self.rank, self.size = present.rank, present.size
+        self.group = present.group or dist.group.WORLD
+        local = int(os.environ.get("LOCAL_RANK", str(dist.get_rank())))
+        self.device = own_device(self.device, local)
+        if self.group is dist.group.WORLD:
+            self.control = dist.new_group(backend="gloo", timeout=_FOREVER)
+            self._owns_control = True
+        elif "cpu" in (backends := dist.get_backend_config(self.group)):
+            self.control = self.group  # to make another takes processes beyond this group
+        else:
+            raise ValueError(
+                f"the process group ({backends}) cannot carry messages between CPUs: make it with "
+                "torch.distributed.new_group(backend='cpu:gloo,cuda:nccl')"
+            )
+        self._bytes = bytearray(_FRAME)
+        self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        for rank in range(1, self.size) if self.rank == 0 else ():
+            # Asked for now: what is said before a connection closes would be lost.
+            buffer = bytearray(_LAST_WORDS)
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            arrival = dist.irecv(memory, group=self.control, group_src=rank, tag=_TAG)
+            assert arrival is not None
+            self._words[rank] = buffer, arrival
+
+    def _say(self, error: BaseException) -> None:
+        """Tell the first rank how this one failed."""
+        sign = "?" if _is_of_others(error) else "!"
+        words = (sign + in_words(error)).encode(errors="replace")[:_LAST_WORDS]
+        memory = torch.frombuffer(bytearray(words.ljust(_LAST_WORDS, b"\0")), dtype=torch.uint8)
+        with suppress(RuntimeError, ValueError):
+            departure = dist.isend(memory, group=self.control, group_dst=0, tag=_TAG)
+            assert departure is not None
+            departure.wait(timedelta(seconds=_EVIDENCE))
+
+    def _last_words(self) -> dict[int, str]:
+        """Return what ranks said that failed; a wait for the others would close connections."""
+        end = time.monotonic() + _EVIDENCE / (1 if self._processes is None else 10)
+        while time.monotonic() < end and not any(said[0] for said, _ in self._words.values()):
+            time.sleep(0.01)
+        said = {}
+        for rank, (buffer, arrival) in self._words.items():
+            if buffer[0]:
+                with suppress(RuntimeError):
+                    arrival.wait(timedelta(seconds=_EVIDENCE))
+                said[rank] = buffer.rstrip(b"\0").decode(errors="replace")
+        return said
+
+
+def meeting_place(size: int, port: int = 0) -> Any:
+    """Return the store at ``port`` of this host by which ranks find each other, or make one."""
+    return _stores.TCPStore("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
+
+
+def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -> None:
+    """Make this process rank ``rank`` of a world of ``size``."""
+    torch.set_num_threads(threads)  # ranks of one host share its cores
+    _init(rank, size, store, device)
+
+
+def own_device(device: torch.device, local_rank: int) -> torch.device:
+    """Return ``device``, and of several the one of ``local_rank``, which becomes the current one.
+
+    Raises ``ValueError`` if there are not as many.
+    """
+    if str(device) != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"{local_rank + 1} ranks need a CUDA device each, and there are {count}: lower "
+            "tensor_parallel_size, or use more hosts by torchrun"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
+    # On CUDA too there is a gloo, by which ranks tell each other what to do.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def _release_device() -> None:
+    """End collectives on a device, which would wait for a rank that has ended."""
+    world = dist.group.WORLD
+    if world is not None and "cuda" in dist.get_backend_config(world):
+        world.abort()
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether it is likely that another rank failed, and this one noticed."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = frames[-1].f_globals.get("__name__", "") if frames else ""
+    of_torch = isinstance(error, RuntimeError) and where.startswith("torch.distributed")
+    return of_torch or isinstance(error, RankError | dist.DistError)
+
+
+def in_words(error: BaseException) -> str:
+    """Return the kind of an error and its message, which may be cut."""
+    return f"{type(error).__name__}: {error}"[:2000]

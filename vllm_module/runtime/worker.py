@@ -1,0 +1,120 @@
+"""One rank of an engine: its model, its cache, and what it is told to do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from vllm_module.errors import ModelNotReadyError
+from vllm_module.loader import get_model
+from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
+from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.weights import Weight, open_checkpoint, resolve
+
+_CPU_CACHE = 1 << 30  # bytes, where nobody says how many
+_CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+class Worker:
+    """Loads this rank's part of the model and runs steps on it.
+
+    Args:
+        model_config, load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
+        config: of the engine.
+
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        load_config: LoadConfig,
+        device_config: DeviceConfig,
+        config: EngineConfig,
+    ) -> None:
+        self.model_config, self.config = model_config, config
+        self.device = device_config.torch_device
+        self.model = get_model(
+            model_config=model_config, load_config=load_config, device_config=device_config
+        )
+        # What is not quantized says what the model computes in.
+        parameter = next(p for p in self.model.parameters() if p.dtype.itemsize > 1)
+        self.cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, parameter.dtype)
+        self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
+        self.runner: ModelRunner | None = None
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back any layer sees; ``None`` if one sees all."""
+        windows = [layer.sliding_window for layer in attention_layers(self.model)]
+        return None if None in windows else max(w for w in windows if w is not None)
+
+    def pages(self) -> int:
+        """How many pages this rank has memory for."""
+        config = self.config
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes // self.page_bytes
+        if self.device.type != "cuda":
+            return _CPU_CACHE // self.page_bytes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        ModelRunner(self.model, self.device).largest_step(config.max_num_batched_tokens)
+        step = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        elsewhere = total * (1 - config.gpu_memory_utilization)
+        return max(0, int(free - elsewhere - step) // self.page_bytes)
+
+    def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
+        """Make the cache, and on a GPU the graphs of steps that decode."""
+        size = self.config.block_size
+        self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
+        self.runner = ModelRunner(self.model, self.device)
+        self._shape = num_pages, host_pages, max_model_len
+        if self.device.type == "cuda" and not self.config.enforce_eager:
+            self.runner.capture(self.config.max_num_seqs, -(-max_model_len // size))
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Move pages, compute the step's tokens and return logits ``[rows, vocab]``."""
+        if self.runner is None:
+            raise RuntimeError("the engine sleeps: wake_up() first")
+        self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        return self.runner.run(inputs)
+
+    def update_weights(
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], *, whole: bool = False
+    ) -> None:
+        """Put new weights into the running model, in place; with ``whole``, a whole checkpoint."""
+        if whole:
+            self.model.load_weights(weights)
+        else:
+            self.model.update_weights(weights)
+
+    def refusal(self) -> str | None:
+        """Say why the model refuses to run, if it does."""
+        try:
+            self.model.check_ready()
+        except ModelNotReadyError as error:
+            return str(error)
+        return None
+
+    def sleep(self) -> None:
+        """Release the memory of the weights, the cache and the graphs."""
+        if self.runner is not None:
+            self.runner = None
+            self.cache.close()
+            self.model.sleep()
+
+    def wake_up(self) -> None:
+        """Load the checkpoint again, and make a new cache."""
+        if self.runner is None:
+            folder = resolve(self.model_config.model, self.model_config.revision)
+            with open_checkpoint(folder) as checkpoint:
+                self.model.load_weights(checkpoint.items())
+            self.start(*self._shape)
