@@ -115,13 +115,13 @@ def paged_attention_reference(
     page_size = k_cache.shape[1]
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
-    single: dict[int, list[int]] = {}  # by the bits of how many pages they have
+    single: dict[int, list[int]] = {}  # by how many pages they have, a power of four
     for sequence, context in enumerate(context_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end or context == 0:
             continue
         if end - begin == 1:
-            single.setdefault((-(-context // page_size)).bit_length(), []).append(sequence)
+            single.setdefault((-(-context // page_size)).bit_length() // 2, []).append(sequence)
             continue
         first = 0  # token that is seen; what the window has left may be another's by now
         if sliding_window is not None:
@@ -178,24 +178,36 @@ def _decode(
 ) -> torch.Tensor:
     """Attend from one token of each sequence, its context padded to the longest one."""
     page_size, kv_heads = k_cache.shape[1:3]
-    sequences, heads, size = query.shape
+    sequences, heads = query.shape[:2]
     length = int(context_lens.max())
     columns = torch.arange(length, device=query.device)
     distance = columns - (context_lens.unsqueeze(-1) - 1)  # [sequences, length], 0 at the token
     seen = distance <= 0
+    page = torch.arange(0, length, page_size, device=query.device)  # the first tokens of pages
+    used = page < context_lens.unsqueeze(-1)
     if sliding_window is not None:
         seen &= distance > -sliding_window
-    tables = block_tables[:, : -(-length // page_size)]
+        used &= page > context_lens.unsqueeze(-1) - sliding_window - page_size
     # What is not seen is read from page 0 and left out again: it may be anything, NaN too.
-    tables = tables.masked_fill(~_any_of_page(seen, page_size), 0)
+    tables = block_tables[:, : used.shape[1]].masked_fill(~used, 0)
+    everything = sequences == 1 and sliding_window is None
     keys, values = (
-        _widened(cache[tables.long()].flatten(1, 2)[:, :length], factor, query.dtype)
+        _seen(
+            cache.index_select(0, tables.flatten()),
+            length,
+            None if everything else seen,
+            factor,
+            query.dtype,
+        )
         for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
     )
-    values = values.masked_fill(~seen[:, :, None, None], 0)
-    # [sequences, kv_heads, group, .]: the heads that share keys and values are rows of one product.
-    grouped = query.view(sequences, kv_heads, heads // kv_heads, size)
-    scores = (grouped @ keys.permute(0, 2, 3, 1)).float() * scale
+    # [sequences, kv_heads, group, size]: heads that share keys and values are rows of one query.
+    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
+    if softcap is None and alibi_slopes is None and sinks is None:
+        mask = None if everything else seen[:, None, None].expand(-1, 1, grouped.shape[2], -1)
+        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return output.flatten(1, 2)
+    scores = (grouped @ keys.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if alibi_slopes is not None:
@@ -206,14 +218,27 @@ def _decode(
         sink = sinks.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :length].to(query.dtype)
-    return (weights @ values.transpose(1, 2)).view(query.shape)
+    return (weights @ values).flatten(1, 2)
 
 
-def _any_of_page(seen: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Whether any token of a page is seen, of ``seen [sequences, tokens]``."""
-    pages = -(-seen.shape[1] // page_size)
-    padded = F.pad(seen, (0, pages * page_size - seen.shape[1]))
-    return padded.unflatten(1, (pages, page_size)).any(-1)
+def _seen(
+    pages: torch.Tensor,
+    tokens: int,
+    seen: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return ``pages``, sequence by sequence, as ``[sequences, kv_heads, tokens, size]``.
+
+    What is not ``seen [sequences, tokens]`` is finite there: no weight of zero makes it so.
+    """
+    sequences = 1 if seen is None else len(seen)
+    held = pages.view(sequences, -1, *pages.shape[2:])[:, :tokens]
+    held = _widened(held, scale, dtype)
+    # Rarely not finite, and far cheaper to look at than what is not seen is to leave out.
+    if seen is not None and not bool(held.sum().isfinite()):
+        held = held.masked_fill(~seen[:, :, None, None], 0)
+    return held.transpose(1, 2)
 
 
 def _widened(held: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -251,12 +276,17 @@ def causal_attention(
     if sliding_window is not None:
         seen &= columns > rows - sliding_window
     group = query.shape[0] // keys.shape[0]
+    if softcap is None and alibi_slopes is None and sinks is None:
+        # [kv_heads, group, tokens, size]: of four dimensions torch's fused kernels take these, and
+        # keys and values are not copied for each of their heads.
+        grouped = query.unflatten(0, (-1, group))
+        keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
+        whole = new == total and sliding_window is None
+        return F.scaled_dot_product_attention(
+            grouped, keys, values, None if whole else seen, is_causal=whole, scale=scale
+        ).flatten(0, 1)
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)
-    if softcap is None and alibi_slopes is None and sinks is None:
-        if new == total and sliding_window is None:
-            return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
     scores = query.float() @ keys.float().transpose(1, 2) * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()

@@ -50,9 +50,9 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 @torch.inference_mode()
-def theirs(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Generate by transformers: one batch, padded on the left, with a static cache."""
-    longest = max(map(len, prompts))
+def theirs(model: Any, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+    """Generate by transformers: one batch, padded on the left, as long as its longest output."""
+    longest, count = max(map(len, prompts)), max(counts)
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     output = model.generate(
@@ -65,20 +65,21 @@ def theirs(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
         disable_compile=True,
         pad_token_id=0,
     )
-    return output[:, longest:].tolist()
+    new = output[:, longest:].tolist()
+    return [tokens[:n] for tokens, n in zip(new, counts, strict=True)]
 
 
-def ours(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+def ours(llm: LLM, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
 def compare(
-    llm: LLM, model: Any, prompts: list[list[int]], count: int
+    llm: LLM, model: Any, prompts: list[list[int]], counts: list[int]
 ) -> dict[str, float | int | list[float]]:
     """Time both in turns and return medians, after checking that they give the same tokens."""
-    expected, got = theirs(model, prompts, count), ours(llm, prompts, count)
+    expected, got = theirs(model, prompts, counts), ours(llm, prompts, counts)
     alike = sum(a == b for a, b in zip(expected, got, strict=True)) / len(prompts)
     first = sum(a[:4] == b[:4] for a, b in zip(expected, got, strict=True)) / len(prompts)
     if alike < ALIKE or first < 1:
@@ -86,9 +87,9 @@ def compare(
     seconds: dict[str, list[float]] = {"ours": [], "transformers": []}
     for _ in range(ROUNDS):
         llm.engine.scheduler.forget()  # no prompt is there already
-        seconds["ours"].append(timed(lambda: ours(llm, prompts, count))[0])
-        seconds["transformers"].append(timed(lambda: theirs(model, prompts, count))[0])
-    tokens = len(prompts) * count
+        seconds["ours"].append(timed(lambda: ours(llm, prompts, counts))[0])
+        seconds["transformers"].append(timed(lambda: theirs(model, prompts, counts))[0])
+    tokens = sum(counts)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     return {
         "requests": len(prompts),
@@ -139,7 +140,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=32)
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     generator = random.Random(0)
@@ -148,18 +148,23 @@ def main() -> None:
         return [generator.randrange(2, 32000) for _ in range(generator.randrange(8, 257))]
 
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as directory:
         shape = SHAPE | {"num_hidden_layers": arguments.layers}
-        folder = write_qwen3(Path(name), values=plausible, **shape)
+        folder = write_qwen3(Path(directory), values=plausible, **shape)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=64) as llm:
-            for count in (1, 32):
+            for name, count, least, most in (
+                ("1 request", 1, 32, 32),
+                ("32 requests of 32 new tokens each", 32, 32, 32),
+                ("32 requests of 8 to 128 new tokens", 32, 8, 128),
+            ):
                 prompts = [prompt() for _ in range(count)]
-                result = compare(llm, model, prompts, arguments.new_tokens)
-                results[f"{count} requests"] = result
+                counts = [generator.randint(least, most) for _ in range(count)]
+                result = compare(llm, model, prompts, counts)
+                results[name] = result
                 print(
-                    f"{count:3} requests: {result['tokens_per_second']:.0f} tokens/s, "
-                    f"{result['ratio']:.2f} times transformers' {result['same_tokens']:.0%} alike"
+                    f"{name}: {result['tokens_per_second']:.0f} tokens/s, {result['ratio']:.2f} "
+                    f"times transformers', {result['same_tokens']:.0%} alike"
                 )
     for vocab in (1000, 32000, 151936):
         figures = overhead(64, vocab)
