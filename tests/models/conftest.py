@@ -19,7 +19,7 @@ STEPS = 64
 WITHIN = 1e-4  # of each logit, in float32
 
 # pytest's importlib mode knows no sibling imports, and torchrun runs the same file as a script.
-_compute = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))["compute"]
+_one_rank = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))
 
 
 def config_of(kind: str, **entries: Any) -> dict[str, Any]:
@@ -267,7 +267,13 @@ def checkpoint(request: pytest.FixtureRequest, tiny: Callable[[str], Checkpoint]
 @pytest.fixture(scope="session")
 def compute() -> Callable[..., dict[str, Any]]:
     """Give ``compute`` of one_rank.py."""
-    return _compute  # type: ignore[no-any-return]
+    return _one_rank["compute"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def generated() -> Callable[..., tuple[list[list[int]], int]]:
+    """Give ``generated`` of one_rank.py."""
+    return _one_rank["generated"]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,10 @@ import torch.distributed as dist
 from vllm_module import ModelConfig, get_model
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache, attention_layers
-from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.model_runner import ModelRunner, StepInputs
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
-
-PAGES, PAGE_SIZE, TOKENS = 64, 16, 128
 
 
 @torch.inference_mode()
@@ -43,7 +41,7 @@ def compute(
         return step_logits[-1]
 
     model.compute_logits = recorded
-    tokens = generated(model, prompts, steps)
+    tokens, _ = generated(model, prompts, steps)
     model.compute_logits = compute_logits
     return {
         "prompt_logits": prompt_logits,
@@ -52,23 +50,54 @@ def compute(
     }
 
 
-def generated(model: Any, prompts: list[list[int]], steps: int) -> list[list[int]]:
-    """Return the greedy tokens of an engine that every rank has for itself; all do the same."""
+def generated(
+    model: Any,
+    prompts: list[list[int]],
+    steps: int | list[int],
+    *,
+    pages: int = 64,
+    page_size: int = 16,
+    host_pages: int = 0,
+    max_num_batched_tokens: int = 128,
+    pauses: list[int] | None = None,
+) -> tuple[list[list[int]], int]:
+    """Return the greedy tokens of an engine, and how often it preempted.
+
+    Every rank has an engine for itself, and all do the same. Before each prompt arrives there is a
+    pause of some steps.
+    """
     windows = {layer.sliding_window for layer in attention_layers(model)}
     (window,) = windows if len(windows) == 1 else (None,)
     dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)
     device = torch.device("cpu")
-    cache = KVCache(model, PAGES, PAGE_SIZE, device, dtype)
-    pool, none = PagePool(PAGES, PAGE_SIZE), PagePool(0, PAGE_SIZE)
-    scheduler = Scheduler(pool, none, len(prompts), TOKENS, window=window)
+    cache = KVCache(model, pages, page_size, device, dtype, host_pages)
     runner = ModelRunner(model, device)
-    engine = Engine(runner.run, scheduler, model.config.vocab_size, PAGES * PAGE_SIZE)
-    greedy = SamplingParams(temperature=0, max_tokens=steps)
-    requests = [engine.add(str(index), ids, greedy) for index, ids in enumerate(prompts)]
+
+    def execute(inputs: StepInputs) -> torch.Tensor:
+        cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        return runner.run(inputs)
+
+    scheduler = Scheduler(
+        PagePool(pages, page_size),
+        PagePool(host_pages, page_size),
+        len(prompts),
+        max_num_batched_tokens,
+        window=window,
+    )
+    engine = Engine(execute, scheduler, model.config.vocab_size, pages * page_size)
+    requests = []
+    counts = [steps] * len(prompts) if isinstance(steps, int) else steps
+    for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        for _ in range(pauses[index] if pauses else 0):
+            engine.step()
+        params = SamplingParams(temperature=0, max_tokens=count)
+        requests.append(engine.add(str(index), prompt, params))
     while engine.requests:
         engine.step()
     cache.close()
-    return [request.sequences[0].output for request in requests]
+    assert scheduler.pool.free_pages == pages
+    assert scheduler.host.free_pages == host_pages
+    return [request.sequences[0].output for request in requests], scheduler.preemptions
 
 
 def main(directory: Path) -> None:
