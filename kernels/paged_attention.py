@@ -12,6 +12,7 @@ from vllm_module.kernels.operators import checks_values, expect, operator
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 
 MOST_HEAD_SIZE = 256
+_TOGETHER = 1 << 19  # numbers of keys that a CPU's cache holds while they are worked on
 MOST_GROUP = 128  # query heads that share a key-value head; of large heads, half as many
 
 
@@ -115,13 +116,13 @@ def paged_attention_reference(
     page_size = k_cache.shape[1]
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
-    single: dict[int, list[int]] = {}  # by how many pages they have, a power of four
+    single: list[tuple[int, int]] = []  # contexts and sequences of one token
     for sequence, context in enumerate(context_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end or context == 0:
             continue
         if end - begin == 1:
-            single.setdefault((-(-context // page_size)).bit_length() // 2, []).append(sequence)
+            single.append((context, sequence))
             continue
         first = 0  # token that is seen; what the window has left may be another's by now
         if sliding_window is not None:
@@ -142,8 +143,11 @@ def paged_attention_reference(
             alibi_slopes,
             sinks,
         ).transpose(0, 1)
-    for alike in single.values():
-        chosen = torch.tensor(alike, device=query.device)
+    single.sort(reverse=True)  # those of like contexts go together
+    while single:
+        count = max(1, _TOGETHER // (single[0][0] * k_cache[0, 0].numel()))
+        chosen = torch.tensor([sequence for _, sequence in single[:count]], device=query.device)
+        del single[:count]
         rows = query_start_loc[chosen].long()
         output[rows] = _decode(
             query[rows],

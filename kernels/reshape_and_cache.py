@@ -86,9 +86,10 @@ def reshape_and_cache_reference(
     """Store in plain torch; see :func:`reshape_and_cache`."""
     pages, page_size = k_cache.shape[:2]
     kept = (slot_mapping >= 0) & (slot_mapping < pages * page_size)
-    slots = slot_mapping[kept].long()
-    for cache, new, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
-        tokens = new[kept]
+    slots = slot_mapping.long()
+    if not bool(kept.all()):
+        slots, key, value = slots[kept], key[kept], value[kept]
+    for cache, tokens, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
         if cache.dtype in EIGHT_BITS:
             most = greatest(cache.dtype)
             tokens = (tokens.float() / (1 if scale is None else scale[:, None])).clamp_(-most, most)

@@ -1,6 +1,6 @@
 """The engine against transformers' generate: the same model, prompts and tokens, in one run.
 
-    python tests/bench/engine.py [--out tests/bench/results/engine.json] [--layers 8]
+    python tests/bench/engine.py [--out tests/bench/results/engine.json]
 
 Refuses to print a number unless both give the same tokens. Also measures what a step of 64
 sequences costs without the model: scheduling, laying out, choosing tokens.
@@ -30,14 +30,27 @@ from vllm_module.runtime.model_runner import ModelRunner, StepInputs
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.scheduler import Scheduler
 
-SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "torch_dtype": "float32",
+SHAPES: dict[str, dict[str, Any]] = {
+    "3 million parameters": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 6,
+        "vocab_size": 8000,
+        "torch_dtype": "float32",
+    },
+    "58 million parameters": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_hidden_layers": 8,
+        "vocab_size": 32000,
+        "torch_dtype": "float32",
+    },
 }
 ROUNDS = 3
 ALIKE = 0.9  # of the requests, all tokens: in float32 a near tie may fall either way
@@ -139,33 +152,34 @@ class _Nothing:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--layers", type=int, default=8)
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     generator = random.Random(0)
 
-    def prompt() -> list[int]:
-        return [generator.randrange(2, 32000) for _ in range(generator.randrange(8, 257))]
+    def prompt(vocab: int) -> list[int]:
+        return [generator.randrange(2, vocab) for _ in range(generator.randrange(8, 257))]
 
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        shape = SHAPE | {"num_hidden_layers": arguments.layers}
-        folder = write_qwen3(Path(directory), values=plausible, **shape)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=64) as llm:
-            for name, count, least, most in (
-                ("1 request", 1, 32, 32),
-                ("32 requests of 32 new tokens each", 32, 32, 32),
-                ("32 requests of 8 to 128 new tokens", 32, 8, 128),
-            ):
-                prompts = [prompt() for _ in range(count)]
-                counts = [generator.randint(least, most) for _ in range(count)]
-                result = compare(llm, model, prompts, counts)
-                results[name] = result
-                print(
-                    f"{name}: {result['tokens_per_second']:.0f} tokens/s, {result['ratio']:.2f} "
-                    f"times transformers', {result['same_tokens']:.0%} alike"
-                )
+    for size, shape in SHAPES.items():
+        results[size] = {}
+        with tempfile.TemporaryDirectory() as directory:
+            folder = write_qwen3(Path(directory), values=plausible, **shape)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=64) as llm:
+                for name, count, least, most in (
+                    ("1 request", 1, 32, 32),
+                    ("32 requests of 32 new tokens each", 32, 32, 32),
+                    ("32 requests of 8 to 128 new tokens", 32, 8, 128),
+                ):
+                    prompts = [prompt(shape["vocab_size"]) for _ in range(count)]
+                    counts = [generator.randint(least, most) for _ in range(count)]
+                    result = compare(llm, model, prompts, counts)
+                    results[size][name] = result
+                    print(
+                        f"{size}, {name}: {result['tokens_per_second']:.0f} tokens/s, "
+                        f"{result['ratio']:.2f} times transformers', {result['same_tokens']:.0%} "
+                        "alike"
+                    )
     for vocab in (1000, 32000, 151936):
         figures = overhead(64, vocab)
         results[f"overhead of a step of 64, vocabulary {vocab}"] = figures
@@ -177,7 +191,7 @@ def main() -> None:
             "python": platform.python_version(),
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
-            "shape": shape,
+            "shapes": SHAPES,
         }
         arguments.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
 

@@ -131,8 +131,12 @@ UNSAFE_MODULES = frozenset(
 )
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 UNSAFE_LOADS = {"np.load", "numpy.load", "np.fromfile", "torch.jit.load", "torch.package"}
-# What is not a checkpoint's: ranks of one job, which run the same program, send each other results.
-ELSEWHERE = {("vllm_module/distributed/exchange.py", "pickle")}
+# What is not a checkpoint's: ranks of one job, which run the same program, send each other results
+# and steps.
+ELSEWHERE = {
+    ("vllm_module/distributed/exchange.py", "pickle"),
+    ("vllm_module/runtime/ranks.py", "pickle"),
+}
 
 
 def unsafe(tree: ast.AST) -> Iterator[tuple[int, str]]:
