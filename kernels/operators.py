@@ -109,16 +109,22 @@ def expect(
 
     """
     sizes = tensor.shape
-    if shape is not None and (
-        len(sizes) != len(shape)
-        or any(want is not None and want != size for want, size in zip(shape, sizes, strict=True))
-    ):
+    if shape is not None and sizes != shape and not _fits(sizes, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} must have the shape [{wanted}], got {list(sizes)}")
     if dtypes is not None and tensor.dtype not in dtypes:
         raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if beside is not None and tensor.device != beside.device:
         raise ValueError(f"{name} is on {tensor.device}, and must be on {beside.device}")
+
+
+def _fits(sizes: Sequence[int], shape: Sequence[int | None]) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    for want, size in zip(shape, sizes, strict=True):
+        if want is not None and want != size:
+            return False
+    return True
 
 
 def expect_writable(name: str, tensor: torch.Tensor) -> None:
