@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_module.kernels.dtypes import capability
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
 LOG2_E = 1.4426950408889634
@@ -30,15 +31,16 @@ class Tiles:
     num_stages: int
 
 
-def decode_tiles(block_d: int, group: int) -> Tiles:
+def decode_tiles(block_d: int, group: int, hopper: bool) -> Tiles:
     """Return the tiles of single tokens, given the padded head size.
 
     16 KiB of keys in 16 bits are a tile. Keys wait for their page's number, so that three stages
     are one tile in flight (five would be two, at the cost of registers): two or three programs on
-    a multiprocessor are to cover the latency of memory.
+    a multiprocessor are to cover the latency of memory. Before Hopper a third stage spills.
     """
     rows = max(16, next_power_of_2(group))
-    return Tiles(rows, max(32, min(128, 8192 // block_d)), 4 if rows <= 32 else 8, 3)
+    tokens, warps = max(32, min(128, 8192 // block_d)), 4 if rows <= 32 else 8
+    return Tiles(rows, tokens, warps, 3 if hopper else 2)
 
 
 def prefill_tiles(block_d: int, group: int, itemsize: int) -> Tiles:
@@ -121,7 +123,7 @@ def paged_attention_triton(
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
 
-    tiles = decode_tiles(block_d, group)
+    tiles = decode_tiles(block_d, group, capability(query) >= (9, 0))
     splits = min(MOST_SPLITS, -(-block_tables.shape[1] * page_size // SPLIT))
     programs = max(1, min(splits, _PROGRAMS // max(1, sequences * kv_heads)))
     parts: tuple[torch.Tensor | None, ...] = (None, None, None)
