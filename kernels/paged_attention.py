@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -65,32 +66,33 @@ def paged_attention(
     """
     _check(query, k_cache, v_cache, block_tables, context_lens, query_start_loc)
     _check_scores(query, k_cache, sliding_window, k_scale, v_scale, softcap, alibi_slopes, sinks)
-    if checks_values(query):
-        _check_values(
+    checked = checks_values(query)
+    if checked:
+        room = block_tables.shape[1] * k_cache.shape[1]
+        _check_lengths(context_lens, query_start_loc, len(query), max_query_len, room)
+        if not query.is_cpu:  # where torch does it
+            _check_pages(k_cache, block_tables, context_lens, query_start_loc, sliding_window)
+    try:
+        return _paged_attention(
             query,
             k_cache,
+            v_cache,
             block_tables,
             context_lens,
             query_start_loc,
             max_query_len,
+            scale,
             sliding_window,
+            k_scale,
+            v_scale,
+            softcap,
+            alibi_slopes,
+            sinks,
         )
-    return _paged_attention(
-        query,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        query_start_loc,
-        max_query_len,
-        scale,
-        sliding_window,
-        k_scale,
-        v_scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-    )
+    except IndexError:
+        if checked:
+            _check_pages(k_cache, block_tables, context_lens, query_start_loc, sliding_window)
+        raise
 
 
 def paged_attention_reference(
@@ -116,21 +118,48 @@ def paged_attention_reference(
     page_size = k_cache.shape[1]
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
+    whole: list[int] = []  # sequences that are worked on by themselves
     single: list[tuple[int, int]] = []  # contexts and sequences of one token
     for sequence, context in enumerate(context_lens.tolist()):
-        begin, end = starts[sequence], starts[sequence + 1]
-        if begin == end or context == 0:
-            continue
-        if end - begin == 1:
+        new = starts[sequence + 1] - starts[sequence]
+        if new == 1 and context:
             single.append((context, sequence))
+        elif new and context:
+            whole.append(sequence)
+    single.sort(reverse=True)  # those of like contexts go together
+    while single:
+        count = max(1, _TOGETHER // (single[0][0] * k_cache[0, 0].numel()))
+        chosen = [sequence for _, sequence in single[:count]]
+        del single[:count]
+        if len(chosen) == 1:
+            whole += chosen
             continue
+        index = torch.tensor(chosen, device=query.device)
+        rows = torch.tensor([starts[sequence] for sequence in chosen], device=query.device)
+        output[rows] = _decode(
+            query[rows],
+            k_cache,
+            v_cache,
+            block_tables[index],
+            context_lens[index],
+            scale,
+            sliding_window,
+            k_scale,
+            v_scale,
+            softcap,
+            alibi_slopes,
+            sinks,
+        )
+    for sequence in whole:
+        begin, end = starts[sequence], starts[sequence + 1]
+        context = int(context_lens[sequence])
         first = 0  # token that is seen; what the window has left may be another's by now
         if sliding_window is not None:
             first = max(0, context - (end - begin) - sliding_window + 1)
-        pages = block_tables[sequence, first // page_size : -(-context // page_size)].long()
+        pages = block_tables[sequence, first // page_size : -(-context // page_size)]
         seen = slice(first % page_size, first % page_size + context - first)
         keys, values = (
-            _widened(cache[pages].flatten(0, 1)[seen], factor, query.dtype)
+            _widened(cache.index_select(0, pages).flatten(0, 1)[seen], factor, query.dtype)
             for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )
         output[begin:end] = causal_attention(
@@ -143,26 +172,6 @@ def paged_attention_reference(
             alibi_slopes,
             sinks,
         ).transpose(0, 1)
-    single.sort(reverse=True)  # those of like contexts go together
-    while single:
-        count = max(1, _TOGETHER // (single[0][0] * k_cache[0, 0].numel()))
-        chosen = torch.tensor([sequence for _, sequence in single[:count]], device=query.device)
-        del single[:count]
-        rows = query_start_loc[chosen].long()
-        output[rows] = _decode(
-            query[rows],
-            k_cache,
-            v_cache,
-            block_tables[chosen],
-            context_lens[chosen],
-            scale,
-            sliding_window,
-            k_scale,
-            v_scale,
-            softcap,
-            alibi_slopes,
-            sinks,
-        )
     return output
 
 
@@ -192,57 +201,52 @@ def _decode(
     if sliding_window is not None:
         seen &= distance > -sliding_window
         used &= page > context_lens.unsqueeze(-1) - sliding_window - page_size
-    # What is not seen is read from page 0 and left out again: it may be anything, NaN too.
+    # What is not seen is read from page 0, and has no weight: it may be anything, NaN too.
     tables = block_tables[:, : used.shape[1]].masked_fill(~used, 0)
-    everything = sequences == 1 and sliding_window is None
     keys, values = (
-        _seen(
-            cache.index_select(0, tables.flatten()),
-            length,
-            None if everything else seen,
-            factor,
-            query.dtype,
-        )
+        _widened(cache.index_select(0, tables.flatten()), factor, query.dtype)
+        .view(sequences, -1, kv_heads, k_cache.shape[3])[:, :length]
+        .transpose(1, 2)
         for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
     )
     # [sequences, kv_heads, group, size]: heads that share keys and values are rows of one query.
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
-    if softcap is None and alibi_slopes is None and sinks is None:
-        mask = None if everything else seen[:, None, None].expand(-1, 1, grouped.shape[2], -1)
-        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return output.flatten(1, 2)
-    scores = (grouped @ keys.transpose(2, 3)).float() * scale
+    slopes = None if alibi_slopes is None else alibi_slopes.view(1, kv_heads, -1, 1)
+    attend = partial(_attend, grouped, seen, distance, scale, softcap, slopes, sinks)
+    output = attend(keys, values)
+    if not bool(output.sum().isfinite()):  # rarely: a weight of zero does not make zero of NaN
+        unseen = ~seen[:, None, :, None]
+        output = attend(keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0))
+    return output.flatten(1, 2)
+
+
+def _attend(
+    query: torch.Tensor,
+    seen: torch.Tensor,
+    distance: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Attend from ``query [sequences, kv_heads, group, size]`` to ``keys [..., tokens, size]``."""
+    sequences, kv_heads, group, _ = query.shape
+    if softcap is None and slopes is None and sinks is None:
+        mask = seen[:, None, None].expand(-1, 1, group, -1)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    scores = (query @ keys.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.view(1, kv_heads, -1, 1)
+    if slopes is not None:
         scores = scores + slopes * distance[:, None, None]
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     if sinks is not None:
         sink = sinks.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
         scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., :length].to(query.dtype)
-    return (weights @ values).flatten(1, 2)
-
-
-def _seen(
-    pages: torch.Tensor,
-    tokens: int,
-    seen: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return ``pages``, sequence by sequence, as ``[sequences, kv_heads, tokens, size]``.
-
-    What is not ``seen [sequences, tokens]`` is finite there: no weight of zero makes it so.
-    """
-    sequences = 1 if seen is None else len(seen)
-    held = pages.view(sequences, -1, *pages.shape[2:])[:, :tokens]
-    held = _widened(held, scale, dtype)
-    # Rarely not finite, and far cheaper to look at than what is not seen is to leave out.
-    if seen is not None and not bool(held.sum().isfinite()):
-        held = held.masked_fill(~seen[:, :, None, None], 0)
-    return held.transpose(1, 2)
+    weights = scores.softmax(-1)[..., : keys.shape[2]].to(query.dtype)
+    return weights @ values
 
 
 def _widened(held: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -274,13 +278,21 @@ def causal_attention(
 
     """
     new, total = query.shape[1], keys.shape[1]
+    group = query.shape[0] // keys.shape[0]
+    plain = softcap is None and alibi_slopes is None and sinks is None
+    if sliding_window is not None and sliding_window >= total:
+        sliding_window = None
+    if plain and new == 1 and sliding_window is None:  # it sees everything
+        grouped = query.reshape(1, -1, group, query.shape[-1])
+        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+        output = F.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+        return output.reshape(query.shape)
     rows = torch.arange(total - new, total, device=query.device).unsqueeze(-1)
     columns = torch.arange(total, device=query.device)
     seen = columns <= rows
     if sliding_window is not None:
         seen &= columns > rows - sliding_window
-    group = query.shape[0] // keys.shape[0]
-    if softcap is None and alibi_slopes is None and sinks is None:
+    if plain:
         # [kv_heads, group, tokens, size]: of four dimensions torch's fused kernels take these, and
         # keys and values are not copied for each of their heads.
         grouped = query.unflatten(0, (-1, group))
@@ -367,40 +379,47 @@ def _check_scores(
         expect("sinks", sinks, (heads,), FLOATS, query)
 
 
-def _check_values(
-    query: torch.Tensor,
+def _check_lengths(
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    tokens: int,
+    max_query_len: int,
+    room: int,
+) -> None:
+    """Refuse lengths by which something else would be read, or nothing."""
+    starts = query_start_loc.tolist()
+    if starts[0] != 0 or starts[-1] > tokens:
+        raise ValueError(
+            f"query_start_loc goes from {starts[0]} to {starts[-1]}: expected 0 to at most the "
+            f"{tokens} tokens of the query"
+        )
+    for sequence, context in enumerate(context_lens.tolist()):
+        new = starts[sequence + 1] - starts[sequence]
+        if not 0 <= new <= max_query_len:
+            raise ValueError(
+                f"sequence {sequence} has {new} new tokens by query_start_loc: expected 0 to "
+                f"max_query_len {max_query_len}"
+            )
+        if context and not new <= context <= room:
+            raise ValueError(
+                f"sequence {sequence} has a context of {context} tokens: expected 0 or at least "
+                f"its {new} new ones, and at most the {room} that a row of block_tables has pages "
+                "for"
+            )
+
+
+def _check_pages(
     k_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    max_query_len: int,
     sliding_window: int | None,
 ) -> None:
-    """Refuse lengths and pages that would be read from elsewhere."""
+    """Refuse pages that the cache does not have, where they would be read."""
     pages, page_size = k_cache.shape[:2]
-    room = block_tables.shape[1] * page_size
     new = query_start_loc.diff()
-    wrong = (new < 0) | (new > max_query_len) | (context_lens > room)
-    wrong |= (context_lens < new) & (context_lens != 0)
-    first, last = int(query_start_loc[0]), int(query_start_loc[-1])
-    if first != 0 or last > len(query):
-        raise ValueError(
-            f"query_start_loc goes from {first} to {last}: expected 0 to at most the "
-            f"{len(query)} tokens of the query"
-        )
-    if bool(wrong.any()):
-        sequence = int(wrong.nonzero()[0])
-        count, context = int(new[sequence]), int(context_lens[sequence])
-        if not 0 <= count <= max_query_len:
-            raise ValueError(
-                f"sequence {sequence} has {count} new tokens by query_start_loc: expected 0 to "
-                f"max_query_len {max_query_len}"
-            )
-        raise ValueError(
-            f"sequence {sequence} has a context of {context} tokens: expected 0 or at least its "
-            f"{count} new ones, and at most the {room} that a row of block_tables has pages for"
-        )
-    position = torch.arange(0, room, page_size, device=query.device)  # of each page's first token
+    room = block_tables.shape[1] * page_size
+    position = torch.arange(0, room, page_size, device=new.device)  # of each page's first token
     used = (position < context_lens.unsqueeze(-1)) & (new > 0).unsqueeze(-1)
     if sliding_window is not None:
         unseen = context_lens - new - sliding_window + 1

@@ -85,16 +85,19 @@ def reshape_and_cache_reference(
 ) -> None:
     """Store in plain torch; see :func:`reshape_and_cache`."""
     pages, page_size = k_cache.shape[:2]
-    kept = (slot_mapping >= 0) & (slot_mapping < pages * page_size)
     slots = slot_mapping.long()
-    if not bool(kept.all()):
+    least, most = slots.aminmax() if len(slots) else (0, 0)
+    if least < 0 or most >= pages * page_size:
+        kept = (slots >= 0) & (slots < pages * page_size)
         slots, key, value = slots[kept], key[kept], value[kept]
+    places = slots // page_size, slots % page_size
     for cache, tokens, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
         if cache.dtype in EIGHT_BITS:
-            most = greatest(cache.dtype)
-            tokens = (tokens.float() / (1 if scale is None else scale[:, None])).clamp_(-most, most)
+            limit = greatest(cache.dtype)
+            tokens = tokens.float() / (1 if scale is None else scale[:, None])
+            tokens = tokens.clamp_(-limit, limit)
             tokens = tokens if cache.dtype.is_floating_point else tokens.round_()
-        cache[slots // page_size, slots % page_size] = tokens.to(cache.dtype)
+        cache.index_put_(places, tokens.to(cache.dtype))
 
 
 def reshape_and_cache_triton(

@@ -70,7 +70,7 @@ def rotary_embedding_reference(
         else:
             first, second = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
         a, b = first.float(), second.float()
-        turned = a * cos - b * sin, b * cos + a * sin
+        turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
         first.copy_(turned[0])
         second.copy_(turned[1])
 

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from vllm_module.distributed import TensorParallelGroup
+from vllm_module.kernels.linear import linear
 from vllm_module.location import Conversion
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
@@ -56,7 +56,7 @@ class UnquantizedMethod(QuantizeMethod):
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return F.linear(x, layer.weight, bias)
+        return linear(x, layer.weight, bias)
 
 
 class QuantizableLayer(vLLMModule):

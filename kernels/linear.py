@@ -1,0 +1,59 @@
+"""Multiplying by a weight that is not quantized."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+_LARGE = 1 << 20  # multiplications; of fewer, a call of oneDNN costs what it gains
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
+
+    In float32 on a CPU, torch itself multiplies by MKL, which on AMD's processors reaches half or
+    less of what oneDNN does (``tests/bench/engine.py``); here the larger products go to oneDNN, as
+    torch's own bfloat16 does. Both are as precise.
+
+    Args:
+        x: ``[..., input]``.
+        weight: ``[output, input]``, of the dtype of ``x``.
+        bias: ``[output]``, of the same dtype, or ``None``.
+
+    Returns:
+        ``[..., output]``.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit each other, from torch.
+
+    """
+    if _is_for_onednn(x, weight, bias):
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y
+    return F.linear(x, weight, bias)
+
+
+def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether oneDNN would be faster, and may: the rest is for torch to do, or to refuse."""
+    if (
+        weight.dim() != 2
+        or x.numel() * len(weight) <= _LARGE
+        or not (_HAS_ONEDNN and weight.is_cpu and x.is_cpu)
+        or not weight.dtype == x.dtype == torch.float32
+        or x.shape[-1:] != weight.shape[1:]
+        or not (x.is_contiguous() and weight.is_contiguous())  # the strides of a bias it ignores
+        or torch.compiler.is_compiling()  # which chooses libraries by itself
+        or not torch.backends.mkldnn.enabled
+    ):
+        return False
+    if bias is not None and not (
+        bias.is_cpu
+        and bias.dtype == torch.float32
+        and bias.shape == weight.shape[:1]
+        and bias.is_contiguous()
+    ):
+        return False
+    return not torch.is_grad_enabled() or not (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )

@@ -1,0 +1,115 @@
+"""Products by oneDNN and by torch: as precise, and alike in all that is not speed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from vllm_module.kernels import linear as home
+from vllm_module.kernels.linear import linear
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch) -> None:
+    """Small products too are for oneDNN."""
+    monkeypatch.setattr(home, "_LARGE", 0)
+
+
+def cut(shape: tuple[int, ...], step: int, generator: torch.Generator) -> torch.Tensor:
+    """Return normal numbers that are every ``step``-th of a larger tensor's last dimension."""
+    *outer, last = shape
+    return torch.randn(*outer, last * step, generator=generator)[..., ::step]
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=3),
+    st.integers(0, 70),
+    st.integers(0, 70),
+    st.booleans(),
+    st.integers(1, 2),
+    st.booleans(),
+)
+@settings(suppress_health_check=["function_scoped_fixture"])
+def test_any_shape_and_strides(outer, columns, rows, biased, step, transposed) -> None:
+    """As near to float64 as torch's own, whatever is empty, cut or turned."""
+    generator = torch.Generator().manual_seed(columns * 71 + rows)
+    x = cut((*outer, columns), step, generator)
+    weight = cut((rows, columns), step, generator)
+    if transposed:
+        weight = weight.t().contiguous().t()
+    bias = cut((rows,), step, generator) if biased else None
+    y = linear(x, weight, bias)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert y.shape == exact.shape
+    assert y.dtype == torch.float32
+    error, torchs = ((each - exact).norm() for each in (y, F.linear(x, weight, bias)))
+    assert error <= 3 * torchs + 1e-6 * exact.norm()
+
+
+def test_onednn_is_what_multiplies(monkeypatch) -> None:
+    """In float32 on the CPU alone, and only where no gradient is asked for."""
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    calls = []
+    monkeypatch.setattr(home.F, "linear", lambda *args: calls.append(args))
+    linear(x, weight)
+    assert not calls
+    linear(x.double(), weight.double())
+    linear(x.bfloat16(), weight.bfloat16())
+    linear(x.to("meta"), weight.to("meta"))
+    linear(x, weight.requires_grad_())
+    assert len(calls) == 4
+    with torch.no_grad():
+        linear(x, weight)
+    assert len(calls) == 4
+    torch.backends.mkldnn.enabled = False
+    try:
+        linear(x, weight)
+    finally:
+        torch.backends.mkldnn.enabled = True
+    assert len(calls) == 5
+
+
+def test_gradients() -> None:
+    """They are those of torch."""
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    for asked in (x, weight, bias):
+        asked.requires_grad_()
+        linear(x, weight, bias).sum().backward()
+        assert asked.grad is not None
+        asked.requires_grad_(False)
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    x, weight = torch.randn(40, 100), torch.randn(60, 100)
+    x[3, 7], x[5, 99] = torch.nan, torch.inf
+    y = linear(x, weight)
+    assert not y[[3, 5]].isfinite().any()
+    assert y[[row for row in range(40) if row not in (3, 5)]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((3, 4), (5, 6)), ((3, 4), (5, 4), (6,)), ((3, 4), (5, 4), (5, 1)), ((3, 4), (2, 5, 4))],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_by_torch(shapes) -> None:
+    with pytest.raises(RuntimeError):
+        linear(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_other_dtypes_and_devices_are_refused_by_torch() -> None:
+    x, weight = torch.zeros(3, 4), torch.zeros(5, 4)
+    with pytest.raises(RuntimeError):
+        linear(x, weight.double())
+    with pytest.raises(RuntimeError):
+        linear(x, weight, torch.zeros(5, dtype=torch.float64))
+
+
+def test_it_compiles() -> None:
+    """torch.compile takes it without a break."""
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, weight), F.linear(x, weight))
