@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-_LARGE = 1 << 20  # multiplications; of fewer, a call of oneDNN costs what it gains
+_LARGE = 1 << 19  # multiplications; of fewer, a call of oneDNN costs what it gains
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -38,7 +38,7 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     """Whether oneDNN would be faster, and may: the rest is for torch to do, or to refuse."""
     if (
         weight.dim() != 2
-        or x.numel() * len(weight) <= _LARGE
+        or x.numel() * weight.shape[0] <= _LARGE
         or not (_HAS_ONEDNN and weight.is_cpu and x.is_cpu)
         or not weight.dtype == x.dtype == torch.float32
         or x.shape[-1:] != weight.shape[1:]

@@ -133,7 +133,7 @@ def expect_writable(name: str, tensor: torch.Tensor) -> None:
     So do those of an expanded tensor; programs would write them in any order. Nothing is checked
     where torch.compile traces, which cannot sort strides.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tensor.is_contiguous():
         return
     reach = 1  # places that the dimensions of smaller strides cover
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -86,7 +86,7 @@ def reshape_and_cache_reference(
     """Store in plain torch; see :func:`reshape_and_cache`."""
     pages, page_size = k_cache.shape[:2]
     slots = slot_mapping.long()
-    least, most = slots.aminmax() if len(slots) else (0, 0)
+    least, most = map(int, slots.aminmax() if len(slots) else (0, 0))
     if least < 0 or most >= pages * page_size:
         kept = (slots >= 0) & (slots < pages * page_size)
         slots, key, value = slots[kept], key[kept], value[kept]
