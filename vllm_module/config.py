@@ -103,6 +103,8 @@ class EngineConfig(_Closed):
         max_num_seqs: sequences in a step at most.
         max_num_batched_tokens: tokens in a step at most; longer prompts are computed in chunks.
         enforce_eager: run every step op by op, without CUDA graphs.
+        enable_torch_compile: let torch.compile fuse what is between the attention of two layers; first
+            steps take seconds to minutes.
 
     """
 
@@ -116,6 +118,7 @@ class EngineConfig(_Closed):
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 2048
     enforce_eager: bool = False
+    enable_torch_compile: bool = False
 
 
 class DeviceConfig(_Closed):

@@ -3,8 +3,9 @@
     python tests/bench/engine.py [--shapes 3M 58M 0.6B] [--out tests/bench/results/engine.json]
 
 Refuses to print a number unless both give the same tokens. Also measures what a step of 64
-sequences costs without the model (scheduling, laying out, choosing tokens), and the products of
-``kernels/linear.py`` beside torch's. Qwen3-0.6B's shape takes some 10 minutes and 8 GB.
+sequences costs without the model (scheduling, laying out, choosing tokens), the products of
+``kernels/linear.py`` beside torch's, and memory over a soak of 10,000 requests. Qwen3-0.6B's shape
+takes some 10 minutes and 8 GB.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import platform
 import random
+import resource
 import statistics
 import tempfile
 import time
@@ -156,6 +158,45 @@ def overhead(sequences: int, vocab: int) -> dict[str, float]:
     return {"median": statistics.median(steps) * 1e6, "least": min(steps) * 1e6}
 
 
+def soak(requests: int) -> dict[str, Any]:
+    """Serve ``requests``, a quarter of them cancelled; return the memory this process then has.
+
+    It swaps, preempts and shares prefixes all the time, in a cache of few pages.
+    """
+    shape = SHAPES["3M"] | {"num_hidden_layers": 2, "vocab_size": 512}
+    draw = random.Random(0).randrange
+    resident = []
+    with tempfile.TemporaryDirectory() as directory:
+        folder = write_qwen3(Path(directory), values=plausible, **shape)
+        options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "swap_space": 2**-11}
+        with LLM(folder, max_model_len=512, max_num_seqs=32, **options) as llm:
+            engine = llm.engine
+            for index in range(requests):
+                prompt = [draw(2) for _ in range(1 + draw(64))]
+                params = SamplingParams(
+                    temperature=draw(2), max_tokens=1 + draw(16), n=1 + draw(2), ignore_eos=True
+                )
+                engine.add(str(index), prompt, params)
+                if not draw(4):
+                    engine.abort(str(index - draw(20)))
+                while len(engine.requests) > 24:
+                    engine.step()
+                if index % (requests // 10) == requests // 10 - 1:
+                    resident.append(resident_bytes())
+            while engine.requests:
+                engine.step()
+            pool, host = engine.scheduler.pool, engine.scheduler.host
+            if (pool.free_pages, host.free_pages) != (pool.num_pages, host.num_pages):
+                raise SystemExit("pages are held after the last request: no figures")
+            preempted = engine.scheduler.preemptions
+    return {"requests": requests, "preemptions": preempted, "resident_bytes": resident}
+
+
+def resident_bytes() -> int:
+    """Return what this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 class _Nothing:
     """A model that takes no time: its logits are the same every time."""
 
@@ -212,6 +253,13 @@ def main() -> None:
         figures = overhead(64, vocab)
         results[f"overhead of a step of 64, vocabulary {vocab}"] = figures
         print(f"a step of 64 without the model, vocabulary {vocab}: {figures['median']:.0f} µs")
+    figures = soak(10_000)
+    results["soak"] = figures
+    first, *_, last = (each / 2**20 for each in figures["resident_bytes"])
+    print(
+        f"soak: {figures['requests']} requests, {figures['preemptions']} preemptions; "
+        f"{first:.1f} MiB resident after a tenth of them, {last:.1f} after all"
+    )
     if arguments.out:
         about = {
             "torch": torch.__version__,

@@ -72,6 +72,15 @@ def test_onednn_is_what_multiplies(monkeypatch) -> None:
     assert len(calls) == 5
 
 
+def test_few_numbers_of_rows_are_multiplied() -> None:
+    """A prompt of any length takes one of few programs, and not many rows for nothing."""
+    sizes = {rows: home._padded(rows) for rows in range(1, 4097)}
+    assert all(rows <= padded for rows, padded in sizes.items())
+    assert all(padded <= max(8, 1.125 * rows + 7) for rows, padded in sizes.items())
+    assert len(set(sizes.values())) <= 64
+    assert [sizes[rows] for rows in (1, 2, 8, 64, 256, 2048)] == [1, 2, 8, 64, 256, 2048]
+
+
 def test_gradients() -> None:
     """They are those of torch."""
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -383,3 +384,27 @@ def test_settings_that_make_no_engine_are_refused(
     """What cannot be is refused by name, before anything is served."""
     with pytest.raises(ValueError, match=message):
         LLM(folder, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_steps_give_the_same_tokens(folder: Path, theirs: Any, llm: LLM) -> None:
+    """Prompts, chunks and tokens together, in steps of other sizes, and by new weights."""
+    prompts = [ids_of("once upon a time, there was"), ids_of("the"), ids_of("quick brown")]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with LLM(folder, **SMALL, max_num_batched_tokens=16, enable_torch_compile=True) as compiled:
+        for _ in range(2):  # the second time by pages that are there
+            outputs = compiled.generate(asked, greedy(12), use_tqdm=False)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert output.outputs[0].token_ids == generated(theirs, prompt, 12)
+        norm = "model.norm.weight"
+        weights = {norm: theirs.state_dict()[norm].flip(0)}
+        compiled.update_weights(weights)
+        llm.update_weights(weights)
+        try:
+            changed = [each.generate(asked, greedy(12), use_tqdm=False) for each in (compiled, llm)]
+        finally:
+            llm.update_weights({norm: theirs.state_dict()[norm]})
+        ours, plain = ([each.outputs[0].token_ids for each in outputs] for outputs in changed)
+        assert ours == plain
+        assert ours[0] != generated(theirs, prompts[0], 12)

@@ -92,11 +92,25 @@ class Attention(QuantizableKVCache):
         ``num_kv_heads``. Without ``metadata`` the tokens are one whole sequence and nothing is
         cached. ``sinks [num_heads]`` are scores that take their share and have no value.
         """
-        scores = self.softcap, self.alibi_slopes, sinks
         if metadata is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+            scores = self.softcap, self.alibi_slopes, sinks
             output = causal_attention(query, key, value, self.scale, self.sliding_window, *scores)
             return output.transpose(0, 1).flatten(1)
+        attend = self._attend_to_cache
+        if torch.compiler.is_compiling():
+            # It (2.13) writes to the wrong part where the caches of layers are parts of one tensor.
+            attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
+        return attend(query, key, value, metadata, sinks)
+
+    def _attend_to_cache(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         if self.kv_cache is None:
             raise RuntimeError("attention with metadata needs a kv_cache, and none was given")
         k_cache, v_cache = self.kv_cache
@@ -115,7 +129,9 @@ class Attention(QuantizableKVCache):
             self.sliding_window,
             self.k_scale,
             self.v_scale,
-            *scores,
+            self.softcap,
+            self.alibi_slopes,
+            sinks,
         ).flatten(1)
 
 

@@ -87,10 +87,16 @@ class ModelRunner:
 
     On a GPU, steps that decode replay graphs captured for batches of some sizes: a batch is padded
     to the next of them with sequences of no tokens, which are stored nowhere.
+
+    Args:
+        model: this rank's.
+        device: where it is.
+        compiled: whether torch.compile is to fuse its operations.
+
     """
 
-    def __init__(self, model: vLLMModule, device: torch.device) -> None:
-        self.model: Any = model
+    def __init__(self, model: vLLMModule, device: torch.device, compiled: bool = False) -> None:
+        self.model: Any = torch.compile(model, dynamic=True) if compiled else model
         self.device = device
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 

@@ -75,7 +75,7 @@ class Worker:
         """Make the cache, and on a GPU the graphs of steps that decode."""
         size = self.config.block_size
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
-        self.runner = ModelRunner(self.model, self.device)
+        self.runner = ModelRunner(self.model, self.device, self.config.enable_torch_compile)
         self._shape = num_pages, host_pages, max_model_len
         if self.device.type == "cuda" and not self.config.enforce_eager:
             self.runner.capture(self.config.max_num_seqs, -(-max_model_len // size))
