@@ -103,8 +103,7 @@ class EngineConfig(_Closed):
         max_num_seqs: sequences in a step at most.
         max_num_batched_tokens: tokens in a step at most; longer prompts are computed in chunks.
         enforce_eager: run every step op by op, without CUDA graphs.
-        enable_torch_compile: let torch.compile fuse what is between the attention of two layers; first
-            steps take seconds to minutes.
+        enable_torch_compile: let torch.compile fuse what is between the attention of two layers.
 
     """
 
