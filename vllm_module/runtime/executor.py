@@ -77,7 +77,7 @@ class Executor:
         """
         config = self.worker.config
         most = config.max_num_seqs * -(-max_model_len // config.block_size)
-        pages = min(most, *self._everywhere("pages"))
+        pages = min(most, *self._everywhere("pages", max_model_len))
         if pages < 1:
             raise ValueError(
                 f"there is no memory for a page of {config.block_size} tokens, which takes "

@@ -123,11 +123,25 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
-    def largest_step(self, tokens: int) -> None:
-        """Run as many tokens as a step may have, one whole sequence without a cache."""
-        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        hidden = self.model(ids, torch.arange(tokens, device=self.device))
-        self.model.compute_logits(hidden)
+    def largest_steps(self, tokens: int, max_num_seqs: int, max_pages: int) -> None:
+        """Run the steps that take most memory: ``tokens`` of one sequence, and one token of many.
+
+        Nothing is stored, and of the cache its first page is all that is read.
+        """
+        ids = torch.zeros(max(tokens, max_num_seqs), dtype=torch.int64, device=self.device)
+        hidden = self.model(ids[:tokens], torch.arange(tokens, device=self.device))
+        self.model.compute_logits(hidden[:max_num_seqs])
+        del hidden
+        ones = torch.ones(max_num_seqs, dtype=torch.int32, device=self.device)
+        metadata = AttentionMetadata(
+            slot_mapping=torch.full((max_num_seqs,), -1, dtype=torch.int64, device=self.device),
+            block_tables=ones.new_zeros(max_num_seqs, max_pages),
+            context_lens=ones,
+            query_start_loc=torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self.device),
+            max_query_len=1,
+        )
+        ids = ids[:max_num_seqs]
+        self.model.compute_logits(self.model(ids, ids, metadata))
 
     @torch.inference_mode()
     def capture(self, max_num_seqs: int, max_pages: int) -> None:
@@ -176,7 +190,7 @@ class ModelRunner:
         self._tables[:count, :widest].copy_(table, non_blocking=True)
         graph, hidden = self._graphs[size]
         graph.replay()
-        return hidden[:count]
+        return hidden
 
     def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

@@ -54,9 +54,9 @@ class Worker:
         windows = [layer.sliding_window for layer in attention_layers(self.model)]
         return None if None in windows else max(w for w in windows if w is not None)
 
-    def pages(self) -> int:
+    def pages(self, max_model_len: int) -> int:
         """How many pages this rank has memory for."""
-        config = self.config
+        config, size = self.config, self.config.block_size
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes // self.page_bytes
         if self.device.type != "cuda":
@@ -64,7 +64,11 @@ class Worker:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        ModelRunner(self.model, self.device).largest_step(config.max_num_batched_tokens)
+        cache = KVCache(self.model, 1, size, self.device, self.cache_dtype)
+        ModelRunner(self.model, self.device).largest_steps(
+            config.max_num_batched_tokens, config.max_num_seqs, -(-max_model_len // size)
+        )
+        cache.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
