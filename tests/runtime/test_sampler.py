@@ -287,7 +287,7 @@ def test_each_parameter_means_what_it_does_in_transformers(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
-@pytest.mark.parametrize("vocab", [1, 32, 65, 4097])
+@pytest.mark.parametrize("vocab", [1, 32, 65, 4097, 20001])
 def test_greedy_takes_the_lowest_of_equal_tokens(vocab: int, dtype: torch.dtype) -> None:
     """The token is the first of the largest, whatever is beside it, as is any draw with top_k=1."""
     logits = torch.randint(-1, 1, (6, vocab)).to(dtype)

@@ -17,7 +17,8 @@ from torch import Tensor
 from vllm_module.runtime.sampling_params import SamplingParams
 
 _BLOCK = 32  # tokens, of which only those of blocks with large maxima are candidates
-_MANY = 1 << 16  # logits, of which a CPU looks for the largest by blocks
+_WIDE = 256  # tokens of a block, by which a CPU looks for the largest of many
+_MANY = 1 << 16
 _FIRST = 64  # most probable tokens that are looked at; sixteen times as many for large top_k
 _LOW = 2**32 - 1
 
@@ -169,13 +170,13 @@ def _argmax(x: Tensor) -> Tensor:
     vocab = x.shape[1]
     if x.device.type == "cpu" and x.numel() > _MANY:
         # A CPU finds maxima several times as fast as it finds where they are: so first the block.
-        whole = vocab - vocab % _BLOCK
+        whole = vocab - vocab % _WIDE
         x = x.float()
-        maxima = x[:, :whole].view(len(x), -1, _BLOCK).amax(-1)
+        maxima = x[:, :whole].view(len(x), -1, _WIDE).amax(-1)
         if whole < vocab:
             maxima = torch.cat((maxima, x[:, whole:].amax(-1, keepdim=True)), 1)
-        start = maxima.argmax(-1, keepdim=True) * _BLOCK
-        ids = (start + torch.arange(_BLOCK)).clamp_(max=vocab - 1)
+        start = maxima.argmax(-1, keepdim=True) * _WIDE
+        ids = (start + torch.arange(_WIDE)).clamp_(max=vocab - 1)
         return start + x.gather(1, ids).argmax(-1, keepdim=True)
     return x.argmax(-1, keepdim=True)  # of equal ones the first
 
