@@ -38,7 +38,8 @@ vLLMModule.process_weights_after_loading(self)
 LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None,
     hf_overrides=None, device='auto', load_config=None, **engine)
 LLM.generate(self, prompts, sampling_params=None, use_tqdm=True)
-LLM.chat(self, messages, sampling_params=None, use_tqdm=True, **template)
+LLM.chat(self, messages, sampling_params=None, use_tqdm=True, *, chat_template=None,
+    add_generation_prompt=True, tools=None, chat_template_kwargs=None)
 LLM.stream(self, prompt, sampling_params=None)
 LLM.update_weights(self, weights)
 LLM.sleep(self)

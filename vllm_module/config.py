@@ -112,7 +112,7 @@ class EngineConfig(_Closed):
     block_size: PositiveInt = 16
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_memory_bytes: PositiveInt | None = None
-    swap_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    swap_space: Annotated[float, Field(ge=0, le=2**20)] = 0.0
     enable_prefix_caching: bool = True
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 2048
@@ -130,7 +130,10 @@ class DeviceConfig(_Closed):
         """The device itself."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        device = torch.device(self.device)
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ValueError(f"device {self.device!r} is none that torch knows: {error}") from None
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
                 f"device {self.device!r} was asked for, but torch finds no CUDA device"

@@ -1,4 +1,4 @@
-"""How things out of a file are shown in messages: short, and unable to rewrite a terminal."""
+"""How things from elsewhere are shown in messages: short, and unable to rewrite a terminal."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def printable(text: str | PathLike[str]) -> str:
 def printable_name(name: str) -> str:
     """Show a name as :func:`printable` does, cut to some 200 characters."""
     return _cut(printable(name[: _MOST + 1]))
+
+
+def in_words(error: BaseException) -> str:
+    """Return the kind of an error and its message, cut to some 2000 characters."""
+    return f"{type(error).__name__}: {error}"[:2000].removesuffix(": ")
 
 
 def _cut(text: str) -> str:

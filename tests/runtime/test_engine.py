@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -322,7 +324,7 @@ def test_a_step_that_fails_ends_everything_with_its_reason() -> None:
         raise RuntimeError("out of luck")
 
     setup.engine.step()
-    setup.engine.execute = broken
+    execute, setup.engine.execute = setup.engine.execute, broken
     with pytest.raises(RuntimeError, match="out of luck"):
         setup.engine.step()
     for request in requests:
@@ -330,8 +332,129 @@ def test_a_step_that_fails_ends_everything_with_its_reason() -> None:
         assert request.sequences[0].finish_reason == "error"
         assert len(request.sequences[0].output) == 1
     setup.assert_all_free()
-    with pytest.raises(ValueError, match=r"takes no more requests: .*out of luck"):
-        setup.engine.add("late", [1], greedy(1))
+    setup.engine.execute = execute
+    late = setup.engine.add("late", [1, 2], greedy(5))
+    setup.run()
+    assert late.sequences[0].output == expected([1, 2], 5)
+
+
+@pytest.mark.parametrize("failing", ["schedule", "computed", "fork", "finish"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_whatever_is_interrupted_leaves_an_engine_that_goes_on(failing, error) -> None:
+    """Wherever in a step something is raised, requests end with it, and later ones are right."""
+    setup = Setup(num_pages=20)
+    requests = [setup.engine.add(str(n), [1, 2, n], greedy(5, n=n + 1)) for n in range(3)]
+    setup.engine.step()
+    late = setup.engine.add("late", [2] * 9, greedy(1, n=2))
+    inner = getattr(setup.scheduler, failing)
+
+    def broken(*arguments: Any) -> Any:
+        inner(*arguments)
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup.scheduler, failing, broken)
+        with pytest.raises(error):
+            setup.run()
+    for request in (*requests, late):
+        assert request.finished
+        assert request.error == f"a step failed: {error.__name__}"
+    setup.assert_all_free()
+    again = setup.engine.add("again", [1, 2, 1], greedy(5, n=3))
+    setup.run()
+    assert [sequence.output for sequence in again.sequences] == [expected([1, 2, 1], 5)] * 3
+
+
+def test_what_is_let_go_during_a_step_is_aborted_after_it() -> None:
+    """As the garbage collector may let go of a stream at any time, prompts and samples too."""
+    setup = Setup(num_pages=20)
+    engine = setup.engine
+    for name, n in (("gone", 1), ("samples", 3)):
+        engine.add(name, [1, 2], greedy(5, n=n))
+    kept = engine.add("kept", [1, 2, 1], greedy(5))
+    execute = engine.execute
+
+    def letting_go(inputs: StepInputs) -> torch.Tensor:
+        for name in ("gone", "samples"):
+            engine.abort(name)
+        with pytest.raises(RuntimeError, match="in the middle of a step"):
+            engine.step()
+        return execute(inputs)
+
+    engine.execute = letting_go
+    engine.step()
+    assert list(engine.requests) == ["kept"]
+    engine.execute = execute
+    setup.run()
+    assert kept.sequences[0].output == expected([1, 2, 1], 5)
+
+
+def test_a_prompt_without_logprobs_ends_alone() -> None:
+    """NaN where a prompt's logprobs are wanted is that request's error; others are as before."""
+    setup = Setup(num_pages=40)
+    good = setup.engine.add("good", [1, 2], greedy(8))
+    setup.engine.step()
+    execute = setup.engine.execute
+
+    def broken(inputs: StepInputs) -> torch.Tensor:
+        logits = execute(inputs)
+        logits[[row for row, at in enumerate(inputs.rows) if inputs.input_ids[at] == 49]] = (
+            torch.nan
+        )
+        return logits
+
+    assert 49 not in expected([1, 2], 8) + expected([2, 2], 3)
+    setup.engine.execute = broken
+    bad = setup.engine.add("bad", [1, 49, 2], greedy(3, prompt_logprobs=0))
+    other = setup.engine.add("other", [2, 2], greedy(3, prompt_logprobs=1, n=2))
+    setup.run()
+    assert bad.error is not None
+    assert bad.error.startswith("NaN or infinity among its logits")
+    assert good.error is other.error is None
+    assert good.sequences[0].output == expected([1, 2], 8)
+    assert [each.output for each in other.sequences] == [expected([2, 2], 3)] * 2
+
+
+def test_an_end_beyond_the_vocabulary_is_none() -> None:
+    """A configuration may name such a token; it is not waited for, and harms nobody."""
+    setup = Setup(num_pages=20)
+    engine = Engine(setup.pages, setup.scheduler, VOCAB, 1000, stop_token_ids=[VOCAB, -1, 3])
+    assert engine.stop_token_ids == {3}
+    request = engine.add("long", [1, 2], greedy(2, min_tokens=2))
+    while engine.requests:
+        engine.step()
+    assert request.error is None
+
+
+def test_threads_share_an_engine() -> None:
+    """Requests of several threads are computed together, each as if it were alone."""
+    setup = Setup(num_pages=40, host_pages=4)
+    wrong: list[Any] = []
+
+    def serve(thread: int) -> None:
+        for index in range(20):
+            prompt = [thread % 3, index % 3]
+            request = setup.engine.add(f"{thread}-{index}", prompt, greedy(6))
+            if index % 5 == 4:
+                setup.engine.abort(request.request_id)
+                continue
+            while not request.finished:
+                setup.engine.step()
+            if request.error or request.sequences[0].output != expected(prompt, 6):
+                wrong.append(request)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=serve, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    setup.run()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams, WeightLoadError
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError
+from vllm_module.runtime.chat import ChatTemplate
+from vllm_module.runtime.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.!?<>"
 TEMPLATE = (
@@ -241,8 +243,110 @@ def test_chat_lays_messages_out_by_the_checkpoints_template(llm: LLM) -> None:
     assert output.outputs[0].token_ids == same.outputs[0].token_ids
     assert len(llm.chat([messages, messages], greedy(2), use_tqdm=False)) == 2
     for wrong in ([], ["hi"], [{"content": "hi"}]):
-        with pytest.raises(ValueError, match="messages should be mappings with a role"):
+        with pytest.raises(ValueError, match="messages should be a list of mappings with a role"):
             llm.chat_prompt(wrong)
+
+
+def test_chat_by_another_template_and_its_variables(llm: LLM) -> None:
+    """A template may be given; what it does not read is refused, and not left out in silence."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]
+    source = "{{ messages[0].content + (mood or '') }}{% if tools %}<tools>{% endif %}"
+    assert llm.chat_prompt(messages, source, mood="!")["prompt"] == "a\nb!"
+    options: dict[str, Any] = {"chat_template": source, "chat_template_kwargs": {"mood": "?"}}
+    (output,) = llm.chat(messages, greedy(1), False, **options, tools=[{"name": "any"}])
+    assert output.prompt == "a\nb?<tools>"
+    (plain,) = llm.chat(messages, greedy(1), False, add_generation_prompt=False)
+    assert plain.prompt == "<s><user>a\nb"
+    with pytest.raises(
+        ValueError, match=r"does not read mood: it reads add_generation_prompt, bos"
+    ):
+        llm.chat(messages, greedy(1), False, chat_template_kwargs={"mood": "?"})
+    with pytest.raises(ValueError, match="does not read tools"):
+        llm.chat(messages, greedy(1), False, tools=[])
+    for parts in ([{"type": "image_url", "image_url": "x"}], [3]):
+        with pytest.raises(ValueError, match="a part of a message's content should be text, got"):
+            llm.chat([{"role": "user", "content": parts}])
+    with pytest.raises(ValueError, match=r"cannot lay out the messages: TypeError: "):
+        llm.chat([{"role": "user", "content": None}], chat_template=source)
+    for wrong in (None, "hi", {"role": "user", "content": "hi"}, []):
+        with pytest.raises((ValueError, TypeError)):
+            llm.chat(wrong)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"chat_template": [1]}, "has no chat template"),
+        ({"chat_template": [{"name": "other", "template": "x"}]}, "has no chat template"),
+        ({"chat_template": 5}, "has no chat template"),
+    ],
+)
+def test_a_template_that_is_none(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    with pytest.raises(CheckpointFormatError, match=message):
+        ChatTemplate(tmp_path)
+
+
+def test_special_tokens_that_are_none_are_left_out(tmp_path: Path) -> None:
+    entries = {"bos_token": {"a": 1}, "chat_template": "{{ bos_token or 'none' }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    assert ChatTemplate(tmp_path).render([{"role": "user"}]) == "none"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [5, None, [1, 2], b"abc", {"prompt": 3}, {"prompt_token_ids": [1], "image": 0}, "\ud83d"],
+)
+def test_what_is_no_prompt_leaves_the_others_alone(llm: LLM, prompt: Any) -> None:
+    """It is named in its own output, and nothing is left behind."""
+    outputs = llm.generate(["fine", prompt, "too"], greedy(3), use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 0, 3]
+    assert outputs[1].error is not None
+    assert "surrogates" in outputs[1].error or "a prompt should be text or" in outputs[1].error
+    with pytest.raises(ValueError, match=r"a prompt should be|surrogates"):
+        next(llm.stream(prompt))
+    assert not llm.engine.requests
+
+
+def test_arguments_of_another_kind_are_refused_before_anything_is_taken(llm: LLM) -> None:
+    for prompts in (None, 5, b"abc"):
+        with pytest.raises(ValueError, match="prompts should be one or a sequence of them, got"):
+            llm.generate(prompts, use_tqdm=False)  # type: ignore[arg-type]
+    for params in ({"temperature": 0}, [greedy(1), 3], "x"):
+        with pytest.raises(ValueError, match=r"sampling_params should be|there are 1 sampling"):
+            llm.generate(["a", "b"], params, use_tqdm=False)  # type: ignore[arg-type]
+    (_, default) = llm.generate(["a", "b"], [greedy(1), None], use_tqdm=False)  # type: ignore[list-item]
+    assert len(default.outputs[0].token_ids) <= 16
+    assert not llm.engine.requests
+
+
+def test_a_file_does_not_cut_or_pad_prompts(theirs: Any, tmp_path: Path) -> None:
+    """What a training script left in tokenizer.json holds for no prompt."""
+    write_tokenizer(tmp_path)
+    kept = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    kept.enable_truncation(5)
+    kept.enable_padding(length=8)
+    kept.save(str(tmp_path / "tokenizer.json"))
+    for text in ("abcabcabc", "abc"):
+        assert Tokenizer(tmp_path).encode(text) == ids_of(text)
+
+
+def test_ctrl_c_ends_what_is_going_on_and_no_more(llm: LLM, theirs: Any) -> None:
+    """The interrupted call raises it; the next one is served."""
+    execute = llm.engine.execute
+
+    def interrupted(inputs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    stream = llm.stream("dog", greedy(20, ignore_eos=True))
+    next(stream)
+    llm.engine.execute = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], greedy(5), use_tqdm=False)
+    llm.engine.execute = execute
+    assert list(stream)[-1].error == "a step failed: KeyboardInterrupt"
+    (output,) = llm.generate("once upon", greedy(9), use_tqdm=False)
+    assert output.outputs[0].token_ids == generated(theirs, ids_of("once upon"), 9)
 
 
 def test_a_prompt_that_cannot_be_served_says_so_and_the_others_go_on(llm: LLM) -> None:
@@ -323,6 +427,57 @@ def test_an_update_that_fails_refuses_further_requests_with_the_reason(folder: P
         assert "takes no more requests: an update of the weights failed" in str(refused.error)
         llm.wake_up()
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+
+
+def test_an_update_that_broke_off_is_mended_by_waking_up_or_by_a_whole_one(
+    folder: Path, theirs: Any
+) -> None:
+    """The model has weights of both then, whichever way it is made whole, and nothing before."""
+    state = theirs.state_dict()
+
+    def breaking() -> Any:
+        yield "model.norm.weight", state["model.norm.weight"] * 3
+        raise OSError("disk gone")
+
+    with LLM(folder, **SMALL) as llm:
+        before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
+        for mend in (llm.wake_up, lambda: llm.update_weights(state), llm.wake_up):
+            with pytest.raises(OSError, match="disk gone"):
+                llm.update_weights(breaking())
+            assert "disk gone" in str(llm.generate("fox", greedy(5), False)[0].error)
+            mend()
+            assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+        llm.update_weights({"model.norm.weight": state["model.norm.weight"].flip(0)})
+        assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids != before
+        llm.wake_up()  # the checkpoint as it is on disk, though nothing slept
+        assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_is_updated_while_it_sleeps(folder: Path, theirs: Any, ranks: int) -> None:
+    """It says so, sleeps on, and wakes up."""
+    with LLM(folder, **SMALL, tensor_parallel_size=ranks) as llm:
+        before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
+        llm.sleep()
+        with pytest.raises(RuntimeError, match=r"the engine sleeps.*wake_up\(\) first"):
+            llm.update_weights(theirs.state_dict())
+        assert "sleeps" in str(llm.generate("fox", greedy(5), False)[0].error)
+        llm.wake_up()
+        assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+
+
+def test_a_closed_engine_holds_no_cache(folder: Path) -> None:
+    """The memory is free for the next one, though this one is still there."""
+    with LLM(folder, **SMALL) as llm:
+        stream = llm.stream("dog", greedy(8, ignore_eos=True))
+        next(stream)
+    llm.close()
+    assert llm.executor.worker.cache.nbytes == 0
+    for late in (lambda: next(stream), lambda: llm.generate("fox", use_tqdm=False)):
+        with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
+            late()
+    with pytest.raises(RuntimeError, match="was closed"):
+        llm.update_weights({})
 
 
 def test_sleep_and_wake_up(folder: Path) -> None:

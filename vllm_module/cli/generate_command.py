@@ -97,10 +97,7 @@ def generate(
     ) as llm:
         for completion in completions if prompts else ():
             if llm.tokenizer is None:
-                raise CheckpointFormatError(
-                    f"{source} has no tokenizer.json, so text cannot be encoded: give token ids "
-                    "by --prompt-ids, or save the tokenizer beside the weights"
-                )
+                raise CheckpointFormatError(f"{llm.no_tokenizer} (--prompt-ids)")
             completion.prompt_ids = llm.tokenizer.encode(completion.prompt or "")
         start = time.perf_counter()
         _run(llm, completions, params, quiet=as_json)

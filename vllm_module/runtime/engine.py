@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from vllm_module.runtime.model_runner import StepInputs, step_inputs
 from vllm_module.runtime.sampler import LogitsError, Row, SampledToken, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.scheduler import Scheduler, Step
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
 from vllm_module.runtime.tokenizer import TextStream, Tokenizer
+from vllm_module.wording import in_words
+
+_NO_TOKEN = (
+    "NaN or infinity among its logits, or no token left to choose: that is the model's, unless "
+    "penalties or biases are extreme"
+)
 
 
 class Engine:
     """Takes requests at any time and steps through all of them together.
+
+    Several threads may call it: one at a time does something. What is let go by the garbage
+    collector, or by a signal handler, in the middle of that is aborted after it.
 
     Args:
         execute: computes a step's tokens on every rank and returns the logits of its rows.
@@ -23,7 +34,8 @@ class Engine:
         vocab_size: tokens that there are.
         max_model_len: most tokens of a sequence.
         tokenizer: for text and stop strings; token ids do without.
-        stop_token_ids: what ends a sequence unless it ignores its end.
+        stop_token_ids: what ends a sequence unless it ignores its end; of those, the tokens that
+            there are.
 
     """
 
@@ -40,12 +52,15 @@ class Engine:
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
-        self.stop_token_ids = frozenset(stop_token_ids)
+        self.stop_token_ids = frozenset(stop_token_ids).intersection(range(vocab_size))
         pool = scheduler.pool
         self.room = pool.num_pages * pool.page_size
         self.max_model_len = min(max_model_len, self.room)
         self.requests: dict[str, Request] = {}  # unfinished
         self.refuses: str | None = None
+        self.lock = threading.RLock()
+        self._busy = False
+        self._aborted: list[tuple[str, FinishReason]] = []  # while it was busy
         self._arrivals = 0
 
     def add(
@@ -61,40 +76,67 @@ class Engine:
 
         Raises ``ValueError``, and takes nothing, for one that cannot be served.
         """
-        self._check(request_id, prompt_token_ids, params)
-        request = Request(request_id, prompt_token_ids, params, self._arrivals, prompt)
-        request.streamed = self.tokenizer is not None and (streamed or bool(params.stops))
-        self._arrivals += 1
-        self.requests[request_id] = request
-        self.scheduler.add(request.sequences[0])
-        return request
+        with self._alone():
+            self._check(request_id, prompt_token_ids, params)
+            request = Request(request_id, prompt_token_ids, params, self._arrivals, prompt)
+            request.streamed = self.tokenizer is not None and (streamed or bool(params.stops))
+            self._arrivals += 1
+            self.requests[request_id] = request
+            self.scheduler.add(request.sequences[0])
+            return request
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request, which may have ended already, and free what it held."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                self._finish(sequence, reason)
+        with self.lock:
+            if self._busy:
+                self._aborted.append((request_id, reason))
+            elif request_id in self.requests:
+                self._end_request(self.requests[request_id], reason)
 
     def step(self) -> list[Request]:
         """Compute what is next and return the requests that have something new.
 
-        Raises whatever computing raised; every request then ends with that as its error, and no
-        more are taken.
+        Raises whatever computing raised; every request then ends with that as its error.
         """
-        step = self.scheduler.schedule()
-        if not step.scheduled:
-            return []
+        with self._alone():
+            try:
+                step = self.scheduler.schedule()
+                return self._compute(step) if step.scheduled else []
+            except BaseException as error:
+                self._end_everything(f"a step failed: {in_words(error)}")
+                raise
+
+    def fail(self, reason: str) -> None:
+        """End everything that is going on with ``reason`` as its error, and take no more."""
+        with self._alone():
+            self.refuses = reason
+            self._end_everything(reason)
+
+    def resume(self) -> None:
+        """Take requests again, for which nothing holds that was computed with other weights."""
+        with self._alone():
+            self.refuses = None
+            self.scheduler.forget()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out, and put off what is aborted meanwhile."""
+        with self.lock:
+            if self._busy:
+                raise RuntimeError("the engine is in the middle of a step")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+                while self._aborted:
+                    self.abort(*self._aborted.pop())
+
+    def _compute(self, step: Step) -> list[Request]:
         prompts = [(s, s.prompt_positions(count)) for s, count in step.scheduled]
         prompts = [(sequence, positions) for sequence, positions in prompts if positions]
         complete = [s for s, count in step.scheduled if count == s.remaining]
-        try:
-            logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
-        except BaseException as error:
-            self.fail(f"a step failed: {type(error).__name__}: {error}")
-            raise
+        logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
         self.scheduler.computed(step)
         first = 0
         for sequence, positions in prompts:
@@ -103,18 +145,6 @@ class Engine:
             first += len(positions)
         self._sample(complete, logits[first:])
         return list(dict.fromkeys(sequence.request for sequence in complete))
-
-    def fail(self, reason: str) -> None:
-        """End everything that is going on with ``reason`` as its error, and take no more."""
-        self.refuses = reason
-        for request in list(self.requests.values()):
-            request.error = reason
-            self.abort(request.request_id, "error")
-
-    def resume(self) -> None:
-        """Take requests again, for which nothing holds that was computed with other weights."""
-        self.refuses = None
-        self.scheduler.forget()
 
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         if self.refuses is not None:
@@ -148,6 +178,8 @@ class Engine:
         rows, chosen = [], []
         for row, sequence in enumerate(sequences):
             request = sequence.request
+            if sequence.finish_reason is not None:
+                continue  # the logits of its prompt were none
             if len(request.sequences) < request.params.n:
                 self.scheduler.fork(request)
                 chosen += request.sequences
@@ -155,8 +187,8 @@ class Engine:
             else:
                 chosen.append(sequence)
                 rows.append(row)
-        if len(rows) > len(sequences):
-            logits = logits[torch.tensor(rows, device=logits.device)]
+        if rows != list(range(len(sequences))):
+            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
         for sequence, token in self._chosen(chosen, logits):
             sequence.tokens.append(token.token_id)
             if token.logprobs is not None:
@@ -176,8 +208,7 @@ class Engine:
         except LogitsError as error:
             broken = {sequences[row].request for row in error.rows}
             for request in broken:
-                request.error = "the model gave NaN or infinity, or left no token to choose"
-                self.abort(request.request_id, "error")
+                self._end_request(request, "error", _NO_TOKEN)
             good = [row for row, s in enumerate(sequences) if s.request not in broken]
             if not good:
                 return ()
@@ -231,15 +262,37 @@ class Engine:
         return False
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish_reason = reason
         self.scheduler.finish(sequence)
+        self._close(sequence, reason)
+        if sequence.request.finished:
+            del self.requests[sequence.request.request_id]
+
+    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
         request = sequence.request
         if self.tokenizer is not None and not isinstance(sequence.stop_reason, str):
             sequence.text = self.tokenizer.continuation(
                 request.prompt_token_ids, sequence.output, request.params.skip_special_tokens
             )
-        if request.finished:
-            del self.requests[request.request_id]
+
+    def _end_request(
+        self, request: Request, reason: FinishReason, error: str | None = None
+    ) -> None:
+        request.error = error
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self._finish(sequence, reason)
+
+    def _end_everything(self, error: str) -> None:
+        """End all requests, wherever something that failed has left their pages."""
+        requests = list(self.requests.values())
+        self.requests.clear()
+        self.scheduler.reset()
+        for request in requests:
+            request.error = error
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    self._close(sequence, "error")
 
     def _keep_prompt_logprobs(
         self, request: Request, logits: torch.Tensor, positions: range
@@ -247,4 +300,7 @@ class Engine:
         kept = request.prompt_logprobs
         assert kept is not None
         following = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
-        kept += prompt_logprobs(logits, following, request.params.prompt_logprobs or 0)
+        try:
+            kept += prompt_logprobs(logits, following, request.params.prompt_logprobs or 0)
+        except LogitsError:
+            self._end_request(request, "error", _NO_TOKEN)

@@ -14,9 +14,10 @@ from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConf
 from vllm_module.distributed import tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.runtime.model_runner import StepInputs
-from vllm_module.runtime.ranks import Ranks, in_words, join, meeting_place, own_device
+from vllm_module.runtime.ranks import Ranks, join, meeting_place, own_device
 from vllm_module.runtime.worker import Worker
 from vllm_module.weights import Weight, receive_weights, send_weights
+from vllm_module.wording import in_words
 
 
 class Executor:
@@ -137,9 +138,12 @@ class Executor:
         self.close()
 
     def close(self) -> None:
-        """End the other ranks' processes, or let them stop following; once is enough."""
+        """Release the cache, end the other ranks' processes or let them stop following."""
         self._closed = self._closed or "it was closed"
         self._end()
+        worker: Worker | None = getattr(self, "worker", None)  # which could not be made
+        if worker is not None:
+            worker.close()
 
     def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank's worker and return all results, by rank."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,15 @@ from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 from vllm_module.weights import Weight, resolve
+from vllm_module.wording import shorten
 
 Prompt = str | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 _LENGTH = 8192  # of a sequence, where neither the model nor the caller has a limit
+
+
+_PROMPT = {"prompt", "prompt_token_ids"}
 
 
 class LLM:
@@ -39,6 +44,7 @@ class LLM:
     With ``tensor_parallel_size`` of more than one, other processes of this host are started, and
     end with :meth:`close`, with this process or with the ``with`` block. Under torchrun its
     processes are the ranks: those that are not the first serve it in here, and exit when it closes.
+    Threads may share it: their requests are computed together.
 
     Raises:
         WeightLoadError: the checkpoint is refused.
@@ -70,7 +76,10 @@ class LLM:
         model_config = ModelConfig(**entries)
         config = EngineConfig(**engine)
         self.executor = Executor(
-            model_config, load_config or LoadConfig(), DeviceConfig(device=device), config
+            model_config,
+            LoadConfig.model_validate(load_config or {}),
+            DeviceConfig(device=device),
+            config,
         )
         if self.executor.rank > 0:
             self.executor.follow()
@@ -84,11 +93,11 @@ class LLM:
     def _prepare(self, model_config: ModelConfig, config: EngineConfig) -> None:
         folder = resolve(model_config.model, model_config.revision)
         self.tokenizer: Tokenizer | None = None
-        self._no_tokenizer = ""
+        self.no_tokenizer = ""
         try:
             self.tokenizer = Tokenizer(folder)
         except CheckpointFormatError as error:
-            self._no_tokenizer = str(error)
+            self.no_tokenizer = str(error)
         self._folder = folder
         self._template: ChatTemplate | None = None
         hf_config: Any = self.executor.worker.model.config
@@ -111,7 +120,7 @@ class LLM:
             self.tokenizer,
             stop_tokens(folder),
         )
-        self._requests = 0
+        self._ids = itertools.count()
 
     def generate(
         self,
@@ -129,30 +138,33 @@ class LLM:
         A prompt that cannot be served has an ``error`` in its output, and the others go on.
 
         Raises:
-            ValueError: prompts that are none, or as many parameters as there are no prompts.
-            RuntimeError: a step failed, or a rank ended; nothing more can be served then.
+            ValueError: prompts that are none, or parameters that are none or as many as there are
+                no prompts.
+            RuntimeError: a step failed, or a rank ended.
 
         """
-        several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        several = _listed(prompts, "prompts")
         params = self._params(sampling_params, len(several))
-        taken = [self._add(*each) for each in zip(several, params, strict=True)]
-        ids = {each.request_id for each in taken if isinstance(each, Request)}
+        taken: list[Request | RequestOutput] = []
         bar = None
-        if use_tqdm:
-            from tqdm.auto import tqdm
-
-            bar = tqdm(total=len(taken), initial=len(taken) - len(ids), desc="prompts")
         try:
+            for prompt, its in zip(several, params, strict=True):
+                taken.append(self._add(prompt, its))
+            ids = {each.request_id for each in taken if isinstance(each, Request)}
+            if use_tqdm:
+                from tqdm.auto import tqdm
+
+                bar = tqdm(total=len(taken), initial=len(taken) - len(ids), desc="prompts")
             while ids:
-                for request in self.engine.step():
-                    if request.finished and request.request_id in ids:
-                        ids.discard(request.request_id)
-                        if bar is not None:
-                            bar.update()
-                ids &= self.engine.requests.keys()
+                self.engine.step()
+                for request_id in ids - self.engine.requests.keys():
+                    ids.discard(request_id)
+                    if bar is not None:
+                        bar.update()
         finally:
-            for request_id in ids:
-                self.engine.abort(request_id)
+            for each in taken:
+                if isinstance(each, Request):
+                    self.engine.abort(each.request_id)  # if it has not ended
             if bar is not None:
                 bar.close()
         return [self._output(each) if isinstance(each, Request) else each for each in taken]
@@ -162,32 +174,51 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         use_tqdm: bool = True,
-        **template: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, laid out by the checkpoint's chat template.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such lists.
             sampling_params, use_tqdm: as for :meth:`generate`.
-            template: other variables of the template, such as ``enable_thinking``.
+            chat_template: in place of the checkpoint's own.
+            add_generation_prompt: end the prompt with the beginning of the answer.
+            tools: what the template tells the model of, as it wants them.
+            chat_template_kwargs: other variables of the template, such as ``enable_thinking``.
 
         Raises:
             CheckpointFormatError: the checkpoint has no chat template, or no tokenizer.
-            ValueError: messages that the template refuses.
+            ValueError: messages that the template refuses, or variables that it does not read.
 
         """
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
-        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
+        one = isinstance(messages, Mapping) or any(isinstance(each, Mapping) for each in messages)
+        conversations: Any = [messages] if one or not messages else messages
+        variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if tools is not None:
+            variables["tools"] = tools
+        variables |= chat_template_kwargs or {}
+        prompts = [
+            self.chat_prompt(conversation, chat_template, **variables)
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def chat_prompt(self, messages: Messages, **template: Any) -> dict[str, Any]:
+    def chat_prompt(
+        self, messages: Messages, chat_template: str | None = None, **variables: Any
+    ) -> dict[str, Any]:
         """Return a conversation as a prompt for :meth:`generate` or :meth:`stream`."""
-        if self._template is None:
-            self._template = ChatTemplate(self._folder)
-        text = self._template.render(messages, **template)
+        template = self._template
+        if chat_template is not None:
+            template = ChatTemplate(self._folder, chat_template)
+        elif template is None:
+            self._template = template = ChatTemplate(self._folder)
+        text = template.render(messages, **variables)
         if self.tokenizer is None:
-            raise CheckpointFormatError(self._no_tokenizer)
+            raise CheckpointFormatError(self.no_tokenizer)
         # The template wrote the special tokens already.
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, False)}
 
@@ -224,25 +255,32 @@ class LLM:
 
         Requests that are going on keep the keys and values that they have. If it fails, they end
         with the reason, and no request is taken before an update or :meth:`wake_up` succeeds.
+
+        Raises what the model refuses the weights for, and ``RuntimeError`` while it sleeps.
         """
-        try:
-            self.executor.update_weights(weights)
-        except BaseException as error:
-            self.engine.fail(f"an update of the weights failed: {error}")
-            raise
-        self.engine.resume()
+        with self.engine.lock:
+            if self.executor.worker.runner is None:
+                raise RuntimeError("the engine sleeps, or was closed: wake_up() first")
+            try:
+                self.executor.update_weights(weights)
+            except BaseException as error:
+                self.engine.fail(f"an update of the weights failed: {error}")
+                raise
+            self.engine.resume()
 
     def sleep(self) -> None:
         """Release the memory of weights and cache. Raises ``RuntimeError`` while requests go on."""
-        if self.engine.requests:
-            raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
-        self.executor.sleep()
-        self.engine.fail("the engine sleeps: wake_up() first")
+        with self.engine.lock:
+            if self.engine.requests:
+                raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
+            self.executor.sleep()
+            self.engine.fail("the engine sleeps: wake_up() first")
 
     def wake_up(self) -> None:
-        """Load the checkpoint again, as it is on disk."""
-        self.executor.wake_up()
-        self.engine.resume()
+        """Load the checkpoint again, as it is on disk, and take requests."""
+        with self.engine.lock:
+            self.executor.wake_up()
+            self.engine.resume()
 
     def close(self) -> None:
         """End the other ranks and release the cache; safe to call more than once."""
@@ -255,19 +293,22 @@ class LLM:
         self.close()
 
     def _params(self, given: Params, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * count
-        if len(given) != count:
-            raise ValueError(f"there are {len(given)} sampling_params for {count} prompts")
-        return list(given)
+        one = given is None or isinstance(given, SamplingParams)
+        several: list[Any] = [given] * count if one else _listed(given, "sampling_params")
+        if len(several) != count:
+            raise ValueError(f"there are {len(several)} sampling_params for {count} prompts")
+        for each in several:
+            if each is not None and not isinstance(each, SamplingParams):
+                raise ValueError(f"sampling_params should be SamplingParams, got {shorten(each)}")
+        return [each or SamplingParams() for each in several]
 
     def _add(
         self, prompt: Prompt, params: SamplingParams, *, streamed: bool = False
     ) -> Request | RequestOutput:
         """Take a prompt in, or return an output that says why not."""
-        request_id = str(self._requests)
-        self._requests += 1
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        request_id = str(next(self._ids))
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        text = text if isinstance(text, str) else None
         ids: list[int] = []
         try:
             ids = self._token_ids(prompt)
@@ -276,22 +317,25 @@ class LLM:
             none = CompletionOutput(0, "", [], None, None, "error")
             return RequestOutput(request_id, text, ids, [none], True, error=str(error))
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(self._no_tokenizer)
+                raise ValueError(self.no_tokenizer)
             return self.tokenizer.encode(prompt)
-        ids = prompt.get("prompt_token_ids")
-        if ids is None and isinstance(prompt.get("prompt"), str):
-            return self._token_ids(prompt["prompt"])
-        if not isinstance(ids, (list, tuple)) or not all(type(token) is int for token in ids):
-            raise ValueError(
-                "a prompt should be text or {'prompt_token_ids': [...]}, a list of integers"
-            )
-        return list(ids)
+        if isinstance(prompt, Mapping) and prompt and prompt.keys() <= _PROMPT:
+            ids = prompt.get("prompt_token_ids")
+            if ids is None and isinstance(prompt.get("prompt"), str):
+                return self._token_ids(prompt["prompt"])
+            if isinstance(ids, (list, tuple)) and all(type(token) is int for token in ids):
+                return list(ids)
+        raise ValueError(
+            "a prompt should be text or {'prompt_token_ids': [...]}, a list of integers, got "
+            f"{shorten(prompt)}"
+        )
 
     def _output(self, request: Request) -> RequestOutput:
-        output = request_output(request)
+        with self.engine.lock:
+            output = request_output(request)
         if self.tokenizer is not None:
             entries = list(output.prompt_logprobs or [])
             for completion in output.outputs:
@@ -301,3 +345,11 @@ class LLM:
                     if logprob.decoded_token is None:
                         logprob.decoded_token = self.tokenizer.decode([token], False)
         return output
+
+
+def _listed(given: Any, name: str) -> list[Any]:
+    if isinstance(given, (str, Mapping)):
+        return [given]
+    if given is None or isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} should be one or a sequence of them, got {shorten(given)}")
+    return list(given)

@@ -23,9 +23,13 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._holders = [0] * num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all pages, whoever held them, and forget what is on them."""
+        self._holders = [0] * self.num_pages
         # Free pages, the one that is taken next first; a dict, to take one out of the middle.
-        self._free = dict.fromkeys(range(num_pages))
+        self._free = dict.fromkeys(range(self.num_pages))
         self._remembered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # page, prefix
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # by page
         self._next_prefix = ROOT

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from vllm_module.distributed import ProcessGroup, SimulatedGroup, tensor_parallel_group
 from vllm_module.errors import RankError
 from vllm_module.runtime.processes import Processes
+from vllm_module.wording import in_words
 
 _FRAME = 1 << 15  # bytes: most steps travel in one message
 _LAST_WORDS = 1 << 12  # bytes
@@ -275,8 +276,3 @@ def _is_of_others(error: BaseException) -> bool:
     where = frames[-1].f_globals.get("__name__", "") if frames else ""
     of_torch = isinstance(error, RuntimeError) and where.startswith("torch.distributed")
     return of_torch or isinstance(error, RankError | dist.DistError)
-
-
-def in_words(error: BaseException) -> str:
-    """Return the kind of an error and its message, which may be cut."""
-    return f"{type(error).__name__}: {error}"[:2000]

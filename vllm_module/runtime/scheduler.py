@@ -84,6 +84,12 @@ class Scheduler:
         self.host.release(sequence.host_pages)
         sequence.host_pages = []
 
+    def reset(self) -> None:
+        """Let everything go, whatever state it is in."""
+        self.waiting, self.running = [], []
+        self.pool.reset()
+        self.host.reset()
+
     def forget(self) -> None:
         """Let no prompt begin with pages of before, as after an update of the weights."""
         self.pool.forget_everything()

@@ -33,9 +33,16 @@ class Tokenizer:
             self._tokenizer = FastTokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointFormatError(f"{path} cannot be read: {error}") from None
+        # A file may have kept how a training script cut and padded its batches.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``, with the special tokens its template adds."""
+        """Return the token ids of ``text``, with the special tokens its template adds.
+
+        Raises ``ValueError`` for text that is no Unicode: half of a surrogate pair.
+        """
+        text.encode()  # of which the library says no more than that it should be text
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -110,15 +110,19 @@ class Worker:
 
     def sleep(self) -> None:
         """Release the memory of the weights, the cache and the graphs."""
+        self.close()
+        self.model.sleep()
+
+    def close(self) -> None:
+        """Release the memory of the cache and the graphs."""
         if self.runner is not None:
             self.runner = None
             self.cache.close()
-            self.model.sleep()
 
     def wake_up(self) -> None:
-        """Load the checkpoint again, and make a new cache."""
+        """Load the checkpoint again, and make a new cache if there is none."""
+        folder = resolve(self.model_config.model, self.model_config.revision)
+        with open_checkpoint(folder) as checkpoint:
+            self.model.load_weights(checkpoint.items())
         if self.runner is None:
-            folder = resolve(self.model_config.model, self.model_config.revision)
-            with open_checkpoint(folder) as checkpoint:
-                self.model.load_weights(checkpoint.items())
             self.start(*self._shape)
