@@ -64,6 +64,7 @@ def test_onednn_is_what_multiplies(monkeypatch) -> None:
     with torch.no_grad():
         linear(x, weight)
     assert len(calls) == 4
+    weight.requires_grad_(False)
     torch.backends.mkldnn.enabled = False
     try:
         linear(x, weight)
@@ -122,3 +123,35 @@ def test_it_compiles() -> None:
     x, weight = torch.randn(3, 4), torch.randn(5, 4)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, weight), F.linear(x, weight))
+
+
+def test_strides_of_the_bias_alone() -> None:
+    """A bias that is a part of something is added as it is."""
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(10)[::2]
+    torch.testing.assert_close(linear(x, weight, bias), x @ weight.t() + bias)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 40])
+def test_rows_are_padded(monkeypatch, rows) -> None:
+    """What is multiplied has one of few numbers of rows; the output has those of the input."""
+    x, weight, seen = torch.randn(rows, 4), torch.randn(5, 4), []
+
+    def padded(count: int) -> int:
+        seen.append(count)
+        return 64
+
+    monkeypatch.setattr(home, "_padded", padded)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    assert seen == [rows]
+
+
+def test_a_bias_of_one_is_for_torch() -> None:
+    """It is added to every column, or refused, as torch does."""
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    outcomes = []
+    for way in (F.linear, linear):
+        try:
+            outcomes.append(way(x, weight, torch.ones(1)))
+        except RuntimeError as error:
+            outcomes.append(str(error))
+    assert str(outcomes[0]) == str(outcomes[1])

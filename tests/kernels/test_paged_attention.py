@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from vllm_module.kernels import paged_attention as home
 from vllm_module.kernels import paged_attention_triton as kernel
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
@@ -505,6 +506,34 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
         ),
         "head size must be 1 to 256, got 257",
     ),
+    "first start": (
+        lambda: changed(query_start_loc=int32(1, 9, 10, 15, 16, 16, 18)),
+        "goes from 1 to 18: expected 0",
+    ),
+    "group of large heads": (
+        lambda: changed(
+            query=torch.zeros(18, 65, 129),
+            k_cache=torch.zeros(12, 7, 1, 129),
+            v_cache=torch.zeros(12, 7, 1, 129),
+        ),
+        "at most 64",
+    ),
+    "no features": (
+        lambda: changed(
+            query=torch.zeros(18, 4, 0),
+            k_cache=torch.zeros(12, 7, 2, 0),
+            v_cache=torch.zeros(12, 7, 2, 0),
+        ),
+        "head size must be 1 to 256, got 0",
+    ),
+    "no room": (
+        lambda: changed(k_cache=torch.zeros(12, 0, 2, 16), v_cache=torch.zeros(12, 0, 2, 16)),
+        "page_size is 0",
+    ),
+    "infinite cap": (
+        lambda: changed(options={"softcap": math.inf}),
+        "softcap must be positive and finite, got inf",
+    ),
     "group": (lambda: changed(query=torch.zeros(18, 3, 16)), "3 query heads of 16 cannot share 2"),
     "large group": (lambda: changed(query=torch.zeros(18, 512, 16)), "at most 128"),
     "flat query": (lambda: changed(query=torch.zeros(18, 64)), r"query must have the shape"),
@@ -587,3 +616,49 @@ def test_the_operator_is_traced_and_runs_on_meta() -> None:
     assert torch.equal(compiled(), batch.run() + 1)
     on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
     assert paged_attention(*on_meta).is_meta
+
+
+@pytest.mark.parametrize("together", [1, 32 * 40, 32 * 70, 32 * 90])
+def test_single_tokens_are_worked_on_in_parts(together: int, monkeypatch) -> None:
+    """However few keys are worked on at once, each token is attended from once."""
+    monkeypatch.setattr(home, "_TOGETHER", together)
+    lengths = [(context - 1, 1) for context in (30, 1, 40, 30, 7, 2)]
+    make_batch(lengths, 7).check(paged_attention)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+def test_pages_are_checked_where_they_are_read_and_nowhere_else(window: int | None) -> None:
+    """As on a GPU, where nothing else refuses them: garbage is let pass, unless it is read."""
+    check = home._check_pages
+    page = 4
+    batch = make_batch(MIXED, page, sliding_window=window)
+    batch.block_tables[4] = -1  # it has nothing new
+    lengths = batch.context_lens, batch.query_start_loc, window
+    check(batch.k_cache, batch.block_tables, *lengths)
+    for index, (before, new) in enumerate(MIXED):
+        first = 0 if window is None else max(0, before - window + 1)
+        for entry in range(first // page, -(-(before + new) // page)) if new else ():
+            for wrong in (-1, len(batch.k_cache)):
+                tables = batch.block_tables.clone()
+                tables[index, entry] = wrong
+                with pytest.raises(ValueError, match=rf"block_tables\[{index}, {entry}\] is page"):
+                    check(batch.k_cache, tables, *lengths)
+
+
+def test_nan_of_ones_own() -> None:
+    """A token that sees NaN gives NaN, though what is not seen is wiped."""
+    batch = make_batch([(20, 1), (12, 1)], 7, softcap=30.0)
+    batch.k_cache[batch.block_tables[0, 0]] = torch.nan
+    output = batch.run()
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
+
+
+@implementations
+@pytest.mark.parametrize("dtype", FP8)
+def test_scales(dtype: torch.dtype, attend) -> None:
+    """What a cache of eight bits holds is multiplied by its scales, one or one for each head."""
+    for shape in (1, 2):
+        k_scale, v_scale = torch.rand(2, shape) + 0.25
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        make_batch(MIXED, 7, cache_dtype=dtype, **scales).check(attend, 1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,20 +17,29 @@ from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.scheduler import Scheduler, Step
 from vllm_module.runtime.sequence import Request
 
 VOCAB = 50
 
 
-def following(tokens: list[int]) -> int:
-    """Return what the model of numbers says after these tokens."""
-    return hash(tuple(tokens)) % VOCAB
+def key_of(token: int, before: list[int | None], window: int | None) -> int:
+    """Return what is cached of a token: as a real key, it depends on all that it sees."""
+    seen = before if window is None else before[max(0, len(before) - window + 1) :]
+    assert None not in seen
+    return hash((token, *seen))
+
+
+def keys_of(tokens: list[int], window: int | None = None) -> list[int]:
+    keys: list[int] = []
+    for token in tokens:
+        keys.append(key_of(token, keys, window))
+    return keys
 
 
 @dataclass
 class Pages:
-    """Stands for a model and its cache: keys and values are the tokens themselves."""
+    """Stands for a model and its cache of one number a token, which is key and value."""
 
     size: int
     window: int | None = None
@@ -39,6 +49,7 @@ class Pages:
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         self.steps.append(inputs)
+        assert inputs.max_query_len == max(b - a for a, b in pairwise(inputs.starts))
         for source, target in inputs.swapped_out:
             self.host[target] = list(self.device[source])
         for source, target in inputs.copied:
@@ -46,29 +57,29 @@ class Pages:
         for source, target in inputs.swapped_in:
             self.device[target] = list(self.host[source])
         assert len(set(inputs.slots)) == len(inputs.slots), "two tokens share a slot"
-        for token, slot in zip(inputs.input_ids, inputs.slots, strict=True):
-            page = self.device.setdefault(slot // self.size, [None] * self.size)
-            page[slot % self.size] = token
         logits = torch.zeros(len(inputs.input_ids), VOCAB)
         for table, context, begin, end in zip(
             inputs.tables, inputs.contexts, inputs.starts, inputs.starts[1:], strict=False
         ):
             for row in range(begin, end):
-                position = inputs.positions[row]
+                position, slot = inputs.positions[row], inputs.slots[row]
                 assert position == context - (end - row)
-                seen = range(position + 1)
-                if self.window is not None:
-                    seen = seen[-self.window :]
-                content = [self.device[table[p // self.size]][p % self.size] for p in seen]
-                assert None not in content
-                logits[row, following([token for token in content if token is not None])] = 1.0
+                first = 0 if self.window is None else max(0, position - self.window + 1)
+                seen = range(first, position)
+                before = [self.device[table[p // self.size]][p % self.size] for p in seen]
+                key = key_of(inputs.input_ids[row], before, None)
+                page = self.device.setdefault(slot // self.size, [None] * self.size)
+                page[slot % self.size] = key
+                assert table[position // self.size] == slot // self.size
+                logits[row, key % VOCAB] = 1.0
         return logits[inputs.rows]
 
 
 def expected(prompt: list[int], count: int, window: int | None = None) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(following(tokens if window is None else tokens[-window:]))
+    tokens, keys = list(prompt), keys_of(prompt, window)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(keys[-1] % VOCAB)
+        keys.append(key_of(tokens[-1], keys, window))
     return tokens[len(prompt) :]
 
 
@@ -120,17 +131,19 @@ def greedy(count: int, **params: Any) -> SamplingParams:
 
 
 # Prompts of few different tokens, so that many begin alike.
-prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 schedules = st.lists(
-    st.tuples(prompts, st.integers(1, 12), st.integers(0, 4), st.sampled_from([1, 1, 1, 3])),
-    min_size=1,
+    st.tuples(
+        prompts, st.integers(1, 10), st.sampled_from([0, 0, 1, 4]), st.sampled_from([1, 1, 3])
+    ),
+    min_size=3,
     max_size=10,
 )
 setups = st.builds(
     Setup,
-    num_pages=st.integers(14, 40),
+    num_pages=st.integers(8, 20),
     size=st.sampled_from([3, 4]),
-    host_pages=st.sampled_from([0, 5, 40]),
+    host_pages=st.sampled_from([0, 3, 20]),
     max_num_seqs=st.integers(3, 8),
     max_num_batched_tokens=st.sampled_from([1, 5, 16, 100]),
     prefix_caching=st.booleans(),
@@ -165,9 +178,9 @@ def assert_prompt_is_judged(request: Request, window: int | None) -> None:
     assert judged is not None
     assert len(judged) == len(prompt)
     likely = torch.tensor([1.0] + [0.0] * (VOCAB - 1)).log_softmax(0)
+    keys = keys_of(prompt, window)
     for position, entry in enumerate(judged[1:], start=1):
-        seen = prompt[:position] if window is None else prompt[:position][-window:]
-        wanted = likely[0] if following(seen) == prompt[position] else likely[1]
+        wanted = likely[0] if keys[position - 1] % VOCAB == prompt[position] else likely[1]
         assert entry is not None
         assert entry[prompt[position]].logprob == pytest.approx(float(wanted))
 
@@ -277,6 +290,8 @@ def test_turns_go_by_arrival_also_after_a_preemption() -> None:
     while setup.engine.requests:
         setup.engine.step()
         turns = [sequence.request.arrival for sequence in setup.scheduler.running]
+        assert turns == sorted(turns)
+        turns = [sequence.request.arrival for sequence in setup.scheduler.waiting]
         assert turns == sorted(turns)
         order += [r.request_id for r in requests if r.finished and r.request_id not in order]
     assert order == ["0", "1", "2", "3"]
@@ -398,14 +413,14 @@ def test_a_prompt_without_logprobs_ends_alone() -> None:
 
     def broken(inputs: StepInputs) -> torch.Tensor:
         logits = execute(inputs)
-        logits[[row for row, at in enumerate(inputs.rows) if inputs.input_ids[at] == 49]] = (
-            torch.nan
-        )
+        broken = [row for row, at in enumerate(inputs.rows) if inputs.input_ids[at] == odd]
+        logits[broken] = torch.nan
         return logits
 
-    assert 49 not in expected([1, 2], 8) + expected([2, 2], 3)
+    elsewhere = [1, 2, *expected([1, 2], 8), *expected([2, 2], 3)]
+    odd = next(token for token in range(VOCAB) if token not in elsewhere)
     setup.engine.execute = broken
-    bad = setup.engine.add("bad", [1, 49, 2], greedy(3, prompt_logprobs=0))
+    bad = setup.engine.add("bad", [1, odd, 2], greedy(3, prompt_logprobs=0))
     other = setup.engine.add("other", [2, 2], greedy(3, prompt_logprobs=1, n=2))
     setup.run()
     assert bad.error is not None
@@ -484,20 +499,190 @@ def test_what_cannot_be_served_is_refused_and_the_others_go_on(prompt, params, m
 
 def test_a_soak_of_ten_thousand_requests_holds_memory_flat() -> None:
     """After ten thousand requests, many of them cancelled, nothing is kept but the pages."""
-    setup = Setup(num_pages=30, host_pages=6)
+    setup = Setup(num_pages=9, host_pages=6)
     generator = torch.Generator().manual_seed(0)
+    swapped = 0
 
     def draw(most: int) -> int:
         return int(torch.randint(most, (), generator=generator))
 
     for index in range(10_000):
-        prompt = [draw(3) for _ in range(1 + draw(12))]
-        setup.engine.add(str(index), prompt, greedy(1 + draw(4), n=1 + draw(2)))
+        prompt = [draw(2) for _ in range(1 + draw(12))]
+        request = setup.engine.add(str(index), prompt, greedy(1 + draw(6), n=1 + draw(2)))
         if draw(4) == 0:
-            setup.engine.abort(str(index - draw(5)))
+            gone = setup.engine.requests.get(str(index - draw(14)))
+            if gone is not None:
+                swapped += any(sequence.host_pages for sequence in gone.sequences)
+                setup.engine.abort(gone.request_id)
         while len(setup.engine.requests) > 12:
-            setup.engine.step()
+            for request in setup.engine.step():
+                tokens = expected(request.prompt_token_ids, request.params.max_tokens)
+                for sequence in request.sequences:
+                    assert sequence.output == tokens[: len(sequence.output)]
         setup.pages.steps.clear()
     setup.run()
+    assert setup.scheduler.preemptions > 1000
+    assert swapped > 10  # were swapped out when they were cancelled
     assert len(setup.pool._remembered) == len(setup.pool._keys) <= setup.num_pages
     assert setup.engine.requests == {}
+
+
+def computed_by(setup: Setup, prompt: list[int]) -> int:
+    """Return how many tokens of ``prompt`` are computed, and not found."""
+    steps = len(setup.pages.steps)
+    setup.engine.add("probe", prompt, greedy(1))
+    setup.run()
+    return sum(len(step.input_ids) for step in setup.pages.steps[steps:])
+
+
+def test_samples_take_the_turn_of_their_request() -> None:
+    """Samples go before requests that came later."""
+    setup = Setup(num_pages=40, max_num_batched_tokens=100)
+    setup.engine.add("first", [1] * 5, greedy(5, n=3))
+    setup.engine.add("second", [2] * 5, greedy(5))
+    setup.engine.step()
+    assert [(s.request.arrival, s.index) for s in setup.scheduler.running] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+    ]
+    setup.run()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_nothing_of_before_an_update_is_found_after_it(swapped: bool) -> None:
+    """Neither whole pages nor those that an update found half computed, swapped out or not."""
+    setup = Setup(num_pages=4, host_pages=1, max_num_batched_tokens=100)
+    setup.engine.add("long", [1] * 12, greedy(2))
+    (half,) = setup.engine.add("short", [2] * 2, greedy(6)).sequences
+    setup.engine.step()
+    if swapped:
+        setup.engine.step()
+        assert len(half.host_pages) == 1
+    assert half.computed == 2
+    setup.engine.resume()
+    setup.run()
+    assert half.output == expected([2] * 2, 6)
+    assert computed_by(setup, half.tokens[:7]) == 7
+    assert computed_by(setup, [1] * 12) == 12
+
+
+def test_no_step_has_more_sequences_than_it_may() -> None:
+    """Neither requests that wait nor samples that part make a step larger than allowed."""
+    for n in (1, 3):
+        setup = Setup(num_pages=60, max_num_seqs=3, max_num_batched_tokens=100)
+        for index in range(5):
+            setup.engine.add(str(index), [index] * 5, greedy(5, n=n))
+        setup.run()
+        assert max(len(step.tables) for step in setup.pages.steps) == 3
+
+
+def test_a_window_gives_pages_back_as_soon_as_nobody_sees_them() -> None:
+    """Exactly the pages that are still seen are held, after starting over too."""
+    setup = Setup(
+        num_pages=13, window=8, prefix_caching=False, max_num_seqs=5, max_num_batched_tokens=6
+    )
+    for index in range(5):
+        setup.engine.add(str(index), [index] * 5, greedy(30))
+    while setup.engine.requests:
+        setup.engine.step()
+        for sequence in setup.scheduler.running:
+            held = [page >= 0 for page in sequence.pages]
+            left = max(0, sequence.computed - 8 + 1) // 4
+            assert held == [index >= left for index in range(-(-sequence.computed // 4))]
+    assert setup.scheduler.preemptions > 0
+
+
+def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
+    """What was let go first is taken first, and of a sequence the last page is let go first."""
+    setup = Setup(num_pages=6, max_num_batched_tokens=100)
+    first = [1, 2] * 8
+    assert computed_by(setup, first) == 16
+    assert computed_by(setup, [*first, 0]) == 1
+    assert computed_by(setup, [3] * 13) == 13  # on the free pages that were let go first
+    assert computed_by(setup, first) == 16 - 8
+
+
+def test_the_pool_refuses_what_cannot_be() -> None:
+    """More pages than are free, and a page that nobody holds."""
+    pool = PagePool(2, 4)
+    (page,) = pool.take(1)
+    with pytest.raises(RuntimeError, match="2 pages are needed and 1 are free"):
+        pool.take(2)
+    assert pool.free_pages == 1
+    pool.release([page])
+    with pytest.raises(RuntimeError, match=f"page {page} is let go, and nobody holds it"):
+        pool.release([page])
+    assert pool.free_pages == 2
+
+
+def test_a_conversation_goes_on_by_the_pages_of_its_output() -> None:
+    """Whole pages of output are found by a prompt that goes on from there."""
+    setup = Setup(num_pages=40, max_num_batched_tokens=100)
+    first = setup.engine.add("first", [1] * 3, greedy(10))
+    setup.run()
+    assert computed_by(setup, [*first.sequences[0].tokens, 0]) == 14 - 12
+
+
+def test_a_request_whose_logits_are_none_ends_and_the_others_go_on() -> None:
+    """NaN for one sample ends its request with an error, and changes no other's tokens."""
+    setup = Setup(num_pages=20)
+    bad = setup.engine.add("bad", [1, 2], greedy(9, n=2))
+    good = setup.engine.add("good", [2, 1], greedy(9))
+    setup.engine.step()
+
+    def broken(inputs: StepInputs) -> torch.Tensor:
+        logits = setup.pages(inputs)
+        logits[0] = torch.nan
+        return logits
+
+    setup.engine.execute = broken
+    setup.engine.step()
+    setup.engine.execute = setup.pages
+    setup.run()
+    assert "NaN" in str(bad.error)
+    assert [(s.finish_reason, len(s.output)) for s in bad.sequences] == [("error", 1)] * 2
+    assert good.error is None
+    assert good.sequences[0].output == expected([2, 1], 9)
+
+
+def test_no_step_has_more_tokens_than_it_may_nor_a_sequence_without() -> None:
+    setup = Setup(num_pages=60, max_num_batched_tokens=7)
+    for index in range(5):
+        setup.engine.add(str(index), [index] * 5, greedy(5))
+    setup.run()
+    for step in setup.pages.steps:
+        assert len(step.input_ids) <= 7
+        assert all(begin < end for begin, end in pairwise(step.starts))
+
+
+def test_whole_pages_of_before_an_update_are_not_found() -> None:
+    setup = Setup(num_pages=20, max_num_batched_tokens=100)
+    assert [computed_by(setup, [1] * 9) for _ in range(2)] == [9, 1]
+    setup.engine.resume()
+    assert computed_by(setup, [1] * 9) == 9
+
+
+def test_a_window_after_starting_over() -> None:
+    """A sequence that starts over gives pages back as the first time."""
+    setup = Setup(num_pages=20, window=4, prefix_caching=False)
+    (sequence,) = setup.engine.add("again", [1] * 5, greedy(30)).sequences
+    while setup.engine.requests:
+        setup.engine.step()
+        if len(sequence.output) == 12 and not setup.scheduler.preemptions:
+            setup.scheduler._preempt(sequence, Step())
+        held = [page >= 0 for page in sequence.pages]
+        left = max(0, sequence.computed - 4 + 1) // 4
+        assert held == [index >= left for index in range(-(-sequence.computed // 4))] or not held
+    assert setup.scheduler.preemptions
+
+
+def test_an_abort_leaves_samples_that_ended_as_they_are() -> None:
+    setup = Setup(num_pages=20)
+    request = setup.engine.add("two", [1], greedy(9, n=2))
+    setup.engine.step()
+    setup.engine._finish(request.sequences[0], "stop")
+    setup.engine.abort("two")
+    assert [sequence.finish_reason for sequence in request.sequences] == ["stop", "abort"]
+    setup.assert_all_free()

@@ -396,7 +396,7 @@ def test_a_tiny_cache_changes_no_token(folder: Path, theirs: Any) -> None:
             assert tokens[: len(expected)] == expected
 
 
-def test_new_weights_take_effect_between_steps(folder: Path, theirs: Any) -> None:
+def test_weights_take_effect_between_steps(folder: Path, theirs: Any) -> None:
     """An update changes what comes next, and what was cached of prompts is not used again."""
     with LLM(folder, **SMALL) as llm:
         long = {"prompt_token_ids": [5, 6] * 20}
@@ -563,3 +563,36 @@ def test_compiled_steps_give_the_same_tokens(folder: Path, theirs: Any, llm: LLM
         ours, plain = ([each.outputs[0].token_ids for each in outputs] for outputs in changed)
         assert ours == plain
         assert ours[0] != generated(theirs, prompts[0], 12)
+
+
+def test_min_tokens_hold_off_every_end(llm: LLM) -> None:
+    """Until then, what would end the output is not chosen, and no stop string is looked for."""
+
+    def tokens(token: int, **params: Any) -> list[int]:
+        wanted = greedy(6, logit_bias={token: 100.0}, **params)
+        return llm.generate("once", wanted, False)[0].outputs[0].token_ids
+
+    assert tokens(129) == [129]
+    assert tokens(129, ignore_eos=True) == [129] * 6
+    for held_off in (tokens(129, min_tokens=3), tokens(5, min_tokens=3, stop_token_ids=[5])):
+        assert len(held_off) == 4
+        assert not {5, 129} & set(held_off[:3])
+    assert tokens(5, stop="f") == [5]
+    assert tokens(5, stop="f", min_tokens=3) == [5] * 3
+    assert tokens(40, stop="#40") == [40]  # three letters at once
+    special = {"ignore_eos": True, "stop": "</s>"}
+    assert tokens(129, **special, skip_special_tokens=False) == [129]
+    assert tokens(129, **special) == [129] * 6
+
+
+def test_a_seed_of_zero_is_one(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=0, max_tokens=12)
+    twice = [llm.generate("dog", params, False)[0].outputs[0].token_ids for _ in range(2)]
+    assert twice[0] == twice[1]
+
+
+def test_a_stream_needs_no_tokenizer(theirs: Any, tmp_path: Path) -> None:
+    theirs.save_pretrained(tmp_path)
+    with LLM(tmp_path, **SMALL) as llm:
+        *_, last = llm.stream({"prompt_token_ids": [1, 2, 3]}, greedy(4))
+        assert last.outputs[0].token_ids == generated(theirs, [1, 2, 3], 4)

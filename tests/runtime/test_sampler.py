@@ -435,3 +435,24 @@ def test_what_does_not_fit_is_refused() -> None:
         prompt_logprobs(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]), [0, 0], 0)
     assert sample(torch.zeros(0, 8), []) == []
     assert prompt_logprobs(torch.zeros(0, 8), [], 3) == []
+
+
+def test_rows_of_other_logprobs() -> None:
+    """Each row gets as many as it asked for, whatever others ask for."""
+    rows = [Row(SamplingParams(temperature=0, logprobs=count)) for count in (1, 0, 3)]
+    given = sample(torch.tensor([[0.0, 3.0, 2.0, 1.0]] * 3), rows)
+    assert [list(token.logprobs or ()) for token in given] == [[1], [1], [1, 2, 3]]
+
+
+def test_edges() -> None:
+    """The last tokens of a vocabulary, masses reached exactly, equal first ones, float64."""
+    logits = torch.zeros(4100)
+    logits[-1] = 1.0
+    counts = shares(logits, Row(SamplingParams(top_k=3)), 64)
+    assert counts.nonzero().flatten().tolist() == [0, 1, 4099]
+    assert shares(torch.zeros(256), Row(SamplingParams(top_p=0.5)), 1024).count_nonzero() == 128
+    assert shares(torch.tensor([1.0, 1.0, 0.0]), Row(SamplingParams(min_p=1)), 8).tolist()[:2] == [
+        4,
+        4,
+    ]
+    assert tokens(torch.tensor([[1.0, 1 + 1e-12]], dtype=torch.float64), [Row(GREEDY)]) == [0]

@@ -115,7 +115,6 @@ class Scheduler:
             and budget
             and preempted == self.preemptions
             and len(self.running) < self.max_num_seqs
-            and position == len(self.running)
         ):
             sequence = self.waiting[0]
             if not self._admit(sequence, step):
@@ -127,23 +126,18 @@ class Scheduler:
             assert admitted, "room for all of its tokens was there"
             step.scheduled.append((sequence, count))
             budget -= count
-            position += 1
         return step
 
     def computed(self, step: Step) -> None:
         """Take note that the step's tokens have their keys and values in the cache."""
         size = self.pool.page_size
         for sequence, count in step.scheduled:
-            if sequence.finish_reason is not None:
-                continue
             sequence.computed += count
             while self.prefix_caching and sequence.computed >= (sequence.remembered + 1) * size:
-                page = sequence.remembered
-                if sequence.pages[page] >= 0:
-                    tokens = sequence.tokens[page * size : (page + 1) * size]
-                    sequence.prefix = self.pool.remember(
-                        sequence.pages[page], sequence.prefix, tokens
-                    )
+                first = sequence.remembered * size
+                tokens = sequence.tokens[first : first + size]
+                page = sequence.pages[sequence.remembered]
+                sequence.prefix = self.pool.remember(page, sequence.prefix, tokens)
                 sequence.remembered += 1
             if self.window is not None:
                 self._leave_behind(sequence, self.window)
@@ -222,7 +216,6 @@ class Scheduler:
             self.pool.release(held)
         else:
             self._give_back(sequence)
-            sequence.computed = 0
         self.add(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
