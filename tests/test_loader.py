@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from vllm_module import DeviceConfig, ModelConfig, WeightLoadError, get_model
@@ -150,3 +151,10 @@ def test_a_refused_model_leaves_no_file_open(tmp_path: Path, monkeypatch) -> Non
     with pytest.raises(UnsupportedModelError, match="int8"):
         get_model(model_config=ModelConfig(model=str(tmp_path)))
     assert len(closed) == 1
+
+
+def test_a_dtype_may_be_torchs_own() -> None:
+    """As people write it; one that models are not built in is refused by its name."""
+    assert ModelConfig(model="any", dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="float64"):
+        ModelConfig(model="any", dtype=torch.float64)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PositiveFloat,
@@ -54,7 +55,7 @@ class ModelConfig(_Closed):
     Attributes:
         model: a local folder in Hugging Face layout, or a hub id.
         revision: of the hub repository: branch, tag or commit.
-        dtype: of the parameters; ``"auto"`` takes the checkpoint's.
+        dtype: of the parameters, by its name or torch's own; ``"auto"`` takes the checkpoint's.
         quantization: quantize while loading, by a scheme's name (``"fp8"`` is per tensor) or in
             detail. A checkpoint that is quantized already says so itself; ``"fp8"`` and
             ``"compressed-tensors"`` then only demand that it is.
@@ -65,7 +66,14 @@ class ModelConfig(_Closed):
 
     model: str
     revision: str | None = None
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        BeforeValidator(
+            lambda dtype: (
+                str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+            )
+        ),
+    ] = "auto"
     quantization: (
         OnlineScheme | Literal["fp8", "compressed-tensors"] | QuantizationConfig | None
     ) = None

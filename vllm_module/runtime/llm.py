@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.chat import ChatTemplate, Messages
@@ -57,7 +59,7 @@ class LLM:
         model: str,
         *,
         revision: str | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         quantization: Any = None,
         max_model_len: int | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
@@ -157,7 +159,7 @@ class LLM:
                 bar = tqdm(total=len(taken), initial=len(taken) - len(ids), desc="prompts")
             while ids:
                 self.engine.step()
-                for request_id in ids - self.engine.requests.keys():
+                for request_id in [each for each in ids if each not in self.engine.requests]:
                     ids.discard(request_id)
                     if bar is not None:
                         bar.update()
