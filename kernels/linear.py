@@ -15,9 +15,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
 
     In float32 on a CPU, torch itself multiplies by MKL, which on AMD's processors reaches half or
-    less of what oneDNN does (``tests/bench/engine.py``); here the larger products go to oneDNN, as
-    torch's own bfloat16 does. Both are as precise. Rows are padded, where there are more than 64 by
-    an eighth at most: oneDNN makes and keeps a program for every number of them, in some 0.5 ms.
+    less of what oneDNN does (``tests/bench/engine.py``); in inference mode the larger products go
+    to oneDNN here, as torch's own bfloat16 does. Both are as precise. Rows are padded, where there
+    are more than 64 by an eighth at most: oneDNN makes and keeps a program for every number of
+    them, in some 0.5 ms.
 
     Args:
         x: ``[..., input]``.
@@ -49,24 +50,27 @@ def _padded(rows: int) -> int:
 
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether oneDNN would be faster, and may: the rest is for torch to do, or to refuse."""
-    if (
-        torch.compiler.is_compiling()  # which chooses libraries by itself
-        or weight.dim() != 2
-        or x.numel() * weight.shape[0] <= _LARGE
-        or not (_HAS_ONEDNN and weight.is_cpu and x.is_cpu)
-        or not weight.dtype == x.dtype == torch.float32
-        or x.shape[-1:] != weight.shape[1:]
-        or not (x.is_contiguous() and weight.is_contiguous())  # the strides of a bias it ignores
-        or not torch.backends.mkldnn.enabled
-    ):
-        return False
-    if bias is not None and not (
-        bias.is_cpu
-        and bias.dtype == torch.float32
-        and bias.shape == weight.shape[:1]
-        and bias.is_contiguous()
-    ):
-        return False
-    return not torch.is_grad_enabled() or not (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return (
+        _HAS_ONEDNN
+        and not torch.compiler.is_compiling()  # which chooses libraries by itself
+        and torch.is_inference_mode_enabled()  # or derivatives would be lost, of all kinds
+        and not torch.is_autocast_enabled("cpu")
+        and _is_plain(x)
+        and _is_plain(weight)
+        and (bias is None or (_is_plain(bias) and bias.shape == weight.shape[:1]))
+        and weight.dim() == 2
+        and x.shape[-1:] == weight.shape[1:]
+        and x.numel() * weight.shape[0] > _LARGE
+        and bool(torch.backends.mkldnn.enabled)
+    )
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    # It fails on some strides, and those of a bias it ignores.
+    return (
+        x.is_cpu
+        and x.dtype == torch.float32
+        and x.layout == torch.strided
+        and not x.is_nested
+        and x.is_contiguous()
     )

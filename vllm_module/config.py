@@ -110,7 +110,7 @@ class EngineConfig(_Closed):
         enable_prefix_caching: begin prompts with the pages of others that began alike.
         max_num_seqs: sequences in a step at most.
         max_num_batched_tokens: tokens in a step at most; longer prompts are computed in chunks.
-        enforce_eager: run every step op by op, without CUDA graphs.
+        enforce_eager: run every step without CUDA graphs.
         enable_torch_compile: let torch.compile fuse what is between the attention of two layers.
 
     """
@@ -140,8 +140,10 @@ class DeviceConfig(_Closed):
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ValueError(f"device {self.device!r} is none that torch knows: {error}") from None
+        except RuntimeError:
+            raise ValueError(
+                f"{self.device!r} is no device: expected cpu, cuda, cuda:1 … or auto"
+            ) from None
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
                 f"device {self.device!r} was asked for, but torch finds no CUDA device"

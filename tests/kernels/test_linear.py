@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +15,11 @@ from vllm_module.kernels.linear import linear
 
 
 @pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch) -> None:
-    """Small products too are for oneDNN."""
+def everything_is_large(monkeypatch) -> Iterator[None]:
+    """Small products too are for oneDNN, and nobody will ask for a gradient."""
     monkeypatch.setattr(home, "_LARGE", 0)
+    with torch.inference_mode():
+        yield
 
 
 def cut(shape: tuple[int, ...], step: int, generator: torch.Generator) -> torch.Tensor:
@@ -49,8 +53,9 @@ def test_any_shape_and_strides(outer, columns, rows, biased, step, transposed) -
     assert error <= 3 * torchs + 1e-6 * exact.norm()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_onednn_is_what_multiplies(monkeypatch) -> None:
-    """In float32 on the CPU alone, and only where no gradient is asked for."""
+    """In float32 on the CPU alone, and only where no derivative can be asked for."""
     x, weight = torch.randn(3, 4), torch.randn(5, 4)
     calls = []
     monkeypatch.setattr(home.F, "linear", lambda *args: calls.append(args))
@@ -59,18 +64,20 @@ def test_onednn_is_what_multiplies(monkeypatch) -> None:
     linear(x.double(), weight.double())
     linear(x.bfloat16(), weight.bfloat16())
     linear(x.to("meta"), weight.to("meta"))
-    linear(x, weight.requires_grad_())
-    assert len(calls) == 4
-    with torch.no_grad():
+    assert len(calls) == 3
+    with torch.inference_mode(False):
+        linear(x.clone(), weight.clone())
+    with torch.autocast("cpu", torch.bfloat16):
         linear(x, weight)
-    assert len(calls) == 4
-    weight.requires_grad_(False)
+    linear(x.to_sparse(), weight)
+    linear(x, weight.to_sparse_csr())
+    assert len(calls) == 7
     torch.backends.mkldnn.enabled = False
     try:
         linear(x, weight)
     finally:
         torch.backends.mkldnn.enabled = True
-    assert len(calls) == 5
+    assert len(calls) == 8
 
 
 def test_few_numbers_of_rows_are_multiplied() -> None:
@@ -82,14 +89,19 @@ def test_few_numbers_of_rows_are_multiplied() -> None:
     assert [sizes[rows] for rows in (1, 2, 8, 64, 256, 2048)] == [1, 2, 8, 64, 256, 2048]
 
 
-def test_gradients() -> None:
-    """They are those of torch."""
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+@torch.inference_mode(False)
+def test_derivatives() -> None:
+    """They are those of torch, backward and forward."""
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     for asked in (x, weight, bias):
         asked.requires_grad_()
         linear(x, weight, bias).sum().backward()
         assert asked.grad is not None
         asked.requires_grad_(False)
+    with torch.no_grad():
+        (_, tangent) = torch.func.jvp(lambda x: linear(x, weight), (x,), (torch.ones(3, 4),))
+    torch.testing.assert_close(tangent, torch.ones(3, 4) @ weight.t())
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
@@ -118,6 +130,7 @@ def test_other_dtypes_and_devices_are_refused_by_torch() -> None:
         linear(x, weight, torch.zeros(5, dtype=torch.float64))
 
 
+@torch.inference_mode(False)
 def test_it_compiles() -> None:
     """torch.compile takes it without a break."""
     x, weight = torch.randn(3, 4), torch.randn(5, 4)

@@ -404,6 +404,47 @@ def test_what_is_let_go_during_a_step_is_aborted_after_it() -> None:
     assert kept.sequences[0].output == expected([1, 2, 1], 5)
 
 
+def test_an_abort_waits_for_nothing() -> None:
+    """A finalizer may run in a thread that has what a step in another one waits for."""
+    setup = Setup(num_pages=20)
+    setup.engine.add("gone", [1, 2], greedy(5))
+    kept = setup.engine.add("kept", [1, 2, 1], greedy(5))
+    stepping, aborted = threading.Event(), threading.Event()
+    execute = setup.engine.execute
+
+    def waiting(inputs: StepInputs) -> torch.Tensor:
+        stepping.set()
+        assert aborted.wait(10)
+        return execute(inputs)
+
+    setup.engine.execute = waiting
+    thread = threading.Thread(target=setup.engine.step)
+    thread.start()
+    assert stepping.wait(10)
+    setup.engine.abort("gone")
+    assert "gone" in setup.engine.requests
+    aborted.set()
+    thread.join()
+    assert list(setup.engine.requests) == ["kept"]
+    setup.run()
+    assert kept.sequences[0].output == expected([1, 2, 1], 5)
+
+
+def test_an_interrupt_while_a_request_is_taken_in_takes_none() -> None:
+    setup = Setup(num_pages=20)
+    add = setup.scheduler.add
+
+    def interrupted(sequence: Any) -> None:
+        add(sequence)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup.scheduler, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            setup.engine.add("any", [1], greedy(1))
+    setup.run()
+
+
 def test_a_prompt_without_logprobs_ends_alone() -> None:
     """NaN where a prompt's logprobs are wanted is that request's error; others are as before."""
     setup = Setup(num_pages=40)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -268,9 +270,15 @@ def test_chat_by_another_template_and_its_variables(llm: LLM) -> None:
             llm.chat([{"role": "user", "content": parts}])
     with pytest.raises(ValueError, match=r"cannot lay out the messages: TypeError: "):
         llm.chat([{"role": "user", "content": None}], chat_template=source)
-    for wrong in (None, "hi", {"role": "user", "content": "hi"}, []):
-        with pytest.raises((ValueError, TypeError)):
-            llm.chat(wrong)
+    for wrong in (None, "hi", [], 5):
+        with pytest.raises(ValueError, match="messages should be"):
+            llm.chat(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="does not read chat_template"):
+        llm.chat(messages, chat_template_kwargs={"chat_template": "x"})
+    with pytest.raises(ValueError, match="got multiple values"):
+        llm.chat(messages, chat_template_kwargs={"messages": []})
+    both = llm.chat(iter([messages[0], {"role": "assistant", "content": "c"}]), greedy(1), False)  # type: ignore[arg-type]
+    assert both[0].prompt == "<s><user>a\nb<assistant>c<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -447,6 +455,17 @@ def test_an_update_that_broke_off_is_mended_by_waking_up_or_by_a_whole_one(
             assert "disk gone" in str(llm.generate("fox", greedy(5), False)[0].error)
             mend()
             assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+        model = llm.executor.worker.model
+        load_weights = model.load_weights
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "load_weights", lambda weights: load_weights(breaking()))
+            with pytest.raises(OSError, match="disk gone"):
+                llm.wake_up()
+        assert "waking up failed: OSError: disk gone" in str(
+            llm.generate("fox", greedy(5), False)[0].error
+        )
+        llm.update_weights(state)
+        assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
         llm.update_weights({"model.norm.weight": state["model.norm.weight"].flip(0)})
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids != before
         llm.wake_up()  # the checkpoint as it is on disk, though nothing slept
@@ -476,8 +495,36 @@ def test_a_closed_engine_holds_no_cache(folder: Path) -> None:
     for late in (lambda: next(stream), lambda: llm.generate("fox", use_tqdm=False)):
         with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
             late()
-    with pytest.raises(RuntimeError, match="was closed"):
-        llm.update_weights({})
+    for late in (lambda: llm.update_weights({}), llm.wake_up, llm.sleep):
+        with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
+            late()
+
+
+def test_closing_waits_for_a_step_of_another_thread(folder: Path) -> None:
+    """The thread whose requests are going on is told that it was closed, and nothing else."""
+    raised: list[BaseException] = []
+    with LLM(folder, **SMALL) as llm:
+        begun = threading.Event()
+        execute = llm.engine.execute
+
+        def slow(inputs: Any) -> Any:
+            begun.set()
+            time.sleep(0.05)
+            return execute(inputs)
+
+        llm.engine.execute = slow
+
+        def serve() -> None:
+            try:
+                llm.generate("dog", greedy(100, ignore_eos=True), use_tqdm=False)
+            except RuntimeError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun.wait()
+    thread.join()
+    assert [str(error) for error in raised] == ["the engine has ended: it was closed"]
 
 
 def test_sleep_and_wake_up(folder: Path) -> None:

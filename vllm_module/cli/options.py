@@ -90,9 +90,6 @@ def torch_device(name: str) -> torch.device:
     """Return the device of that name; raise a usage error if there is none here."""
     try:
         device = DeviceConfig(device=name).torch_device
-    except RuntimeError:
-        message = f"{name!r} is no device: expected cpu, cuda, cuda:1 … or auto"
-        raise typer.BadParameter(message, param_hint="--device") from None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device") from None
     if device.type == "meta":

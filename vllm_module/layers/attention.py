@@ -91,6 +91,8 @@ class Attention(QuantizableKVCache):
         ``query [tokens, num_heads, head_size]``; ``key`` and ``value`` likewise with
         ``num_kv_heads``. Without ``metadata`` the tokens are one whole sequence and nothing is
         cached. ``sinks [num_heads]`` are scores that take their share and have no value.
+
+        With ``metadata``, torch.compile leaves it out: ``fullgraph`` is not possible then.
         """
         if metadata is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -100,6 +102,7 @@ class Attention(QuantizableKVCache):
         attend = self._attend_to_cache
         if torch.compiler.is_compiling():
             # It (2.13) writes to the wrong part where the caches of layers are parts of one tensor.
+            # A decorator would do as well, and import the compiler wherever this file is.
             attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
         return attend(query, key, value, metadata, sinks)
 

@@ -32,7 +32,7 @@ class ChatTemplate:
         self._settings: dict[str, Any] = {}
         if os.path.lexists(path):
             self._settings = read_json(path, folder)
-        self._source = template or self._read()
+        self._source = self._read() if template is None else template
 
     def _read(self) -> str:
         template: Any = self._settings.get("chat_template")
@@ -70,14 +70,13 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._reads = meta.find_undeclared_variables(environment.parse(self._source))
-            self._reads -= environment.globals.keys()
             return environment.from_string(self._source)
         except jinja2.TemplateError as error:
             raise CheckpointFormatError(
                 f"the chat template of {self.folder} cannot be read: {error}"
             ) from None
 
-    def render(self, messages: Messages, add_generation_prompt: bool = True, **more: Any) -> str:
+    def render(self, messages: Messages, /, add_generation_prompt: bool = True, **more: Any) -> str:
         """Return the text of a prompt that asks for the next message.
 
         Args:

@@ -25,8 +25,8 @@ _NO_TOKEN = (
 class Engine:
     """Takes requests at any time and steps through all of them together.
 
-    Several threads may call it: one at a time does something. What is let go by the garbage
-    collector, or by a signal handler, in the middle of that is aborted after it.
+    Several threads may call it: one at a time does something. What is aborted in the middle of
+    that, be it by the garbage collector that found a stream, ends after it.
 
     Args:
         execute: computes a step's tokens on every rank and returns the logits of its rows.
@@ -76,29 +76,33 @@ class Engine:
 
         Raises ``ValueError``, and takes nothing, for one that cannot be served.
         """
-        with self._alone():
+        with self.alone():
             self._check(request_id, prompt_token_ids, params)
             request = Request(request_id, prompt_token_ids, params, self._arrivals, prompt)
             request.streamed = self.tokenizer is not None and (streamed or bool(params.stops))
             self._arrivals += 1
             self.requests[request_id] = request
-            self.scheduler.add(request.sequences[0])
+            try:
+                self.scheduler.add(request.sequences[0])
+            except BaseException:  # an interrupt
+                self._end_request(request, "abort")
+                raise
             return request
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
-        """End a request, which may have ended already, and free what it held."""
-        with self.lock:
-            if self._busy:
-                self._aborted.append((request_id, reason))
-            elif request_id in self.requests:
-                self._end_request(self.requests[request_id], reason)
+        """End a request, which may have ended already, and free what it held.
+
+        At once, or when what is going on is done: it waits for nothing.
+        """
+        self._aborted.append((request_id, reason))
+        self._end_aborted()
 
     def step(self) -> list[Request]:
         """Compute what is next and return the requests that have something new.
 
         Raises whatever computing raised; every request then ends with that as its error.
         """
-        with self._alone():
+        with self.alone():
             try:
                 step = self.scheduler.schedule()
                 return self._compute(step) if step.scheduled else []
@@ -108,19 +112,21 @@ class Engine:
 
     def fail(self, reason: str) -> None:
         """End everything that is going on with ``reason`` as its error, and take no more."""
-        with self._alone():
-            self.refuses = reason
-            self._end_everything(reason)
+        self.refuses = reason
+        self._end_everything(reason)
 
     def resume(self) -> None:
         """Take requests again, for which nothing holds that was computed with other weights."""
-        with self._alone():
-            self.refuses = None
-            self.scheduler.forget()
+        self.refuses = None
+        self.scheduler.forget()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads out, and put off what is aborted meanwhile."""
+    def alone(self) -> Iterator[None]:
+        """Keep other threads out.
+
+        Raises ``RuntimeError`` in the middle of a step of this thread's own, as from a signal
+        handler.
+        """
         with self.lock:
             if self._busy:
                 raise RuntimeError("the engine is in the middle of a step")
@@ -129,8 +135,24 @@ class Engine:
                 yield
             finally:
                 self._busy = False
-                while self._aborted:
-                    self.abort(*self._aborted.pop())
+        self._end_aborted()
+
+    def _end_aborted(self) -> None:
+        """End what was aborted, unless somebody is busy, who will do it."""
+        while self._aborted and self.lock.acquire(blocking=False):
+            try:
+                if self._busy:
+                    return
+                self._busy = True
+                try:
+                    while self._aborted:
+                        request_id, reason = self._aborted.pop(0)
+                        if request_id in self.requests:
+                            self._end_request(self.requests[request_id], reason)
+                finally:
+                    self._busy = False
+            finally:
+                self.lock.release()
 
     def _compute(self, step: Step) -> list[Request]:
         prompts = [(s, s.prompt_positions(count)) for s, count in step.scheduled]
@@ -263,14 +285,14 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence)
-        self._close(sequence, reason)
+        sequence.finish_reason = reason
+        self._complete_text(sequence)
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
 
-    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish_reason = reason
-        request = sequence.request
+    def _complete_text(self, sequence: Sequence) -> None:
         if self.tokenizer is not None and not isinstance(sequence.stop_reason, str):
+            request = sequence.request
             sequence.text = self.tokenizer.continuation(
                 request.prompt_token_ids, sequence.output, request.params.skip_special_tokens
             )
@@ -288,11 +310,13 @@ class Engine:
         requests = list(self.requests.values())
         self.requests.clear()
         self.scheduler.reset()
+        sequences = [s for r in requests for s in r.sequences if s.finish_reason is None]
         for request in requests:
             request.error = error
-            for sequence in request.sequences:
-                if sequence.finish_reason is None:
-                    self._close(sequence, "error")
+        for sequence in sequences:
+            sequence.finish_reason = "error"
+        for sequence in sequences:
+            self._complete_text(sequence)
 
     def _keep_prompt_logprobs(
         self, request: Request, logits: torch.Tensor, positions: range

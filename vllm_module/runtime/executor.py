@@ -53,6 +53,7 @@ class Executor:
         self._timeout = load_config.timeout
         self._closed: str | None = None
         self._refusal: str | None = None
+        self.asleep = False
         self._ranks = Ranks(
             config.tensor_parallel_size,
             device_config.torch_device,
@@ -107,26 +108,23 @@ class Executor:
         weights are what they were, no steps are run then until a whole checkpoint was taken.
         """
         whole = self._refusal is not None
-        try:
+        with self._or_refuse():
             if self.size == 1:
+                self._tell("update_weights", whole)
                 self.worker.update_weights(weights, whole=whole)
             else:
                 self._send(weights, whole)
-        except BaseException:
-            if self._closed is None:
-                refusals = self._everywhere("refusal")
-                self._refusal = next(filter(None, refusals), None)
-            raise
-        self._refusal = None
 
     def sleep(self) -> None:
         """Release the memory that every rank has for weights and cache."""
+        self.asleep = True
         self._everywhere("sleep")
 
     def wake_up(self) -> None:
         """Load every rank's weights again."""
-        self._everywhere("wake_up")
-        self._refusal = None
+        with self._or_refuse():
+            self._everywhere("wake_up")
+        self.asleep = False
 
     def follow(self) -> None:
         """Do what the first rank asks for, until it closes its executor; then close this one."""
@@ -148,6 +146,7 @@ class Executor:
     def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank's worker and return all results, by rank."""
         if self.size == 1:
+            self._tell(name, *arguments)
             return [getattr(self.worker, name)(*arguments)]
         with self._or_end():
             self._tell(name, *arguments)
@@ -210,6 +209,17 @@ class Executor:
             raise RuntimeError(f"rank {self.rank} follows the first, which is to be asked instead")
         if self.size > 1:
             self._ranks.tell((name, arguments))
+
+    @contextmanager
+    def _or_refuse(self) -> Iterator[None]:
+        """Run no steps by weights that were changed in part, if changing them fails."""
+        try:
+            yield
+        except BaseException:
+            if self._closed is None:
+                self._refusal = next(filter(None, self._everywhere("refusal")), None)
+            raise
+        self._refusal = None
 
     @contextmanager
     def _or_end(self) -> Iterator[None]:

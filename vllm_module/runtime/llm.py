@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 from vllm_module.weights import Weight, resolve
-from vllm_module.wording import shorten
+from vllm_module.wording import in_words, shorten
 
 Prompt = str | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -26,6 +26,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 _LENGTH = 8192  # of a sequence, where neither the model nor the caller has a limit
 
 
+_HANGS = 30.0  # seconds of a step after which it is closed in the middle of it
 _PROMPT = {"prompt", "prompt_token_ids"}
 
 
@@ -142,7 +143,8 @@ class LLM:
         Raises:
             ValueError: prompts that are none, or parameters that are none or as many as there are
                 no prompts.
-            RuntimeError: a step failed, or a rank ended.
+            RuntimeError: a step failed, or a rank ended. (Other threads' requests, if it was in
+                theirs, have that as their error.)
 
         """
         several = _listed(prompts, "prompts")
@@ -197,8 +199,9 @@ class LLM:
             ValueError: messages that the template refuses, or variables that it does not read.
 
         """
-        one = isinstance(messages, Mapping) or any(isinstance(each, Mapping) for each in messages)
-        conversations: Any = [messages] if one or not messages else messages
+        several = _listed(messages, "messages")
+        one = not several or any(isinstance(each, Mapping) for each in several)
+        conversations = [several] if one else several
         variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         if tools is not None:
             variables["tools"] = tools
@@ -210,7 +213,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(
-        self, messages: Messages, chat_template: str | None = None, **variables: Any
+        self, messages: Messages, chat_template: str | None = None, /, **variables: Any
     ) -> dict[str, Any]:
         """Return a conversation as a prompt for :meth:`generate` or :meth:`stream`."""
         template = self._template
@@ -260,33 +263,41 @@ class LLM:
 
         Raises what the model refuses the weights for, and ``RuntimeError`` while it sleeps.
         """
-        with self.engine.lock:
-            if self.executor.worker.runner is None:
-                raise RuntimeError("the engine sleeps, or was closed: wake_up() first")
-            try:
-                self.executor.update_weights(weights)
-            except BaseException as error:
-                self.engine.fail(f"an update of the weights failed: {error}")
-                raise
-            self.engine.resume()
+        with self.engine.alone():
+            if self.executor.asleep:
+                raise RuntimeError("the engine sleeps: wake_up() first")
+            self._change("an update of the weights", self.executor.update_weights, weights)
 
     def sleep(self) -> None:
         """Release the memory of weights and cache. Raises ``RuntimeError`` while requests go on."""
-        with self.engine.lock:
+        with self.engine.alone():
             if self.engine.requests:
                 raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
-            self.executor.sleep()
             self.engine.fail("the engine sleeps: wake_up() first")
+            self.executor.sleep()
 
     def wake_up(self) -> None:
         """Load the checkpoint again, as it is on disk, and take requests."""
-        with self.engine.lock:
-            self.executor.wake_up()
-            self.engine.resume()
+        with self.engine.alone():
+            self._change("waking up", self.executor.wake_up)
 
     def close(self) -> None:
         """End the other ranks and release the cache; safe to call more than once."""
-        self.executor.close()
+        engine: Engine | None = getattr(self, "engine", None)  # which could not be made
+        stepped = engine is not None and engine.lock.acquire(timeout=_HANGS)
+        try:
+            self.executor.close()
+        finally:
+            if engine is not None and stepped:
+                engine.lock.release()
+
+    def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
+        try:
+            change(*arguments)
+        except BaseException as error:
+            self.engine.fail(f"{what} failed: {in_words(error)}")
+            raise
+        self.engine.resume()
 
     def __enter__(self) -> LLM:
         return self
