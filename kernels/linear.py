@@ -53,14 +53,14 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return (
         _HAS_ONEDNN
         and not torch.compiler.is_compiling()  # which chooses libraries by itself
+        and weight.dim() == 2
+        and x.numel() * weight.shape[0] > _LARGE
         and torch.is_inference_mode_enabled()  # or derivatives would be lost, of all kinds
         and not torch.is_autocast_enabled("cpu")
         and _is_plain(x)
         and _is_plain(weight)
         and (bias is None or (_is_plain(bias) and bias.shape == weight.shape[:1]))
-        and weight.dim() == 2
         and x.shape[-1:] == weight.shape[1:]
-        and x.numel() * weight.shape[0] > _LARGE
         and bool(torch.backends.mkldnn.enabled)
     )
 
