@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up. Rooms on one floor do not import each other; the package itself is the roof.
 FLOORS = (
-    {"config", "errors", "kernels", "wording"},
+    {"config", "errors", "kernels", "messages"},
     {"distributed", "report", "weights"},
     {"parameters", "routes"},
     {"location"},

@@ -22,10 +22,10 @@ from vllm_module.location import (
     materialized,
     slots_of,
 )
+from vllm_module.messages import shorten
 from vllm_module.processing import Processing, early_owner
 from vllm_module.report import LoadReport, Problem
 from vllm_module.weights import Destination, Readers, Weight, prefer_huge_pages, read_into
-from vllm_module.wording import shorten
 
 Mode = Literal["load", "update", "plan"]
 

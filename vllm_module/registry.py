@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.messages import printable_name
 from vllm_module.module import vLLMModule
-from vllm_module.wording import printable_name
 
 # Names, not classes: a model's file is imported when it is asked for.
 _MODELS = {

@@ -15,7 +15,7 @@ from vllm_module.errors import (
     UnexpectedWeightError,
     WeightLoadError,
 )
-from vllm_module.wording import printable_name
+from vllm_module.messages import printable_name
 
 
 class Problem(NamedTuple):

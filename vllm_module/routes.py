@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from vllm_module.wording import shorten
+from vllm_module.messages import shorten
 
 
 class Declaring(nn.Module):

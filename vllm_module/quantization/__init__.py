@@ -1,6 +1,6 @@
 """Methods of quantization: which parameters a layer has, and how it multiplies by them."""
 
-from vllm_module.quantization.assign import quantize
+from vllm_module.quantization.apply import quantize
 from vllm_module.quantization.eight_bit import EightBitMethod
 from vllm_module.quantization.kv_cache import QuantizableKVCache
 from vllm_module.quantization.method import (

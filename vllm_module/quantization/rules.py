@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.messages import shorten
 from vllm_module.quantization.scheme import ONLINE, Activations, Scheme
-from vllm_module.wording import shorten
 
 Rule = tuple[str, Scheme | None]
 EVERY_LAYER = "Linear"  # as compressed-tensors says it, by PyTorch's class

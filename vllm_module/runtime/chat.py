@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import describe_error, shorten
 from vllm_module.weights import read_file, read_json
-from vllm_module.wording import in_words, shorten
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -118,7 +118,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # the template is a program
             raise ValueError(
-                f"the chat template cannot lay out the messages: {in_words(error)}"
+                f"the chat template cannot lay out the messages: {describe_error(error)}"
             ) from None
         return text
 

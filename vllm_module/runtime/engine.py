@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
+from vllm_module.messages import describe_error
 from vllm_module.runtime.model_runner import StepInputs, step_inputs
 from vllm_module.runtime.sampler import LogitsError, Row, SampledToken, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler, Step
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
 from vllm_module.runtime.tokenizer import TextStream, Tokenizer
-from vllm_module.wording import in_words
 
 _NO_TOKEN = (
     "NaN or infinity among its logits, or no token left to choose: that is the model's, unless "
@@ -107,7 +107,7 @@ class Engine:
                 step = self.scheduler.schedule()
                 return self._compute(step) if step.scheduled else []
             except BaseException as error:
-                self._end_everything(f"a step failed: {in_words(error)}")
+                self._end_everything(f"a step failed: {describe_error(error)}")
                 raise
 
     def fail(self, reason: str) -> None:

@@ -13,11 +13,11 @@ import torch
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+from vllm_module.messages import describe_error
 from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.ranks import Ranks, join, meeting_place, own_device
 from vllm_module.runtime.worker import Worker
 from vllm_module.weights import Weight, receive_weights, send_weights
-from vllm_module.wording import in_words
 
 
 class Executor:
@@ -170,7 +170,7 @@ class Executor:
                 return getattr(self.worker, name)(*arguments), None
             except Exception as error:
                 failure = error
-                return None, in_words(error)
+                return None, describe_error(error)
 
         return together(attempt, timeout=self._timeout, group=self._ranks.control), failure
 
@@ -230,7 +230,7 @@ class Executor:
             if self.size == 1 or self._closed is not None:
                 raise
             raised = self._ranks.part(error)
-            self._closed = in_words(raised)
+            self._closed = describe_error(raised)
             self.close()
             if raised is error:
                 raise

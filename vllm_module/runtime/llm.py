@@ -8,6 +8,7 @@ import torch
 
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import describe_error, shorten
 from vllm_module.runtime.chat import ChatTemplate, Messages
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.executor import Executor
@@ -18,7 +19,6 @@ from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 from vllm_module.weights import Weight, resolve
-from vllm_module.wording import in_words, shorten
 
 Prompt = str | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -295,7 +295,7 @@ class LLM:
         try:
             change(*arguments)
         except BaseException as error:
-            self.engine.fail(f"{what} failed: {in_words(error)}")
+            self.engine.fail(f"{what} failed: {describe_error(error)}")
             raise
         self.engine.resume()
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from vllm_module.distributed import ProcessGroup, SimulatedGroup, tensor_parallel_group
 from vllm_module.errors import RankError
+from vllm_module.messages import describe_error
 from vllm_module.runtime.processes import Processes
-from vllm_module.wording import in_words
 
 _FRAME = 1 << 15  # bytes: most steps travel in one message
 _LAST_WORDS = 1 << 12  # bytes
@@ -126,7 +126,7 @@ class Ranks:
             if isinstance(error, RankError):
                 return error
         how = "; ".join(codes) or "another rank ended, or hangs"
-        return RankError(f"{how}: see what it printed. torch says: {in_words(error)}")
+        return RankError(f"{how}: see what it printed. torch says: {describe_error(error)}")
 
     def close(self) -> None:
         """End the processes that were started here, or let others know; leave what was joined."""
@@ -207,7 +207,7 @@ class Ranks:
     def _say(self, error: BaseException) -> None:
         """Tell the first rank how this one failed."""
         sign = "?" if _is_of_others(error) else "!"
-        words = (sign + in_words(error)).encode(errors="replace")[:_LAST_WORDS]
+        words = (sign + describe_error(error)).encode(errors="replace")[:_LAST_WORDS]
         memory = torch.frombuffer(bytearray(words.ljust(_LAST_WORDS, b"\0")), dtype=torch.uint8)
         with suppress(RuntimeError, ValueError):
             departure = dist.isend(memory, group=self.control, group_dst=0, tag=_TAG)

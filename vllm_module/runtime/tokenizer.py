@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import shorten
 from vllm_module.weights import read_file, read_json
-from vllm_module.wording import shorten
 
 _CUT = "\ufffd"  # stands for bytes that are no character, or not one yet
 _MOST_CUT = 3  # bytes of a character that can have come before its last one

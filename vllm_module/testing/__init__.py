@@ -33,7 +33,7 @@ from vllm_module.testing.cost import (
     assert_memory_bounded,
     assert_reads_what_it_keeps,
 )
-from vllm_module.testing.life import assert_meta_first, assert_pure, assert_reload_in_place
+from vllm_module.testing.lifecycle import assert_meta_first, assert_pure, assert_reload_in_place
 from vllm_module.testing.poison import poisoned_memory
 from vllm_module.testing.sharding import assert_routed_exactly, assert_sharding_equivalent
 from vllm_module.testing.sources import failing_reads, failing_stream

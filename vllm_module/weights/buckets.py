@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.errors import RankError, WeightReadError
+from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.handle import Weight, read_into
-from vllm_module.wording import printable, printable_name, shorten
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
 _CUT_TAG = 1 << 19  # of a message that nobody sends

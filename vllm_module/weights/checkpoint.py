@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.regular_file import read_file
 from vllm_module.weights.safetensors import SafetensorsFile, SafetensorsHandle
 from vllm_module.weights.strict_json import parse_object
-from vllm_module.wording import printable, printable_name, shorten
 
 _INDEX = "model.safetensors.index.json"
 _UNSUPPORTED = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pt", ".pth")

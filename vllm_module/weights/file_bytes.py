@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from vllm_module.errors import WeightReadError
+from vllm_module.messages import printable
 from vllm_module.weights import pages
 from vllm_module.weights.lease import ReadLease
 from vllm_module.weights.regular_file import open_regular
 from vllm_module.weights.runs import Run, copy_run, view_of
-from vllm_module.wording import printable
 
 # A system call a run costs about 1 µs and the GIL: from this length on it no longer shows.
 _LONG_RUN = 64 << 10

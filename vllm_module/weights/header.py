@@ -15,8 +15,8 @@ from typing import NamedTuple, NoReturn, TypeGuard
 import torch
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable, shorten
 from vllm_module.weights.strict_json import parse_object
-from vllm_module.wording import printable, shorten
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.wording import printable, printable_name
+from vllm_module.messages import printable, printable_name
 
 # Weights, configuration and tokenizer. Not subfolders (other formats of the same weights) nor
 # Mistral's consolidated file, which holds them all once more.

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.wording import printable
+from vllm_module.messages import printable
 
 MAX_JSON_BYTES = 100_000_000  # of an index or a configuration; the same bound as for headers
 

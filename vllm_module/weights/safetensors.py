@@ -10,11 +10,11 @@ from typing import NoReturn
 import torch
 
 from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.messages import printable, printable_name
 from vllm_module.weights.casting import check_destination, copy_checked
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.header import DAMAGED, read_header
 from vllm_module.weights.runs import Run
-from vllm_module.wording import printable, printable_name
 
 # Of the data, a fingerprint covers this many places of this many bytes.
 _SAMPLES = 16

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable, shorten
 from vllm_module.weights.regular_file import read_file
-from vllm_module.wording import printable, shorten
 
 # Of marks that begin or part values. A value of three bytes takes a hundred in memory, so bytes
 # alone bound nothing; a tensor has 12 marks in a header and 2 in an index.

@@ -30,7 +30,7 @@ def printable_name(name: str) -> str:
     return _cut(printable(name[: _MOST + 1]))
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the kind of an error and its message, cut to some 2000 characters."""
     return f"{type(error).__name__}: {error}"[:2000].removesuffix(": ")
 
