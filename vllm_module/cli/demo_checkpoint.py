@@ -137,8 +137,8 @@ def _train(model: vLLMModule, ids: torch.Tensor, tell: Callable[[float], object]
 @torch.no_grad()
 def _export(model: vLLMModule, weights: dict[str, torch.Tensor]) -> None:
     """Copy the model's parameters back into ``weights``: the plan says where each belongs."""
-    for filling in model.plan_weights(weights).fillings:
-        for stored, trained in filling.cut():
+    for each in model.plan_weights(weights).assignments:
+        for stored, trained in each.cut():
             assert isinstance(stored, torch.Tensor)
             stored.copy_(trained)
 

@@ -13,9 +13,10 @@ import torch
 from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import grouped, shape
 from vllm_module.distributed import tensor_parallel
-from vllm_module.location import slots_of
-from vllm_module.module import LoadPlan, vLLMModule
+from vllm_module.module import vLLMModule
+from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport, fold
+from vllm_module.tree import slots_of
 from vllm_module.weights import Checkpoint, Destination, reading
 from vllm_module.weights.safetensors import SafetensorsHandle
 
@@ -181,8 +182,8 @@ def _quantizing(plan: LoadPlan) -> int:
 
 
 def _jobs(plan: LoadPlan) -> Iterator[tuple[SafetensorsHandle, Destination]]:
-    for filling in plan.fillings:
-        for source, target in filling.jobs():
+    for each in plan.assignments:
+        for source, target in each.jobs():
             assert isinstance(source, SafetensorsHandle)
             yield source, target
 
