@@ -20,9 +20,9 @@ from torch import nn
 
 from vllm_module import vLLMModule
 from vllm_module.errors import ModelNotReadyError, WeightReadError
-from vllm_module.weights import file_bytes, open_checkpoint, pages, read_all, reading
+from vllm_module.weights import file_bytes, open_checkpoint, os_pages, read_all, reading
 from vllm_module.weights.file_bytes import FileBytes
-from vllm_module.weights.lease import ReadLease
+from vllm_module.weights.regular_file import ReadLease
 
 ROWS, COLUMNS = 600, 64
 
@@ -64,8 +64,8 @@ HARMLESS = [delete, replace]
 @pytest.fixture(params=["preadv", "mapped", "staged"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Read long runs; short ones out of a mapping; short ones where there is no lease."""
-    monkeypatch.setattr(reading, "_PIECE", 4096)
-    monkeypatch.setattr(reading, "_BATCH", 4096)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(reading, "_BATCH_BYTES", 4096)
     monkeypatch.setattr(file_bytes, "_WINDOW", 8192)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 8192)
     if request.param == "staged":
@@ -163,7 +163,7 @@ import os, random, sys, threading, time, torch
 from safetensors.torch import save_file
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import open_checkpoint, read_all
-from vllm_module.weights.lease import ReadLease
+from vllm_module.weights.regular_file import ReadLease
 
 path, lease = sys.argv[1:]
 if lease == "none":
@@ -271,7 +271,7 @@ def test_an_io_error_midway_names_the_file(path, how, code, monkeypatch) -> None
         calls.append(None)
         return len(calls) > 2
 
-    preadv, advise = os.preadv, pages.advise
+    preadv, advise = os.preadv, os_pages.advise
 
     def broken_preadv(*args: object) -> int:
         if fails_the_third_time():
@@ -279,7 +279,9 @@ def test_an_io_error_midway_names_the_file(path, how, code, monkeypatch) -> None
         return preadv(*args)
 
     monkeypatch.setattr(os, "preadv", broken_preadv)
-    monkeypatch.setattr(pages, "advise", lambda *a: code if fails_the_third_time() else advise(*a))
+    monkeypatch.setattr(
+        os_pages, "advise", lambda *a: code if fails_the_third_time() else advise(*a)
+    )
     with pytest.raises(WeightReadError, match=os.strerror(code)) as refusal:
         read_all([(part, torch.empty(part.shape))])
     assert str(path) in str(refusal.value)
