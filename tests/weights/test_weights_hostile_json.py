@@ -125,8 +125,8 @@ def test_what_an_index_says_of_sizes_does_not_matter(tmp_path: Path, write_file)
         assert open_checkpoint(tmp_path).nbytes == 4
 
 
-def test_an_index_of_a_hundred_thousand_names_opens(tmp_path: Path, write_file) -> None:
-    count, header, weight_map = 100_000, {}, {}
+def test_an_index_of_many_names_opens(tmp_path: Path, write_file) -> None:
+    count, header, weight_map = 20_000, {}, {}
     for index in range(count):
         name = f"model.layers.{index}.weight"
         header[name] = {"dtype": "U8", "shape": [1], "data_offsets": [index, index + 1]}
@@ -137,8 +137,8 @@ def test_an_index_of_a_hundred_thousand_names_opens(tmp_path: Path, write_file) 
         assert len(checkpoint) == checkpoint.nbytes == count
 
 
-def test_an_index_of_a_hundred_thousand_files_is_refused_at_once(tmp_path: Path) -> None:
-    weight_map = {f"w{index}": f"{index}.safetensors" for index in range(100_000)}
+def test_an_index_of_many_absent_files_is_refused_at_the_first(tmp_path: Path) -> None:
+    weight_map = {f"w{index}": f"{index}.safetensors" for index in range(20_000)}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointFormatError, match=r"names 0\.safetensors, which is not there"):
         open_checkpoint(tmp_path)

@@ -168,13 +168,14 @@ class FileBytes:
                 self._mapping = self._map()
             # The slice keeps the mapping alive if another thread closes the file.
             source = self._mapping[run.offset : run.offset + run.span]
-        # Maps all OS pages by one call, which fails where touching one would be a SIGBUS.
-        code = os_pages.advise(source.data_ptr(), run.span, os_pages.POPULATE_READ)
+        start, length = source.data_ptr(), source.numel()
+        # One call maps all OS pages, and fails where touching one would be a SIGBUS.
+        code = os_pages.advise(start, length, os_pages.POPULATE_READ)
         if code not in (0, EINVAL):  # an older kernel maps each OS page when it is touched
             raise self._failure(run.offset, os.strerror(code))
         _copy_pieces(source, run, address)
         # The OS pages stay in the page cache, but no longer count as memory of this process.
-        os_pages.advise(source.data_ptr(), run.span, os_pages.DONTNEED)
+        os_pages.advise(start, length, os_pages.DONTNEED)
 
     def _map(self) -> torch.Tensor:
         try:
