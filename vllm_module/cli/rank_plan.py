@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport, fold
 from vllm_module.tree import slots_of
 from vllm_module.weights import Checkpoint, Destination, reading
-from vllm_module.weights.safetensors import SafetensorsHandle
+from vllm_module.weights.handle import SafetensorsHandle
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _staging(plan: LoadPlan, *, on_cpu: bool) -> int:
     for source, target in _jobs(plan):
         if isinstance(target, torch.Tensor):
             direct = on_cpu and source.dtype == target.dtype and target.is_contiguous()
-            staged += [] if direct else [min(source.nbytes, reading._PIECE)]
+            staged += [] if direct else [min(source.nbytes, reading.PIECE_BYTES)]
         elif not on_cpu:
             staged.append(source.nbytes)
     return _in_hand(staged)
@@ -190,4 +189,4 @@ def _jobs(plan: LoadPlan) -> Iterator[tuple[SafetensorsHandle, Destination]]:
 
 def _in_hand(sizes: Iterable[int]) -> int:
     """Return the most that the threads which read can have in hand, one size each."""
-    return sum(heapq.nlargest(min(reading._MAX_THREADS, os.cpu_count() or 1), sizes))
+    return sum(heapq.nlargest(reading.reader_threads(), sizes))

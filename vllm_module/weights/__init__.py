@@ -1,10 +1,10 @@
-"""Sources of weights: names, and handles of tensors that are read only where they are wanted."""
+"""Sources of weights: names and handles, each of which is read only when a parameter needs it."""
 
 from vllm_module.weights.buckets import receive_weights, send_weights
 from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
 from vllm_module.weights.handle import Destination, Handle, Weight, read_into
 from vllm_module.weights.hub import resolve
-from vllm_module.weights.pages import prefer_huge_pages
+from vllm_module.weights.os_pages import prefer_huge_pages
 from vllm_module.weights.reading import Readers, read_all
 from vllm_module.weights.regular_file import read_file
 from vllm_module.weights.strict_json import read_json
