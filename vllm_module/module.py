@@ -128,7 +128,7 @@ class vLLMModule(nn.Module):
         """Return what :meth:`load_weights` would do, by the same recursion, reading nothing."""
         with Load.of(self, weights, "plan") as load:
             self.load_weights(weights)
-        return LoadPlan(load.report, load.assigned)
+        return LoadPlan(self, load.report, load.assigned)
 
     def expected_weights(self) -> dict[str, torch.Tensor]:
         """Return what a whole checkpoint holds for this module: a meta tensor for each name.
