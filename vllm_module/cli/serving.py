@@ -136,7 +136,5 @@ def check_text(text: str, option: str) -> str:
 
 
 def built_as(llm: LLM) -> tuple[torch.dtype, torch.device]:
-    """Return what the model computes in and where: what is not quantized says so."""
-    parameters = llm.executor.worker.model.parameters()
-    wide = next(parameter for parameter in parameters if parameter.dtype.itemsize > 1)
-    return wide.dtype, wide.device
+    """Return the dtype of parameters that are not quantized, and the device of the model."""
+    return llm.source.dtype, next(llm.executor.worker.model.parameters()).device

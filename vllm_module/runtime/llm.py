@@ -18,7 +18,7 @@ from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
-from vllm_module.weights import Weight, resolve
+from vllm_module.weights import Weight
 
 Prompt = str | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -94,16 +94,16 @@ class LLM:
             raise
 
     def _prepare(self, model_config: ModelConfig, config: EngineConfig) -> None:
-        folder = resolve(model_config.model, model_config.revision)
+        self.source = self.executor.worker.source
+        folder = self.source.folder
         self.tokenizer: Tokenizer | None = None
         self.no_tokenizer = ""
         try:
             self.tokenizer = Tokenizer(folder)
         except CheckpointFormatError as error:
             self.no_tokenizer = str(error)
-        self._folder = folder
         self._template: ChatTemplate | None = None
-        hf_config: Any = self.executor.worker.model.config
+        hf_config = self.source.config
         length = model_config.max_model_len or hf_config.context_length or _LENGTH
         pages, host_pages = self.executor.start(length)
         size = config.block_size
@@ -218,9 +218,9 @@ class LLM:
         """Return a conversation as a prompt for :meth:`generate` or :meth:`stream`."""
         template = self._template
         if chat_template is not None:
-            template = ChatTemplate(self._folder, chat_template)
+            template = ChatTemplate(self.source.folder, chat_template)
         elif template is None:
-            self._template = template = ChatTemplate(self._folder)
+            self._template = template = ChatTemplate(self.source.folder)
         text = template.render(messages, **variables)
         if self.tokenizer is None:
             raise CheckpointFormatError(self.no_tokenizer)

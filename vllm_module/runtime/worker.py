@@ -8,10 +8,11 @@ import torch
 
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.loader import get_model
+from vllm_module.loader import find_and_load
+from vllm_module.model_source import ModelSource
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
-from vllm_module.weights import Weight, open_checkpoint, resolve
+from vllm_module.weights import Weight
 
 _CPU_CACHE = 1 << 30  # bytes, where nobody says how many
 _CACHE_DTYPES = {
@@ -25,26 +26,27 @@ class Worker:
     """Loads this rank's part of the model and runs steps on it.
 
     Args:
-        model_config, load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
+        model: which model to load, or where it was found already.
+        load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
         config: of the engine.
+
+    Attributes:
+        source: where the model was found.
+        model: this rank's part of it.
 
     """
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        model: ModelConfig | ModelSource,
         load_config: LoadConfig,
         device_config: DeviceConfig,
         config: EngineConfig,
     ) -> None:
-        self.model_config, self.config = model_config, config
+        self.config = config
         self.device = device_config.torch_device
-        self.model = get_model(
-            model_config=model_config, load_config=load_config, device_config=device_config
-        )
-        # What is not quantized says what the model computes in.
-        parameter = next(p for p in self.model.parameters() if p.dtype.itemsize > 1)
-        self.cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, parameter.dtype)
+        self.source, self.model = find_and_load(model, load_config, device_config)
+        self.cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
         self.runner: ModelRunner | None = None
 
@@ -121,8 +123,7 @@ class Worker:
 
     def wake_up(self) -> None:
         """Load the checkpoint again, and make a new cache if there is none."""
-        folder = resolve(self.model_config.model, self.model_config.revision)
-        with open_checkpoint(folder) as checkpoint:
+        with self.source.open() as checkpoint:
             self.model.load_weights(checkpoint.items())
         if self.runner is None:
             self.start(*self._shape)
