@@ -102,6 +102,14 @@ def test_a_folder_without_config_says_what_is_expected(tmp_path: Path) -> None:
             64,
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}}, 64),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "original_max_position_embeddings": 32,
+            },
+            128,
+        ),
     ],
 )  # fmt: skip
 def test_the_context_length_follows_the_scaling(entries: dict[str, Any], expected: int) -> None:
