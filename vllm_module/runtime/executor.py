@@ -32,7 +32,7 @@ class Executor:
     message names it, and says how.
 
     Args:
-        model: which model to load, or where it was found already.
+        model: the model to load, or its source if that was found already.
         load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
         config: of the engine.
 
