@@ -1,4 +1,4 @@
-"""From configurations to a loaded model: find, build, load, on every rank together."""
+"""Find, build and load a model. The ranks of a process group do each step together."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def find_and_load(
     load_config: LoadConfig | None,
     device_config: DeviceConfig | None,
 ) -> tuple[ModelSource, vLLMModule]:
-    """Do what :func:`get_model` does, and return the source as well.
+    """Return the model as :func:`get_model` does, and the source that it was loaded from.
 
-    A ``model`` that is a source already is not looked for again.
+    If ``model`` is a source, nothing is resolved again.
     """
     load_config = load_config or LoadConfig()
     timeout = load_config.timeout
