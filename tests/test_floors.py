@@ -25,6 +25,7 @@ FLOORS = (
     {"layers"},
     {"models"},
     {"agreement", "registry"},
+    {"model_source"},
     {"loader"},
     {"runtime", "testing"},
     {"cli"},

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from vllm_module.cli.output import CommandError
 from vllm_module.config import HFConfig
-from vllm_module.loader import build_model
 from vllm_module.module import vLLMModule
+from vllm_module.registry import build_model
 
 PARAGRAPH = (
     "A model is a tree, and here the tree loads itself. A name in a checkpoint is a path: each "

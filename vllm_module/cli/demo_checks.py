@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import CommandError
 from vllm_module.distributed import run_ranks
+from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import grouped, shape
 from vllm_module.distributed import tensor_parallel
+from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.report import LoadReport, fold
 from vllm_module.tree import slots_of
