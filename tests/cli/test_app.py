@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from vllm_module.cli import load_command, main, plan_command
+from vllm_module.cli import main
+from vllm_module.cli.commands import load, plan
 from vllm_module.cli.output import by_number, size
 
 Run = Callable[..., Any]
@@ -119,7 +120,7 @@ def test_a_bug_of_ours_keeps_its_traceback(
     def broken(*_: object) -> None:
         raise ValueError("ours")
 
-    monkeypatch.setattr(plan_command, "plan_rank", broken)
+    monkeypatch.setattr(plan, "plan_rank", broken)
     with pytest.raises(ValueError, match="ours"):
         run("plan", folder)
 
@@ -130,7 +131,7 @@ def test_an_interruption_is_130(run: Run, folder: Path, monkeypatch: pytest.Monk
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(load_command, "load_rank", interrupted)
+    monkeypatch.setattr(load, "load_rank", interrupted)
     result = run("load", folder)
     assert (result.code, result.out, result.err) == (130, "", "\nerror: interrupted\n")
 
@@ -146,7 +147,7 @@ def test_an_interruption_does_not_wait_for_ranks(
     ended = []
     go_on = threading.Event()
     rank = threading.Thread(target=go_on.wait, name="rank 1")
-    monkeypatch.setattr(load_command, "load_rank", interrupted)
+    monkeypatch.setattr(load, "load_rank", interrupted)
     monkeypatch.setattr("os._exit", ended.append)
     rank.start()
     try:

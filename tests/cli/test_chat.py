@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.cli import chat_command
+from vllm_module.cli.commands import chat
 
 Run = Callable[..., Any]
 Say = Callable[..., Any]
@@ -107,7 +107,7 @@ def test_ctrl_c_stops_an_answer_and_no_more(
         if len(pieces) == 3:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(chat_command, "print", interrupted, raising=False)
+    monkeypatch.setattr(chat, "print", interrupted, raising=False)
     before = signal.getsignal(signal.SIGINT)
     assert say("hi", "tree?").code == 0
     assert signal.getsignal(signal.SIGINT) is before

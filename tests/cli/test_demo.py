@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, get_model
-from vllm_module.cli import demo_checks, demo_steps
-from vllm_module.cli.demo_checkpoint import PARAGRAPH
+from vllm_module.cli.demo import checks, steps
+from vllm_module.cli.demo.checkpoint import PARAGRAPH
 from vllm_module.cli.output import CommandError
 from vllm_module.distributed import run_ranks
 from vllm_module.weights import open_checkpoint
@@ -47,7 +47,7 @@ def test_a_checkpoint_of_ones_own(
     run: Run, folder: Path, edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a tokenizer it goes on from token ids; without transformers it says so."""
-    monkeypatch.setattr(demo_steps, "transformers_tokens", lambda *_: None)
+    monkeypatch.setattr(steps, "transformers_tokens", lambda *_: None)
     result = run("demo", "--checkpoint", folder)
     assert (result.code, result.err) == (0, "")
     assert "[1, 2] goes on with [" in result.out
@@ -72,7 +72,7 @@ def test_sizes_that_do_not_divide_are_left_out(run: Run, tmp_path: Path) -> None
 
 def test_another_text_is_a_failure(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If transformers says something else, the exit code is 1 and both texts are shown."""
-    monkeypatch.setattr(demo_steps, "transformers_tokens", lambda *_: ("9.9", [7, 7]))
+    monkeypatch.setattr(steps, "transformers_tokens", lambda *_: ("9.9", [7, 7]))
     result = run("demo", "--checkpoint", folder)
     assert result.code == 1
     assert "error: transformers 9.9 generated another text:\n[1, 2] goes on with [7, 7]\n" in (
@@ -84,21 +84,21 @@ def test_wrong_shards_are_found(folder: Path) -> None:
     """One changed value, and one rank's shard in the place of another's, are each found."""
     models = run_ranks(2, lambda _: get_model(model_config=ModelConfig(model=str(folder))))
     with open_checkpoint(folder) as checkpoint:
-        demo_checks.check_shards(checkpoint, models)
+        checks.check_shards(checkpoint, models)
         with pytest.raises(CommandError, match="the shards of 1 ranks do not cover"):
-            demo_checks.check_shards(checkpoint, models[1:])
+            checks.check_shards(checkpoint, models[1:])
         weight = dict(models[1].named_parameters())["model.layers.1.self_attn.qkv_proj.weight"]
         weight.data[-1, -1] += 1
         with pytest.raises(CommandError, match=r"qkv_proj\.weight holds other values than"):
-            demo_checks.check_shards(checkpoint, models)
+            checks.check_shards(checkpoint, models)
 
 
 def test_other_logits_are_found() -> None:
     """Differences beyond rounding raise, and so does NaN."""
-    one = demo_checks.Visit(1, [0], torch.tensor([1.0, 2.0]), [])
-    near = demo_checks.Visit(2, [0, 0], torch.tensor([1.0, 2.0 + 1e-6]), [])
+    one = checks.Visit(1, [0], torch.tensor([1.0, 2.0]), [])
+    near = checks.Visit(2, [0, 0], torch.tensor([1.0, 2.0 + 1e-6]), [])
     assert near.difference(one) < 1e-5
     for wrong in (2.01, torch.nan):
-        far = demo_checks.Visit(2, [0, 0], torch.tensor([1.0, wrong]), [])
+        far = checks.Visit(2, [0, 0], torch.tensor([1.0, wrong]), [])
         with pytest.raises(CommandError, match="size 2 differ from those at size 1"):
             far.difference(one)

@@ -84,7 +84,7 @@ def test_text_comes_token_by_token(
     def record(*values: object, end: str = "\n", flush: bool = False) -> None:
         pieces.append("".join(map(str, values)) + end)
 
-    monkeypatch.setattr("vllm_module.cli.generate_command.print", record, raising=False)
+    monkeypatch.setattr("vllm_module.cli.commands.generate.print", record, raising=False)
     assert run("generate", with_text, *prompt).out == "tree"
     assert "".join(pieces) == whole["text"] + "\n"
     assert len([piece for piece in pieces if piece]) > 3

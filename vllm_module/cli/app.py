@@ -14,15 +14,15 @@ from typing import Annotated
 import torch
 import typer
 
-from vllm_module.cli.bench_command import bench
-from vllm_module.cli.chat_command import chat
-from vllm_module.cli.demo_command import demo
-from vllm_module.cli.generate_command import generate
-from vllm_module.cli.inspect_command import inspect
-from vllm_module.cli.load_command import load
+from vllm_module.cli.commands.bench import bench
+from vllm_module.cli.commands.chat import chat
+from vllm_module.cli.commands.generate import generate
+from vllm_module.cli.commands.inspect import inspect
+from vllm_module.cli.commands.load import load
+from vllm_module.cli.commands.plan import plan
+from vllm_module.cli.demo.command import demo
 from vllm_module.cli.options import EXAMPLES, UsageError
 from vllm_module.cli.output import REFUSALS, printable
-from vllm_module.cli.plan_command import plan
 from vllm_module.cli.ranks import is_first_rank
 
 OK, REFUSED, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from vllm_module.cli.demo_checks import Visit, llm_tokens, transformers_tokens, visit
+from vllm_module.cli.demo.checks import Visit, llm_tokens, transformers_tokens, visit
 from vllm_module.cli.output import CommandError, printable, size
 from vllm_module.cli.rank_plan import RankPlan, Read, fold_reads, plan_rank
 from vllm_module.errors import ShardingError

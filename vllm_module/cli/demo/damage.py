@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_module.cli.demo_checks import CPU
-from vllm_module.cli.demo_steps import Story
+from vllm_module.cli.demo.checks import CPU
+from vllm_module.cli.demo.steps import Story
 from vllm_module.cli.output import CommandError
 from vllm_module.errors import ModelNotReadyError, WeightLoadError
 from vllm_module.model_source import ModelSource
