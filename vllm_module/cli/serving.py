@@ -1,11 +1,10 @@
-"""The engine of the commands that generate, and the options that they share."""
+"""The engine of the commands that generate, and the parameters of its sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import typer
@@ -18,47 +17,6 @@ from vllm_module.config import LoadConfig
 from vllm_module.errors import RankError
 from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.sampling_params import SamplingParams
-
-
-class CacheDType(str, Enum):
-    """What keys and values are kept in."""
-
-    auto = "auto"
-    fp8 = "fp8"
-    fp8_e4m3 = "fp8_e4m3"
-    fp8_e5m2 = "fp8_e5m2"
-
-
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", metavar="T", help="0 takes the most probable token.")
-]
-TopPOption = Annotated[
-    float,
-    typer.Option(
-        "--top-p", metavar="P", help="Draw from the tokens that have this much of the probability."
-    ),
-]
-TopKOption = Annotated[
-    int,
-    typer.Option("--top-k", metavar="K", help="Draw from the most probable tokens; 0 for all."),
-]
-SeedOption = Annotated[
-    int | None, typer.Option("--seed", metavar="S", help="Draws the same tokens each time.")
-]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Text to end at; may be repeated."),
-]
-LengthOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len", min=1, metavar="L", help="Most tokens of a sequence; else the model's."
-    ),
-]
-CacheDTypeOption = Annotated[
-    CacheDType,
-    typer.Option("--kv-cache-dtype", help="Of keys and values; auto takes the model's."),
-]
 
 
 @contextmanager
