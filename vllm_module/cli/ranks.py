@@ -12,7 +12,7 @@ import torch.distributed as dist
 import typer
 
 from vllm_module.agreement import demand_alike, demand_same_tensors, describe
-from vllm_module.cli.output import REFUSALS, CommandError
+from vllm_module.cli.output import REFUSALS, CommandError, describe_refusal
 from vllm_module.config import LoadConfig, ModelConfig
 from vllm_module.distributed import together
 from vllm_module.errors import RankError
@@ -108,7 +108,7 @@ def on_every_rank(work: Callable[[], T], timeout: float) -> list[T]:
         try:
             return work(), None
         except REFUSALS as error:
-            refusal = str(error) or type(error).__name__
+            refusal = describe_refusal(error)
             return None, refusal
 
     with _one_speaks(lambda: refusal):

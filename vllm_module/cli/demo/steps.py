@@ -1,84 +1,57 @@
-"""The demo's steps: each shows what it found, and raises where that is not as it should be."""
+"""The demo's steps: each prints its results, and raises ``CommandError`` if one is wrong."""
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.text import Text
-
-from vllm_module.cli.demo.checks import Visit, llm_tokens, transformers_tokens, visit
-from vllm_module.cli.output import CommandError, printable, size
+from vllm_module.cli.demo.checks import SizeResult, llm_tokens, run_size, transformers_tokens
+from vllm_module.cli.demo.transcript import Transcript
+from vllm_module.cli.output import CommandError, size
 from vllm_module.cli.rank_plan import RankPlan, Read, fold_reads, plan_rank
 from vllm_module.errors import ShardingError
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 
 _SIZES = (1, 2, 4)
-_MOST_LINES = 7
-
-
-@dataclass
-class Story:
-    """The demo's output: numbered steps, and a mark for what was checked."""
-
-    out: Console
-    step: int = 0
-
-    def title(self, text: str) -> None:
-        """Begin the next step."""
-        self.step += 1
-        self.out.print(f"\n{self.step}. {text}", style="bold")
-
-    def line(self, text: str) -> None:
-        """Say what is so."""
-        self.out.print(f"   {printable(text)}")
-
-    def ok(self, text: str) -> None:
-        """Say what was checked."""
-        self.out.print(Text.assemble("   ", ("✓", "green"), f" {printable(text)}"))
-
-    def quote(self, text: str, hang: str = "") -> None:
-        """Show a longer text, lines that go on indented by ``hang``."""
-        for line in printable(text).splitlines():
-            indent = line[: len(line) - len(line.lstrip())] + hang
-            for row in textwrap.wrap(line, 84, subsequent_indent=indent) or [""]:
-                self.out.print(f"   │ {row}", style="dim")
+_MAX_LINES = 7
+_HEADER = ("checkpoint tensor", "bytes", "parameter", "slot")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the models go on from, for at most so many tokens; text if there is a tokenizer."""
+    """What the models continue, by at most ``max_tokens``; ``text`` only if there is a tokenizer.
+
+    ``expected`` is the whole text that has to result, prompt included, if it is known.
+    """
 
     text: str | None
     ids: list[int]
-    most: int
-    stops: set[int]
+    max_tokens: int
+    stop_token_ids: set[int]
     tokenizer: Tokenizer | None
     expected: str | None = None
 
     @classmethod
     def encode(
-        cls, source: ModelSource, text: str, *, most: int, expected: str | None = None
+        cls, source: ModelSource, text: str, *, max_tokens: int, expected: str | None = None
     ) -> Prompt:
-        """Encode ``text``; without a tokenizer, take a few token ids instead."""
+        """Encode ``text``; without a tokenizer, take two token ids instead."""
         stops = stop_tokens(source.folder)
         if not (source.folder / "tokenizer.json").is_file():
-            few = [min(token, source.config.vocab_size - 1) for token in (1, 2)]
-            return cls(None, few, most, stops, None)
+            ids = [min(token, source.config.vocab_size - 1) for token in (1, 2)]
+            return cls(None, ids, max_tokens, stops, None)
         tokenizer = Tokenizer(source.folder)
-        return cls(text, tokenizer.encode(text), most, stops, tokenizer, expected)
+        return cls(text, tokenizer.encode(text), max_tokens, stops, tokenizer, expected)
 
     def show(self, tokens: list[int]) -> str:
-        """Return the prompt and what followed, as text or token ids."""
+        """Return the prompt and the tokens after it, as text or token ids."""
         if self.tokenizer is None:
-            return f"{self.ids} goes on with {tokens}"
+            return f"{self.ids} is continued by {tokens}"
         return self.tokenizer.decode(self.ids + tokens)
 
 
-def show_plan(story: Story, source: ModelSource) -> list[int]:
-    """Plan each size; show one rank of size 2 in short, and return the sizes that divide."""
+def show_plan(transcript: Transcript, source: ModelSource) -> list[int]:
+    """Plan each size and print a few lines of one rank; return the sizes that divide the model."""
     plans: dict[int, list[RankPlan]] = {}
     refusals = []
     with source.open() as checkpoint:
@@ -92,71 +65,76 @@ def show_plan(story: Story, source: ModelSource) -> list[int]:
         nbytes = checkpoint.nbytes
     tp_size = 2 if 2 in plans else max(plans)
     rank = plans[tp_size][-1]
-    story.title(f"A plan for tensor-parallel size {tp_size}, before a byte of weights is read")
+    transcript.title(f"Plan tensor-parallel size {tp_size}, before any weights are read")
     rank.report.raise_if_refused(source.config.architectures[0], touched=False)
     reads = sorted(fold_reads(rank.reads), key=lambda read: (not read.slot, read.pieces < 2))
-    cells = [_cells(read) for read in reads[:_MOST_LINES]]
+    cells = [_HEADER, *(_cells(read) for read in reads[:_MAX_LINES])]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    story.line(f"rank {rank.rank}, in every layer: bytes of a tensor → parameter")
+    transcript.line(f"rank {rank.rank} would read, in every layer:")
     for row in cells:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        story.line(f"  {line.rstrip()}")
-    story.line(f"  … `vllm-module plan` shows all {len(reads)} lines")
+        transcript.line(f"  {line.rstrip()}")
+    transcript.line(f"  … `vllm-module plan` shows all {len(reads)} lines")
     kept = ", ".join(f"rank {each.rank} {size(each.bytes_read)}" for each in plans[tp_size])
-    story.line(f"of {size(nbytes)} will be read: {kept}")
+    transcript.line(f"of {size(nbytes)}, the ranks would read: {kept}")
     for refusal in refusals:
-        story.line(refusal)
+        transcript.line(refusal)
     return list(plans)
 
 
-def load_sizes(story: Story, source: ModelSource, sizes: list[int], prompt: Prompt) -> list[Visit]:
-    """Load and run each size, and compare it with the checkpoint and with the first."""
-    story.title(f"Load at tensor-parallel sizes {_listed(sizes)}, the ranks in threads")
-    visits: list[Visit] = []
+def load_sizes(
+    transcript: Transcript, source: ModelSource, sizes: list[int], prompt: Prompt
+) -> list[SizeResult]:
+    """Load and run each size, and compare it with the checkpoint and with the first size."""
+    transcript.title(f"Load at tensor-parallel sizes {_listed(sizes)}, the ranks in threads")
+    results: list[SizeResult] = []
     for tp_size in sizes:
-        done = visit(source, tp_size, prompt.ids, prompt.most, prompt.stops)
-        visits.append(done)
+        result = run_size(source, tp_size, prompt.ids, prompt.max_tokens, prompt.stop_token_ids)
+        results.append(result)
+        read = " + ".join(size(nbytes) for nbytes in result.bytes_read)
+        transcript.line(f"size {tp_size}: read {read}")
         heads = getattr(source.config, "num_key_value_heads", tp_size)
-        shared = f"; {heads} key-value heads, so ranks share them" if heads < tp_size else ""
-        story.line(f"size {tp_size}: read {_ranks_read(done.bytes_read)}{shared}")
-        story.ok("the shards, put together again, are the checkpoint bit for bit")
-        if done is not visits[0]:
-            difference = done.difference(visits[0])
-            story.ok(f"logits are those of size {visits[0].tp_size}, within {difference:.1g}")
-    return visits
+        if heads < tp_size:
+            transcript.line(f"        the {tp_size} ranks share {heads} key-value heads")
+        transcript.ok("the shards together are the checkpoint, bit for bit")
+        if result is not results[0]:
+            difference = result.logits_difference(results[0])
+            transcript.ok(f"the logits are those of size {sizes[0]}, within {difference:.1g}")
+    return results
 
 
-def compare_texts(story: Story, source: ModelSource, visits: list[Visit], prompt: Prompt) -> None:
-    """Show what was generated and that every size, and transformers, gave the same."""
-    story.title("Generate, greedily" + (f', from "{prompt.text}"' if prompt.text else ""))
-    tokens = llm_tokens(source.folder, prompt.ids, prompt.most)
+def compare_texts(
+    transcript: Transcript, source: ModelSource, results: list[SizeResult], prompt: Prompt
+) -> None:
+    """Print the generated text; check that every size, and transformers, generates the same."""
+    transcript.title("Generate greedily" + (f', from "{prompt.text}"' if prompt.text else ""))
+    tokens = llm_tokens(source.folder, prompt.ids, prompt.max_tokens)
     text = prompt.show(tokens)
-    story.quote(text)
+    transcript.quote(text)
     if prompt.expected is not None and text != prompt.expected:
-        raise CommandError("the model was taught another text than it generated")
-    for each in visits[1:]:
-        _same(prompt, tokens, each.tokens, f"tensor-parallel size {each.tp_size}")
-    sizes = _listed([each.tp_size for each in visits])
-    story.ok(f"the same {len(tokens)} tokens at size {sizes}")
-    theirs = transformers_tokens(source.folder, prompt.ids, prompt.most, prompt.stops)
-    if theirs is None:
-        story.line("pip install vllm-module[demo] adds the comparison with transformers")
+        raise CommandError("the model generated another text than it was trained on")
+    for result in results[1:]:
+        _check_same(prompt, tokens, result.tokens, f"tensor-parallel size {result.tp_size}")
+    sizes = _listed([result.tp_size for result in results])
+    transcript.ok(f"the same {len(tokens)} tokens at size {sizes}")
+    peer = transformers_tokens(source.folder, prompt.ids, prompt.max_tokens, prompt.stop_token_ids)
+    if peer is None:
+        transcript.line("pip install vllm-module[demo] adds the comparison with transformers")
         return
-    version, other = theirs
-    _same(prompt, tokens, other, f"transformers {version}")
-    story.ok(f"the same from transformers {version}, loading the same folder")
+    version, peer_tokens = peer
+    _check_same(prompt, tokens, peer_tokens, f"transformers {version}")
+    transcript.ok(f"the same tokens from transformers {version}, which loads the same folder")
 
 
 def _cells(read: Read) -> tuple[str, str, str, str]:
-    span, slot = read.row()[3], read.slot
+    """Return the cells of a read's line, without the names that all layers share."""
+    part = read.row()[3]
+    if read.pieces > 1:
+        part = f"{read.pieces} x {read.bytes // read.pieces} of {read.of_bytes}"
     name, parameter = (
         full.rpartition("}.")[2].removesuffix(".weight") for full in (read.name, read.parameter)
     )
-    return name, span, f"→ {parameter}", f"slot {slot}" if slot else ""
-
-
-def _ranks_read(bytes_read: list[int]) -> str:
-    return " + ".join(size(nbytes) for nbytes in bytes_read)
+    return name, part, parameter, read.slot or ""
 
 
 def _listed(sizes: list[int]) -> str:
@@ -164,9 +142,9 @@ def _listed(sizes: list[int]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _same(prompt: Prompt, ours: list[int], other: list[int], whose: str) -> None:
-    if ours != other:
+def _check_same(prompt: Prompt, tokens: list[int], other: list[int], whose: str) -> None:
+    if tokens != other:
         raise CommandError(
             f"{whose} generated another text:\n{prompt.show(other)}\ninstead of:\n"
-            f"{prompt.show(ours)}"
+            f"{prompt.show(tokens)}"
         )
