@@ -252,7 +252,7 @@ def test_a_sibling_in_full_precision_in_the_configuration(
     broken = edited(published(layout), **{where: ["lm_head", part]})
     message = refuse(broken, UnsupportedModelError, size=size)
     fused = f"{ATTENTION}.qkv_proj" if "self_attn" in part else f"{MLP}.gate_up_proj"
-    assert message.startswith(f"{fused} fuses parts that are not quantized alike")
+    assert message.startswith(f"{fused} fuses layers that are not quantized alike")
     assert f"{part}: not quantized" in message
     assert "Quantize all of them in one way or none" in message
 
@@ -266,7 +266,7 @@ def test_siblings_in_two_schemes(published: Any, edited: Any) -> None:
     other["weights"]["strategy"] = "tensor"
     config["config_groups"]["group_1"] = other
     message = refuse(edited(source, quantization=config), UnsupportedModelError)
-    assert message.startswith(f"{ATTENTION}.qkv_proj fuses parts that are not quantized alike")
+    assert message.startswith(f"{ATTENTION}.qkv_proj fuses layers that are not quantized alike")
     assert f"{ATTENTION}.v_proj: float8_e4m3fn per tensor" in message
     assert f"{ATTENTION}.q_proj: float8_e4m3fn per channel" in message
 

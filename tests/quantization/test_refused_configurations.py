@@ -78,7 +78,7 @@ def test_a_target_that_is_no_expression(full_precision: Any, where: str) -> None
     entries: dict[str, Any] = {where: ["re:*mlp"] if where == "ignore" else {"re:*mlp": "none"}}
     asked = QuantizationConfig(scheme="fp8_per_channel", **entries)
     message = refuse(full_precision, WeightLoadError, asked)
-    assert "'re:*mlp' is no regular expression: nothing to repeat" in message
+    assert "'re:*mlp' is not a valid regular expression: nothing to repeat" in message
 
 
 @pytest.mark.parametrize("part", ["k_proj", "gate_proj"])
@@ -87,7 +87,7 @@ def test_a_part_of_a_fused_layer_is_left_out(full_precision: Any, part: str) -> 
     for entries in ({"ignore": [part]}, {"overrides": {part: "fp8_per_tensor"}}):
         asked = QuantizationConfig(scheme="fp8_per_channel", **entries)  # type: ignore[arg-type]
         message = refuse(full_precision, UnsupportedModelError, asked)
-        assert "fuses parts that are not quantized alike" in message
+        assert "fuses layers that are not quantized alike" in message
         assert f".{part}: " in message
 
 
@@ -173,7 +173,7 @@ NONSENSE: dict[str, tuple[Any, list[str]]] = {
     "fp8-skip-number": ({"quant_method": "fp8", "ignored_layers": [7]}, ["ignored_layers"]),
     "fp8-skip-expression": (
         {"quant_method": "fp8", "modules_to_not_convert": ["re:(mlp"]},
-        ["'re:(mlp' is no regular expression"],
+        ["'re:(mlp' is not a valid regular expression"],
     ),
     "fp8-static-block": (
         {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "static"},
@@ -225,11 +225,11 @@ NONSENSE: dict[str, tuple[Any, list[str]]] = {
     ),
     "ct-ignore-expression": (
         group(_LINEAR) | {"ignore": ["re:[mlp"]},
-        ["'re:[mlp' is no regular expression"],
+        ["'re:[mlp' is not a valid regular expression"],
     ),
     "ct-target-expression": (
         group(_LINEAR | {"targets": ["re:+"]}),
-        ["'re:+' is no regular expression"],
+        ["'re:+' is not a valid regular expression"],
     ),
     "ct-ignore-text": (group(_LINEAR) | {"ignore": "lm_head"}, ["ignore"]),
     "ct-cache-text": (group(_LINEAR) | {"kv_cache_scheme": "fp8"}, ["kv_cache_scheme"]),
