@@ -25,7 +25,7 @@ from vllm_module.load import Group, Load, Weights
 from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
 from vllm_module.routes import Child, Skip, Slot, routes_of, tensor_at
-from vllm_module.tree import LoadState, Location, Node
+from vllm_module.tree import LoadState, Location
 
 
 class vLLMModule(nn.Module):
@@ -66,26 +66,28 @@ class vLLMModule(nn.Module):
         missing, unexpected, duplicated or misshapen.
         """
         if isinstance(weights, Group):  # from the module above
-            self._route(weights, weights.node, Load.current())
+            self._route(weights, Load.current())
             return set()
         with Load.of(self, weights) as load, load.names_of(self) as names:
             for group in load.groups(self, weights):
-                self._route(group, group.node, load)
+                self._route(group, load)
         return names
 
-    def _route(self, weights: Group, here: Node, load: Load) -> None:
+    def _route(self, weights: Group, load: Load) -> None:
         """Hand each name to the child, slot, tensor or rule that its first component names."""
+        here = weights.node
         routes = routes_of(here)
-        groups: dict[Node, Group] = {}
+        groups: dict[str, Group] = {}
         for name, weight in weights:
             component, dot, rest = name.partition(".")
             match routes.get(component + dot):
                 case None:  # a tensor of this module, or a name that is refused
                     load.assign(name, weight, Location(here, name), None)
                 case Child() as child:  # found under its shard_names and aliases too
-                    group = groups.get(child.node)
+                    group = groups.get(child.stored_as)
                     if group is None:
-                        group = groups[child.node] = Group(child.node)
+                        node = here.child(child.attr, child.stored_as)
+                        group = groups[child.stored_as] = Group(node)
                     group.append((child.keeps + rest, weight))
                 case Slot() as slot:  # of a parameter of this fused layer
                     load.assign(name, weight, tensor_at(here, rest), slot.name)
@@ -93,11 +95,12 @@ class vLLMModule(nn.Module):
                     load.skip(here, name, reason)
                 case Location() as tensor:  # under an alias
                     load.assign(name, weight, tensor, None)
-        for node, group in groups.items():
-            if isinstance(node.module, vLLMModule):
-                node.module.load_weights(group)
+        for group in groups.values():
+            child_module = group.node.module
+            if isinstance(child_module, vLLMModule):
+                child_module.load_weights(group)
             else:  # a plain module, such as nn.ModuleList: this one routes for it
-                self._route(group, node, load)
+                self._route(group, load)
 
     def process_weights_after_loading(self) -> None:
         """Compute from the loaded weights what the module runs with.

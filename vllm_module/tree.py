@@ -70,7 +70,8 @@ class Node:
     """
 
     __slots__ = (
-        "conversions", "module", "owner", "parent", "path", "prefix", "routes", "stored_beside",
+        "_children", "conversions", "module", "owner", "parent", "path", "prefix", "routes",
+        "stored_beside",
     )  # fmt: skip
 
     def __init__(
@@ -84,8 +85,9 @@ class Node:
         self.path = self.prefix = ""
         if parent is not None:
             self.path = self.prefix = f"{parent.path}{name}."
-            if stored_as is not None or parent.prefix != parent.path:
+            if stored_as not in (None, name) or parent.prefix != parent.path:
                 self.prefix = f"{parent.prefix}{stored_as or name}."
+        self._children: dict[str, Node] = {}
         self.owner: Node = self
         self.conversions: Mapping[str, Conversion] = {}
         self.stored_beside: Any = ()
@@ -106,6 +108,14 @@ class Node:
     def above(self) -> str:
         """What the names of weights that are stored beside the module begin with."""
         return "" if self.parent is None else self.parent.prefix
+
+    def child(self, attr: str, stored_as: str) -> Node:
+        """Return the node of the child ``attr``, which a checkpoint calls ``stored_as``."""
+        node = self._children.get(stored_as)
+        if node is None:
+            module: Any = self.module._modules[attr]
+            node = self._children[stored_as] = Node(module, self, attr, stored_as)
+        return node
 
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""
