@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from vllm_module.kernels import dtypes, scaled_matmul
-from vllm_module.kernels import paged_attention_triton as attention_kernels
+from vllm_module.kernels import dtypes, paged_attention_decode, scaled_matmul
 from vllm_module.kernels.act_and_mul import act_and_mul_quantize_triton, act_and_mul_triton
 from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
@@ -391,7 +390,7 @@ HOPPER: dict[str, Callable[[], object]] = {
 def main(capability: int) -> None:
     """Compile every case and print a list of what came of each kernel."""
     # Tiles depend on it, and meta tensors are on no device that could be asked.
-    for module in (dtypes, scaled_matmul, attention_kernels):
+    for module in (dtypes, scaled_matmul, paged_attention_decode):
         module.capability = lambda _: divmod(capability, 10)
     results = []
     for name, launch in (CASES | HOPPER if capability == 90 else CASES).items():

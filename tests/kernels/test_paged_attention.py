@@ -13,9 +13,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import paged_attention as home
-from vllm_module.kernels import paged_attention_triton as kernel
+from vllm_module.kernels import paged_attention as public
+from vllm_module.kernels import paged_attention_decode, paged_attention_reference
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
+from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
 
 # Tokens of each sequence before this step and in it: whole prompts, single tokens, later chunks
@@ -25,7 +26,7 @@ GARBAGE = [2**31 - 1, -(2**31), -1, 10**6]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 implementations = pytest.mark.parametrize(
-    "attend", [paged_attention, kernel.paged_attention_triton], ids=["torch", "triton"]
+    "attend", [paged_attention, paged_attention_triton], ids=["torch", "triton"]
 )
 
 
@@ -186,29 +187,30 @@ def test_lengths_on_and_beside_the_edges_of_tiles_and_pages(attend) -> None:
 @pytest.mark.parametrize("window", [None, 300])
 def test_contexts_are_split_and_summed_up(window: int | None, monkeypatch) -> None:
     """Contexts of several splits attend as densely, also where splits grow with the context."""
-    monkeypatch.setattr(kernel, "SPLIT", 128)
-    monkeypatch.setattr(kernel, "MOST_SPLITS", 4)
+    monkeypatch.setattr(paged_attention_decode, "SPLIT", 128)
+    monkeypatch.setattr(paged_attention_decode, "MAX_SPLITS", 4)
     lengths = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1), (1030, 1)]
     sinks = torch.randn(2)
     batch = make_batch(lengths, 16, 2, 1, sliding_window=window, sinks=sinks)
-    batch.check(kernel.paged_attention_triton)
-    monkeypatch.setattr(kernel, "_PROGRAMS", 7)  # one program a sequence, which walks all splits
-    assert torch.equal(batch.run(kernel.paged_attention_triton), again(batch))
+    batch.check(paged_attention_triton)
+    # With one program a sequence, that program works on all of its splits.
+    monkeypatch.setattr(paged_attention_decode, "_PROGRAMS", 7)
+    assert torch.equal(batch.run(paged_attention_triton), again(batch))
 
 
 def again(batch: Batch) -> torch.Tensor:
     """Run with as many programs as splits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_PROGRAMS", 8192)
-        return batch.run(kernel.paged_attention_triton)
+        patch.setattr(paged_attention_decode, "_PROGRAMS", 8192)
+        return batch.run(paged_attention_triton)
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
     """Bits are the same alone and among others, in a table of any width."""
     lengths = [(700, 1), (0, 9), (12, 1), (130, 40), (0, 1)]
     batch = make_batch(lengths, 16, 2, 1, softcap=4.0)
-    whole = batch.run(kernel.paged_attention_triton)
-    assert batch.block_tables.shape[1] * 16 > kernel.SPLIT  # by parts
+    whole = batch.run(paged_attention_triton)
+    assert batch.block_tables.shape[1] * 16 > paged_attention_decode.SPLIT  # by parts
     starts = batch.query_start_loc.tolist()
     for index, (before, new) in enumerate(lengths):
         needed = -(-(before + new) // 16)
@@ -220,7 +222,7 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
             query_start_loc=torch.tensor([0, new], dtype=torch.int32),
             max_query_len=new,
         )
-        result = alone.run(kernel.paged_attention_triton)
+        result = alone.run(paged_attention_triton)
         assert torch.equal(result, whole[starts[index] : starts[index + 1]])
 
 
@@ -385,7 +387,7 @@ def test_wrong_lengths_write_nothing_out_of_bounds(
     margins.clear()
     for name, value in changes.items():
         setattr(batch, name, int32(*value) if isinstance(value, list) else value)
-    output = batch.run(kernel.paged_attention_triton)
+    output = batch.run(paged_attention_triton)
     assert output.shape == batch.query.shape
     assert len(margins) == (2 if page == 4 else 6)  # of the output, parts, and maxima with sums
     assert all(bool((margin == 7).all()) for margin in margins)
@@ -407,8 +409,8 @@ def test_offsets_beyond_32_bits() -> None:
     tables = small.block_tables.clone()
     tables[[0, 0, 1], [0, 1, 0]] = far.int()
     big = replace(small, k_cache=k_cache, v_cache=v_cache, block_tables=tables)
-    result = big.run(kernel.paged_attention_triton)
-    assert torch.equal(result, small.run(kernel.paged_attention_triton))
+    result = big.run(paged_attention_triton)
+    assert torch.equal(result, small.run(paged_attention_triton))
     del k_cache, v_cache, cache, big
 
 
@@ -451,7 +453,7 @@ def batches(draw: st.DrawFn) -> Batch:
 @settings(max_examples=50, phases=[Phase.generate])  # shrinking would take minutes
 def test_no_kernel_is_less_accurate_than_torch(batch: Batch, as_accurate) -> None:
     """Of any step, the kernel's error to float64 is at most twice that of torch in its dtype."""
-    output = batch.run(kernel.paged_attention_triton)
+    output = batch.run(paged_attention_triton)
     assert output.dtype == batch.query.dtype
     as_accurate(output, batch.expected, batch.low)
 
@@ -464,14 +466,14 @@ def test_large_queries_fit_the_float16_that_eight_bits_are_multiplied_in(dtype) 
     batch.query[0] *= 1e4 if dtype == torch.float16 else 1e6
     batch.query[1] = 0
     exact = replace(batch, query=batch.query.float()).run()
-    output = batch.run(kernel.paged_attention_triton)
+    output = batch.run(paged_attention_triton)
     torch.testing.assert_close(output.float(), exact, rtol=0.02, atol=0.02)
 
 
 def test_scores_of_any_size_do_not_overflow() -> None:
     """Soft-capped and plain scores in the thousands, and sinks, give finite weights."""
     for options in ({"softcap": 50.0}, {}, {"sinks": torch.tensor([3000.0, -3000.0, 0.0, 1e5])}):
-        make_batch(MIXED, 5, scale=500.0, **options).check(kernel.paged_attention_triton, 2e-4)
+        make_batch(MIXED, 5, scale=500.0, **options).check(paged_attention_triton, 2e-4)
 
 
 def test_causal_attention_is_that_of_one_sequence() -> None:
@@ -618,10 +620,10 @@ def test_the_operator_is_traced_and_runs_on_meta() -> None:
     assert paged_attention(*on_meta).is_meta
 
 
-@pytest.mark.parametrize("together", [1, 32 * 40, 32 * 70, 32 * 90])
-def test_single_tokens_are_worked_on_in_parts(together: int, monkeypatch) -> None:
+@pytest.mark.parametrize("keys", [1, 32 * 40, 32 * 70, 32 * 90])
+def test_single_tokens_are_worked_on_in_parts(keys: int, monkeypatch) -> None:
     """However few keys are worked on at once, each token is attended from once."""
-    monkeypatch.setattr(home, "_TOGETHER", together)
+    monkeypatch.setattr(paged_attention_reference, "_KEYS_AT_ONCE", keys)
     lengths = [(context - 1, 1) for context in (30, 1, 40, 30, 7, 2)]
     make_batch(lengths, 7).check(paged_attention)
 
@@ -629,7 +631,7 @@ def test_single_tokens_are_worked_on_in_parts(together: int, monkeypatch) -> Non
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 def test_pages_are_checked_where_they_are_read_and_nowhere_else(window: int | None) -> None:
     """As on a GPU, where nothing else refuses them: garbage is let pass, unless it is read."""
-    check = home._check_pages
+    check = public._check_pages
     page = 4
     batch = make_batch(MIXED, page, sliding_window=window)
     batch.block_tables[4] = -1  # it has nothing new
