@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import triton
-from kernel_cases import OPERATIONS, Case, Peer
+from kernel_case import Case, Peer
+from kernel_cases import OPERATIONS
 
 COLD = 8  # times the L2 cache, what the inputs of one case have together at least
 MOST_SETS = 256
