@@ -177,7 +177,7 @@ Q, K, C = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 8)
         ((Q, K, C[:2], C), r"cos must have the shape \[3, any\], got \[2, 8\]"),
         ((Q, K, C.half(), C), r"cos must be torch\.float32, got torch\.float16"),
         ((Q, K, C, C[:, :4]), r"sin must have the shape \[3, 8\], got \[3, 4\]"),
-        ((Q, K, C.repeat(1, 2), C.repeat(1, 2)), "turns 32 features of heads that have 16"),
+        ((Q, K, C.repeat(1, 2), C.repeat(1, 2)), "rotates 32 features, and heads have 16"),
     ],
 )
 def test_bad_input(args: tuple[torch.Tensor, ...], message: str) -> None:
