@@ -207,7 +207,7 @@ def norm(
     residual: bool = False,
     group: int | None = None,
 ) -> Callable[[], object]:
-    """Normalize rows, with a residual, into FP8 by groups (0: by a static scale), or neither."""
+    """Normalize rows, with or without a residual, and quantize by groups (0: by a static scale)."""
 
     def launch() -> None:
         x, weight = meta(2, rows, columns, dtype=dtype)[0], meta(columns, dtype=dtype)
@@ -229,7 +229,7 @@ def norm_of_heads() -> object:
 
 
 def gated(columns: int, activation: str, group: int | None = None) -> Callable[[], object]:
-    """Multiply by an activated gate, into FP8 by groups (0: by a static scale) where given."""
+    """Multiply by an activated gate, and quantize by groups (0: by a static scale)."""
 
     def launch() -> object:
         x = meta(8192, 2 * columns)
@@ -268,7 +268,7 @@ def copied(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], obj
 def quantized(
     rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, static: bool = False
 ) -> Callable[[], object]:
-    """Quantize by blocks, by scales that are made or given."""
+    """Quantize by blocks, with computed or given scales."""
     scale = meta(-(-rows // block[0]), -(-columns // block[1]), dtype=FP32)
     quantize = quantize_static_triton if static else quantize_triton
     return lambda: quantize(meta(rows, columns), meta(rows, columns, dtype=dtype), scale, *block)
@@ -277,7 +277,7 @@ def quantized(
 def multiplied(
     m: int, n: int, k: int, kind: str, rows: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[], object]:
-    """Multiply ``[m, k]`` by a weight ``[n, k]`` with a scale a row, or a block of ``rows``."""
+    """Multiply ``[m, k]`` by a weight ``[n, k]`` with a scale for each block of ``rows``."""
     block = (1, k) if rows == 1 else (rows, rows)
     groups = -(-k // block[1])
     scale = meta(-(-n // block[0]), groups, dtype=FP32)

@@ -91,7 +91,7 @@ json.dump({name: len(found) for name, found in variants.items()}, sys.stdout)
 
 @pytest.fixture(scope="module")
 def variants() -> dict[str, int]:
-    """Count what would be compiled, in a process of its own: in this one Triton interprets."""
+    """Count what would be compiled, in another process: in this one Triton interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "100"]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
