@@ -49,20 +49,26 @@ class Pages:
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         self.steps.append(inputs)
-        assert inputs.max_query_len == max(b - a for a, b in pairwise(inputs.starts))
+        assert inputs.max_query_len == max(b - a for a, b in pairwise(inputs.query_start_loc))
         for source, target in inputs.swapped_out:
             self.host[target] = list(self.device[source])
         for source, target in inputs.copied:
             self.device[target] = list(self.device[source])
         for source, target in inputs.swapped_in:
             self.device[target] = list(self.host[source])
-        assert len(set(inputs.slots)) == len(inputs.slots), "two tokens share a slot"
+        assert len(set(inputs.slot_mapping)) == len(inputs.slot_mapping), (
+            "two tokens share a cache slot"
+        )
         logits = torch.zeros(len(inputs.input_ids), VOCAB)
         for table, context, begin, end in zip(
-            inputs.tables, inputs.contexts, inputs.starts, inputs.starts[1:], strict=False
+            inputs.block_tables,
+            inputs.context_lens,
+            inputs.query_start_loc,
+            inputs.query_start_loc[1:],
+            strict=False,
         ):
             for row in range(begin, end):
-                position, slot = inputs.positions[row], inputs.slots[row]
+                position, slot = inputs.positions[row], inputs.slot_mapping[row]
                 assert position == context - (end - row)
                 first = 0 if self.window is None else max(0, position - self.window + 1)
                 seen = range(first, position)
@@ -121,7 +127,7 @@ class Setup:
         """No page is held by anyone, and nobody waits."""
         assert self.pool.free_pages == self.num_pages
         assert self.host.free_pages == self.host_pages
-        assert not any(self.pool.holders(page) for page in range(self.num_pages))
+        assert not any(self.pool.reference_count(page) for page in range(self.num_pages))
         assert not self.scheduler.running
         assert not self.scheduler.waiting
 
@@ -219,8 +225,8 @@ def test_pages_run_out_and_the_first_goes_on() -> None:
     computed = 0
     while first.finish_reason is None:
         setup.engine.step()
-        assert first.finish_reason or first.computed > computed
-        computed = first.computed
+        assert first.finish_reason or first.num_computed > computed
+        computed = first.num_computed
     assert setup.scheduler.preemptions > 0
     setup.run()
 
@@ -353,7 +359,7 @@ def test_a_step_that_fails_ends_everything_with_its_reason() -> None:
     assert late.sequences[0].output == expected([1, 2], 5)
 
 
-@pytest.mark.parametrize("failing", ["schedule", "computed", "fork", "finish"])
+@pytest.mark.parametrize("failing", ["schedule", "mark_computed", "fork", "finish"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_whatever_is_interrupted_leaves_an_engine_that_goes_on(failing, error) -> None:
     """Wherever in a step something is raised, requests end with it, and later ones are right."""
@@ -465,7 +471,7 @@ def test_a_prompt_without_logprobs_ends_alone() -> None:
     other = setup.engine.add("other", [2, 2], greedy(3, prompt_logprobs=1, n=2))
     setup.run()
     assert bad.error is not None
-    assert bad.error.startswith("NaN or infinity among its logits")
+    assert bad.error.startswith("its logits contain NaN")
     assert good.error is other.error is None
     assert good.sequences[0].output == expected([1, 2], 8)
     assert [each.output for each in other.sequences] == [expected([2, 2], 3)] * 2
@@ -532,7 +538,7 @@ def test_what_cannot_be_served_is_refused_and_the_others_go_on(prompt, params, m
     good = setup.engine.add("good", [1, 2], greedy(3))
     with pytest.raises(ValueError, match=message):
         setup.engine.add("bad", prompt, params)
-    with pytest.raises(ValueError, match="'good' is there already"):
+    with pytest.raises(ValueError, match="'good' exists already"):
         setup.engine.add("good", [1], greedy(1))
     setup.run()
     assert good.sequences[0].output == expected([1, 2], 3)
@@ -564,7 +570,7 @@ def test_a_soak_of_ten_thousand_requests_holds_memory_flat() -> None:
     setup.run()
     assert setup.scheduler.preemptions > 1000
     assert swapped > 10  # were swapped out when they were cancelled
-    assert len(setup.pool._remembered) == len(setup.pool._keys) <= setup.num_pages
+    assert len(setup.pool._cached) == len(setup.pool._keys) <= setup.num_pages
     assert setup.engine.requests == {}
 
 
@@ -601,7 +607,7 @@ def test_nothing_of_before_an_update_is_found_after_it(swapped: bool) -> None:
     if swapped:
         setup.engine.step()
         assert len(half.host_pages) == 1
-    assert half.computed == 2
+    assert half.num_computed == 2
     setup.engine.resume()
     setup.run()
     assert half.output == expected([2] * 2, 6)
@@ -616,7 +622,7 @@ def test_no_step_has_more_sequences_than_it_may() -> None:
         for index in range(5):
             setup.engine.add(str(index), [index] * 5, greedy(5, n=n))
         setup.run()
-        assert max(len(step.tables) for step in setup.pages.steps) == 3
+        assert max(len(step.block_tables) for step in setup.pages.steps) == 3
 
 
 def test_a_window_gives_pages_back_as_soon_as_nobody_sees_them() -> None:
@@ -630,8 +636,8 @@ def test_a_window_gives_pages_back_as_soon_as_nobody_sees_them() -> None:
         setup.engine.step()
         for sequence in setup.scheduler.running:
             held = [page >= 0 for page in sequence.pages]
-            left = max(0, sequence.computed - 8 + 1) // 4
-            assert held == [index >= left for index in range(-(-sequence.computed // 4))]
+            left = max(0, sequence.num_computed - 8 + 1) // 4
+            assert held == [index >= left for index in range(-(-sequence.num_computed // 4))]
     assert setup.scheduler.preemptions > 0
 
 
@@ -648,13 +654,13 @@ def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
 def test_the_pool_refuses_what_cannot_be() -> None:
     """More pages than are free, and a page that nobody holds."""
     pool = PagePool(2, 4)
-    (page,) = pool.take(1)
+    (page,) = pool.allocate(1)
     with pytest.raises(RuntimeError, match="2 pages are needed and 1 are free"):
-        pool.take(2)
+        pool.allocate(2)
     assert pool.free_pages == 1
-    pool.release([page])
-    with pytest.raises(RuntimeError, match=f"page {page} is let go, and nobody holds it"):
-        pool.release([page])
+    pool.free([page])
+    with pytest.raises(RuntimeError, match=f"page {page} is freed, and has no references"):
+        pool.free([page])
     assert pool.free_pages == 2
 
 
@@ -695,7 +701,7 @@ def test_no_step_has_more_tokens_than_it_may_nor_a_sequence_without() -> None:
     setup.run()
     for step in setup.pages.steps:
         assert len(step.input_ids) <= 7
-        assert all(begin < end for begin, end in pairwise(step.starts))
+        assert all(begin < end for begin, end in pairwise(step.query_start_loc))
 
 
 def test_whole_pages_of_before_an_update_are_not_found() -> None:
@@ -714,8 +720,10 @@ def test_a_window_after_starting_over() -> None:
         if len(sequence.output) == 12 and not setup.scheduler.preemptions:
             setup.scheduler._preempt(sequence, Step())
         held = [page >= 0 for page in sequence.pages]
-        left = max(0, sequence.computed - 4 + 1) // 4
-        assert held == [index >= left for index in range(-(-sequence.computed // 4))] or not held
+        left = max(0, sequence.num_computed - 4 + 1) // 4
+        assert (
+            held == [index >= left for index in range(-(-sequence.num_computed // 4))] or not held
+        )
     assert setup.scheduler.preemptions
 
 

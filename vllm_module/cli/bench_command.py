@@ -173,7 +173,7 @@ def serve(
         before = now
         changed = engine.step()
         now = time.perf_counter()
-        counts = [end - begin for begin, end in pairwise(steps[0].starts)]
+        counts = [end - begin for begin, end in pairwise(steps[0].query_start_loc)]
         work = run.prompts if max(counts) > 1 else run.decoding
         work.seconds += now - before
         work.tokens += sum(n for n in counts if n > 1) or len(counts)
