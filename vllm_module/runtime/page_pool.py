@@ -57,7 +57,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Return ``count`` free pages, with one reference each; what they cached is evicted.
+        """Return ``count`` free pages, with one reference each; cached ones are evicted.
 
         Raises ``RuntimeError`` if fewer are free.
         """
@@ -67,7 +67,9 @@ class PagePool:
         for _ in range(count):
             page = next(iter(self._free))
             del self._free[page]
-            self._evict(page)
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._cached[key]
             self._reference_counts[page] = 1
             pages.append(page)
         return pages
@@ -129,8 +131,3 @@ class PagePool:
         """Remove all pages from the index; references stay."""
         self._cached.clear()
         self._keys.clear()
-
-    def _evict(self, page: int) -> None:
-        key = self._keys.pop(page, None)
-        if key is not None:
-            del self._cached[key]
