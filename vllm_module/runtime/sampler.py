@@ -221,7 +221,7 @@ def _draw(x: Tensor, rows: list[Row], draw: _Draw, width: int) -> list[int]:
         for p in [row.params]
     ]
     settings = torch.tensor(values, dtype=torch.float64).to(x.device)
-    token = draw(x, peak, ops.Settings(*settings.split(1, dim=1)), width)
+    token = draw(x, peak, ops.Settings(*torch.split(settings, 1, dim=1)), width)
     tokens: list[int] = token.masked_fill(broken, -1).squeeze(1).tolist()
     return tokens
 

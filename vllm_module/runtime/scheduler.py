@@ -152,7 +152,8 @@ class Scheduler:
         if sequence.host_pages:
             return self._swap_in(sequence, step)
         pool = self.pool
-        pages, prefix = [], ROOT
+        pages: list[int] = []
+        prefix = ROOT
         if self.prefix_caching and sequence.request.params.prompt_logprobs is None:
             # The last token is always computed: its logits give the next one.
             limit = (len(sequence.tokens) - 1) // pool.page_size
