@@ -14,17 +14,19 @@ from vllm_module.tree import Location, Node, loads_itself
 
 
 class Child(NamedTuple):
-    """Names go to the child ``attr``, which is given ``keeps`` and the rest of each name.
+    """Names go to a child, which is given ``prefix`` and the rest of each name.
 
-    ``keeps`` is empty for names below the child. For a slot of a fused child it is ``"q_proj."``,
-    so that the child sees which slot a name is for; for a tensor that is stored beside the child it
-    is the tensor's name. ``stored_as`` is the component that a checkpoint has for the child: its
-    name or an alias.
+    Attributes:
+        attr: the child's name in its parent.
+        component: what a checkpoint calls the child: ``attr`` or an alias.
+        prefix: empty for names below the child; ``"q_proj."`` for a slot of a fused child, which
+            has to know the slot; the tensor's name for one that is stored beside the child.
+
     """
 
     attr: str
-    stored_as: str
-    keeps: str
+    component: str
+    prefix: str
 
 
 class Slot(NamedTuple):
@@ -99,7 +101,7 @@ def _add_aliases(routes: Routes, node: Node, aliases: Mapping[str, str]) -> list
     for alias, name in aliases.items():
         found = {key: declared[key] for key in (name, f"{name}.") if key in declared}
         for key, route in found.items():
-            if isinstance(route, Child) and not route.keeps:
+            if isinstance(route, Child) and not route.prefix:
                 route = Child(name, alias, "")
             routes[alias + key[len(name) :]] = route
         claims += [alias] if found else []

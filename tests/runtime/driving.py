@@ -1,6 +1,7 @@
-"""A driver of two ranks that says where they are and steps until it is ended.
+"""A driver of two ranks, for tests that end one of its processes.
 
-``driving.py CHECKPOINT``; with ``idle``, it waits once it has started.
+``driving.py CHECKPOINT`` prints the process ids, then ``started``, and runs steps until it is
+ended. With ``idle``, it runs no steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm_module.runtime.model_runner import StepInputs
 
 
 def say_pids() -> None:
-    """Say them as soon as all are there, which is before they have imported anything."""
+    """Print the ids as soon as the worker processes exist, before they import anything."""
     while not (workers := multiprocessing.active_children()):
         time.sleep(0.01)
     sys.stdout.write(" ".join(str(pid) for pid in [os.getpid(), *(w.pid for w in workers)]) + "\n")

@@ -188,7 +188,7 @@ def serve(
         step_start = now
         changed = engine.step()
         now = time.perf_counter()
-        counts = [end - begin for begin, end in pairwise(last_step[0].starts)]
+        counts = [end - begin for begin, end in pairwise(last_step[0].query_start_loc)]
         work = run.prompting if max(counts) > 1 else run.decoding
         work.seconds += now - step_start
         work.tokens += sum(n for n in counts if n > 1) or len(counts)
