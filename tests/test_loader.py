@@ -1,4 +1,4 @@
-"""From configurations to a loaded model: what is refused, in words, and what ranks share."""
+"""From configurations to a loaded model: which are refused, and with which message."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_a_configuration_that_makes_no_model_is_refused(
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', "[" * 100_000])
 def test_a_config_json_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
-    """Damaged JSON, another kind of JSON, and JSON of something else name the file."""
+    """Damaged JSON, JSON that is no object, and another object: the error names the file."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointFormatError, match=r"config\.json"):
         get_model(model_config=ModelConfig(model=str(tmp_path)))
 
 
 def test_a_folder_without_config_says_what_is_expected(tmp_path: Path) -> None:
-    """A folder that is no checkpoint is one message."""
+    """A folder without config.json is one error, which names the file that is missing."""
     with pytest.raises(CheckpointFormatError, match=r"has no config\.json: expected a folder"):
         get_model(model_config=ModelConfig(model=str(tmp_path)))
 
@@ -113,12 +113,12 @@ def test_a_folder_without_config_says_what_is_expected(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_context_length_follows_the_scaling(entries: dict[str, Any], expected: int) -> None:
-    """Scalings that stretch positions multiply them; llama3's limit is already stretched."""
+    """Scalings that extend the context multiply it; llama3's limit is already extended."""
     assert HFConfig(**CONFIG | entries).context_length == expected
 
 
 def test_a_longer_context_than_the_model_has_is_refused(tmp_path: Path) -> None:
-    """max_model_len is held against the configuration."""
+    """``max_model_len`` is compared with the configuration."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="65 exceeds the 64 positions"):
@@ -137,7 +137,7 @@ def test_configurations_are_closed_and_frozen() -> None:
 
 
 def test_ranks_that_build_at_once_build_in_their_own_dtype() -> None:
-    """The default dtype is the process's: no rank sees another's, and it is put back."""
+    """The default dtype is global: no rank gets another rank's, and it is restored."""
     config, cpu = HFConfig(**CONFIG), torch.device("cpu")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -156,7 +156,7 @@ def test_ranks_that_build_at_once_build_in_their_own_dtype() -> None:
 def test_a_refused_model_leaves_no_file_open(
     tmp_path: Path, monkeypatch, entries: dict[str, Any], message: str
 ) -> None:
-    """The files are closed if the checkpoint itself is valid, and its dtype or model is not."""
+    """The files are closed if the checkpoint is valid and its dtype or architecture is refused."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | entries))
     save_file({"x": torch.zeros(1, dtype=torch.int8)}, tmp_path / "model.safetensors")
     closed: list[Checkpoint] = []
@@ -167,7 +167,7 @@ def test_a_refused_model_leaves_no_file_open(
 
 
 def test_a_dtype_may_be_torchs_own() -> None:
-    """As people write it; one that models are not built in is refused by its name."""
+    """``torch.bfloat16`` is accepted; a dtype that models are not built in is refused by name."""
     assert ModelConfig(model="any", dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="float64"):
         ModelConfig(model="any", dtype=torch.float64)  # type: ignore[arg-type]

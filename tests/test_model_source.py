@@ -58,7 +58,7 @@ def write_snapshot(folder: Path, seed: int, letters: str, positions: int) -> Pat
 
 @pytest.fixture(scope="module")
 def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write two commits of one branch, which have nothing in common."""
+    """Write two snapshots of one branch that differ in every file."""
     at = tmp_path_factory.mktemp("hub") / "models--owner--name" / "snapshots"
     older = write_snapshot(at / ("a" * 40), 0, LETTERS, 64)
     return older, write_snapshot(at / ("b" * 40), 1, LETTERS[::-1], 32)
@@ -66,19 +66,19 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def resolved(snapshots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have the branch move after the hub is asked for the first time; return what it is asked."""
-    asked: list[str] = []
+    """Patch the hub: the branch moves after the first download. Return the ids downloaded."""
+    downloaded: list[str] = []
 
     def download(repo_id: str, **options: Any) -> str:
-        asked.append(repo_id)
-        return str(snapshots[len(asked) > 1])
+        downloaded.append(repo_id)
+        return str(snapshots[len(downloaded) > 1])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return asked
+    return downloaded
 
 
-def said(llm: LLM) -> tuple[list[int], list[int], str, int]:
-    """Return what shows tokenizer, template, weights and configuration."""
+def outcome(llm: LLM) -> tuple[list[int], list[int], str, int]:
+    """Return results that depend on the template, the weights, the tokenizer and config.json."""
     prompt = llm.chat_prompt([{"role": "user", "content": "abc"}])["prompt_token_ids"]
     (output,) = llm.generate("abc", NEXT, use_tqdm=False)
     assert output.error is None
@@ -92,23 +92,23 @@ def test_an_engine_resolves_a_hub_id_once(
 ) -> None:
     """Configuration, tokenizer, template and weights are of one snapshot, also after waking up.
 
-    Ranks in processes of their own have a hub that is not patched, and cannot find the model.
+    In the processes of other ranks the hub is not patched, so they could not find the model.
     """
     with LLM("owner/name", tensor_parallel_size=size, **SMALL) as llm:
-        before = said(llm)
+        before = outcome(llm)
         assert (llm.source.folder, llm.source.revision) == (snapshots[0], "a" * 40)
         llm.sleep()
         llm.wake_up()
-        assert said(llm) == before
+        assert outcome(llm) == before
     assert resolved == ["owner/name"]
-    expected, other = (_said_by(folder) for folder in snapshots)
+    expected, other = (_outcome_of(folder) for folder in snapshots)
     assert before == expected
     assert all(one != two for one, two in zip(expected, other, strict=True))
 
 
-def _said_by(folder: Path) -> tuple[list[int], list[int], str, int]:
+def _outcome_of(folder: Path) -> tuple[list[int], list[int], str, int]:
     with LLM(str(folder), **SMALL) as llm:
-        return said(llm)
+        return outcome(llm)
 
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -144,7 +144,7 @@ def test_a_chat_resolves_a_hub_id_once(
 
 
 def test_a_source_is_frozen_and_travels_between_processes(snapshots: tuple[Path, Path]) -> None:
-    """A pickled source is equal to the original, and is not looked for again."""
+    """A pickled source equals the original, and ``find`` returns it as it is."""
     source = ModelSource.find(
         ModelConfig(model=str(snapshots[0]), quantization="fp8", hf_overrides={"new": {"of": [1]}})
     )
@@ -171,7 +171,7 @@ def test_only_a_snapshot_of_the_hub_has_a_revision(
 def test_no_process_is_started_for_a_model_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank finds the model before it starts the others."""
+    """The first rank finds the model before it starts other processes."""
     monkeypatch.setattr("vllm_module.runtime.ranks.Processes", None)
     with pytest.raises(CheckpointFormatError, match=r"no config\.json"):
         LLM(str(tmp_path), tensor_parallel_size=2, **SMALL)

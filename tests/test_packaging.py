@@ -1,4 +1,4 @@
-"""What is built from the checkout: a wheel that has every module and takes no name but its own."""
+"""The wheel has every module and no top-level name but ``vllm_module``; the sdist has the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("design", "kernels", "models", "tests", "vllm_module")  # the house's, all of them
+FOLDERS = ("design", "kernels", "models", "tests", "vllm_module")
 FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt")
 
 # Run beside the unpacked wheel, whose folder is the argument.
@@ -37,14 +37,14 @@ for name, module in sorted(sys.modules.items()):
 for name in ("kernels", "models", "tests", "design"):
     assert PathFinder.find_spec(name, [wheel]) is None, f"the wheel has a top-level {name!r}"
 
-# Asks for Hugging Face's own `kernels` on its way.
+# Imports Hugging Face's own `kernels` if there is one.
 from transformers import Qwen3ForCausalLM
 """
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the checkout without what git ignores, so that nothing stale is built."""
+    """Copy the checkout without caches and old builds."""
     copy = tmp_path_factory.mktemp("tree")
     stale = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
     for folder in FOLDERS:
@@ -57,7 +57,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tree: Path) -> Path:
-    """Build the sdist and from it a wheel, and a wheel from the tree itself, fetching nothing."""
+    """Build an sdist, a wheel from it, and a wheel from the tree, without the network."""
     output = tree.parent / "built"
     for arguments in (["--outdir", output], ["--outdir", output / "direct", "--wheel"]):
         command = [sys.executable, "-m", "build", "--no-isolation", *arguments, tree]
@@ -97,14 +97,14 @@ def setuptools_settings() -> dict[str, Any]:
 
 
 def test_every_package_is_listed() -> None:
-    """pyproject.toml names each folder that holds a module, and no folder that is not there."""
+    """pyproject.toml names exactly the folders that have a module."""
     folders = {Path(path).parent.as_posix().replace("/", ".") for path in modules()}
     assert sorted(folders) == setuptools_settings()["packages"]
 
 
 @pytest.mark.parametrize("folder", [".", "direct"])
 def test_wheel_holds_exactly_our_modules(built: Path, folder: str) -> None:
-    """Every module is in the wheel, with py.typed, and nothing else but the metadata."""
+    """The wheel has every module, ``py.typed`` and metadata, and nothing else."""
     (archive,) = (built / folder).glob("*.whl")
     with zipfile.ZipFile(archive) as file:
         ours = {name for name in file.namelist() if ".dist-info/" not in name}
@@ -112,7 +112,7 @@ def test_wheel_holds_exactly_our_modules(built: Path, folder: str) -> None:
 
 
 def test_sdist_holds_tests_notes_and_instructions(built: Path, tree: Path) -> None:
-    """What a reader or a packager needs travels along; the links do not, nor do caches."""
+    """The sdist has what a reader or packager needs, without the two links."""
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
@@ -128,7 +128,7 @@ def test_sdist_holds_tests_notes_and_instructions(built: Path, tree: Path) -> No
 
 
 def test_wheel_imports_beside_transformers(wheel: Path) -> None:
-    """The installed package is found under vllm_module alone and leaves transformers working."""
+    """The installed package has one top-level name, and transformers works beside it."""
     environment = os.environ | {"PYTHONPATH": str(wheel), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, str(wheel)],

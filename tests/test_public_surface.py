@@ -1,4 +1,4 @@
-"""The names and signatures users write: a change here breaks theirs and belongs in CHANGELOG.md."""
+"""The names and signatures that users write. A change of them belongs in CHANGELOG.md."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ layer_sliding_window(config, layer)
 
 
 def frozen(signatures: str) -> dict[str, str]:
-    """Return the parameters by name; a line that begins with spaces goes on with the last one."""
+    """Return the parameters by name; an indented line continues the one before."""
     lines = signatures.strip().replace("\n    ", " ").splitlines()
     return {name: f"({rest}" for name, _, rest in (line.partition("(") for line in lines)}
 
@@ -107,12 +107,12 @@ def test_signatures_are_frozen(path: str) -> None:
 
 @pytest.mark.parametrize("name", frozen(LAYERS))
 def test_layers_signatures_are_frozen(name: str) -> None:
-    """A model author's constructor calls go on working."""
+    """A model author's constructor calls keep working."""
     assert parameters(getattr(layers, name)) == frozen(LAYERS)[name]
 
 
 def test_import_is_light() -> None:
-    """Importing the package loads nothing that only text, downloads or the command line need."""
+    """Importing the package imports nothing that only text, downloads or commands need."""
     heavy = ("huggingface_hub", "rich", "tokenizers", "transformers", "typer")
     code = f"import sys, vllm_module; print(*(name for name in {heavy} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

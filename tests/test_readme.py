@@ -1,4 +1,4 @@
-"""What the README shows is run, and what it claims of transformers is checked."""
+"""The README's code is run, and its claim about transformers is checked."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_the_model_of_the_readme_loads_at_every_size(capsys: pytest.CaptureFixtu
         namespace["test_my_model_keeps_the_law"](law)
 
 
-def test_the_mistake_of_the_readme_is_told_as_shown() -> None:
-    """A forgotten reduction is reported with the message and the numbers that the README prints."""
+def test_the_mistake_of_the_readme_is_reported_as_shown() -> None:
+    """A forgotten reduction fails with the message and the draws that the README shows."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     shown = re.findall(r"```text\n(.*?)```", README, re.DOTALL)[1]
     wrong = blocks[0].replace(
@@ -44,10 +44,10 @@ def test_the_mistake_of_the_readme_is_told_as_shown() -> None:
         exec(compile(block, "README.md", "exec"), namespace)
     with pytest.raises(AssertionError) as failed:
         namespace["test_my_model_keeps_the_law"](assert_sharding_equivalent)
-    told = [f"AssertionError: {failed.value}", *"\n".join(failed.value.__notes__).splitlines()]
-    told = [line.partition("  #")[0] for line in told if line.startswith(("Assertion", "Draw"))]
+    lines = [f"AssertionError: {failed.value}", *"\n".join(failed.value.__notes__).splitlines()]
+    lines = [line.partition("  #")[0] for line in lines if line.startswith(("Assertion", "Draw"))]
     # How far outputs differ depends on the last bits of a matmul.
-    assert [re.sub(r"0\.\d+", "x", line) for line in told] == [
+    assert [re.sub(r"0\.\d+", "x", line) for line in lines] == [
         re.sub(r"0\.\d+", "x", line) for line in shown.splitlines()
     ]
 

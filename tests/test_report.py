@@ -1,4 +1,4 @@
-"""The report in words: numbered names folded without a loss, and nothing that is not printable."""
+"""A report's message: numbered names are folded without loss, and every character is printable."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from vllm_module.report import fold
     ],
 )
 def test_fold(names: list[str], folded: list[str]) -> None:
-    """Names that differ in numbers alone are one line, and every other name is itself."""
+    """Names that differ in numbers only become one, and other names stay as they are."""
     assert sorted(fold(names)) == sorted(folded)
 
 
 def test_names_of_a_file_cannot_rewrite_a_terminal() -> None:
-    """Whatever a checkpoint calls its tensors, the message is printable and of bounded length."""
+    """The message is printable and short, whatever names a checkpoint has."""
     names = ["\x1b[2J\nevil", "a" * 1000, "\u202e.weight", "b" * 500 + ".weight"]
     for count in range(1, 5):
         with pytest.raises(WeightLoadError) as refused:

@@ -1,6 +1,6 @@
-"""What the laws are held against, beside the models: every layer, every parameter class, blocks.
+"""The modules that the laws are checked on: layers, blocks of them, parameter classes and models.
 
-Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
+Pytest's importlib mode allows no imports between test files: use ``runpy.run_path``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,15 @@ NAMES = ["gate_proj", "up_proj", "third"]
 
 
 class Subject(NamedTuple):
-    """A module, what it is built with, what its forward takes, and the layers it stands for.
+    """A module that the laws are checked on.
 
-    ``takes`` says whether it can be shared by ``size`` ranks, by its own reckoning.
+    Attributes:
+        build: makes the module.
+        arguments: of ``build``; values or Hypothesis strategies.
+        inputs: makes the arguments of the module's ``forward``.
+        covers: layers that the subject tests.
+        takes: whether ``size`` ranks can share a module of these arguments, computed independently.
+
     """
 
     build: Callable[..., vLLMModule]
@@ -62,7 +68,7 @@ class Subject(NamedTuple):
 
 
 class Held(vLLMModule):
-    """One typed parameter in a layer, which has no forward."""
+    """One typed parameter in a layer without ``forward``."""
 
     def __init__(self, layout: ParameterLayout) -> None:
         super().__init__()
@@ -72,7 +78,7 @@ class Held(vLLMModule):
 
 
 class Attend(vLLMModule):
-    """Attention by heads, from a fused projection to the reduction."""
+    """An attention block, from the fused projection to the reduction."""
 
     def __init__(self, layout: HeadLayout, bias: bool) -> None:
         super().__init__()
@@ -91,7 +97,7 @@ class Attend(vLLMModule):
 
 
 class MLP(vLLMModule):
-    """Two fused projections, a gated activation, and the reduction."""
+    """A gated MLP, from the fused projection to the reduction."""
 
     def __init__(self, inner: int, bias: bool, gelu: bool) -> None:
         super().__init__()
@@ -118,7 +124,7 @@ class Vocabulary(vLLMModule):
 
 
 class Derived(vLLMModule):
-    """Works out sums of its rows, which it runs with, of a weight that another module shares."""
+    """Processes its weight, which may be tied, and the result of the same in a child."""
 
     def __init__(self, width: int, tied: bool) -> None:
         super().__init__()
@@ -137,7 +143,7 @@ class Derived(vLLMModule):
 
 
 class Summed(vLLMModule):
-    """A layer that adds the sum of its weight, as it was when it was last complete."""
+    """A layer that adds the sum of its weight, computed when the weight was loaded."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -152,7 +158,7 @@ class Summed(vLLMModule):
 
 
 def quantized(build: Callable[..., vLLMModule]) -> Callable[..., vLLMModule]:
-    """Build a block whose layers all hold their weights by one scheme."""
+    """Return a function that builds a block with all of its layers quantized by one scheme."""
 
     def quantize(scheme: Scheme, **arguments: Any) -> vLLMModule:
         module = build(**arguments)
@@ -164,7 +170,7 @@ def quantized(build: Callable[..., vLLMModule]) -> Callable[..., vLLMModule]:
     return quantize
 
 
-# With one row in a block, rows can be cut anywhere.
+# A block of one row allows a cut between any two rows.
 ONLINE_SCHEMES = st.sampled_from(
     [
         Scheme("block", block=(1, 2), online=True),
@@ -183,7 +189,7 @@ STORED_SCHEMES = st.sampled_from(
 
 
 class Plain(vLLMModule):
-    """PyTorch's own modules, with buffers, around one of ours."""
+    """PyTorch's own modules and buffers around one of our layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -198,10 +204,10 @@ class Plain(vLLMModule):
 
 
 class Named(vLLMModule):
-    """Aliases, skip rules, a module under two names, and one parameter under two more."""
+    """Aliases, skip rules, one module under two names, and one tied parameter."""
 
     weight_aliases = {"ln_1": "norm", "alpha": "gain"}
-    skipped_weights = {"masked_bias": "made anew", "rope": "computed"}
+    skipped_weights = {"masked_bias": "computed", "rope": "computed"}
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -225,16 +231,16 @@ def x_of(width: int) -> Callable[[vLLMModule], tuple[Any, ...]]:
 
 
 def x_like_weight(module: vLLMModule) -> tuple[Any, ...]:
-    """Give rows as wide as the layer's weight takes them."""
+    """Return an input with as many features as the layer's weight takes."""
     (expected, *_) = module.expected_weights().values()
     return (torch.randn(4, expected.shape[-1]).to(expected.dtype),)
 
 
 def fits(block: tuple[int, int], inner: int, size: int) -> bool:
-    """Whether the edges of MLP's fused slots, and of its ranks' shards, fall between blocks."""
+    """Tell whether the edges of the MLP's slots, and of the ranks' shards, fall between blocks."""
     part = inner // size
-    last_may_be_cut = size == 1
-    return part % block[0] == 0 and (last_may_be_cut or part % block[1] == 0)
+    last_may_be_partial = size == 1
+    return part % block[0] == 0 and (last_may_be_partial or part % block[1] == 0)
 
 
 def kv_are_shared(size: int, layout: HeadLayout, **arguments: Any) -> bool:
@@ -248,7 +254,7 @@ def every_token(module: vLLMModule) -> tuple[Any, ...]:
 
 
 def quantized_mlp(schemes: st.SearchStrategy[Scheme]) -> Subject:
-    """Return MLP, all of it held by one of ``schemes``."""
+    """Return an MLP with all of its layers quantized by one of ``schemes``."""
     arguments = {"scheme": schemes, "inner": features(), "bias": st.booleans(), "gelu": False}
 
     def takes(size: int, scheme: Scheme, inner: int, **others: Any) -> bool:
@@ -339,7 +345,7 @@ LAYERS: dict[str, Subject] = {
 
 
 def parameter_subject(cls: type[BasevLLMParameter]) -> Subject:
-    """Return a layer that holds a parameter of class ``cls``."""
+    """Return a layer that has a parameter of class ``cls``."""
     return Subject(Held, {"layout": parameter_layouts(cls)}, None)
 
 

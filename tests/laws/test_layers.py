@@ -1,4 +1,4 @@
-"""The laws of loading, held against every layer and some plain modules."""
+"""The laws of loading, checked on every layer and on blocks of layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = SUBJECTS["LAYERS"]
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_keeps_the_law(name: str, law: Law) -> None:
-    """Whatever the layer is built with and however many ranks share it, the law holds."""
+    """The law holds for any arguments of the layer and any number of ranks."""
     LAYERS[name].hold(law)
 
 
@@ -31,7 +31,7 @@ def test_a_layer_keeps_the_law(name: str, law: Law) -> None:
 def test_a_layer_takes_every_size_that_divides_it(
     name: str, data: st.DataObject, size: int
 ) -> None:
-    """A size is refused only where features or heads cannot be shared: padding is no reason."""
+    """A size is refused only if features or heads cannot be divided, never because of padding."""
     subject = LAYERS[name]
     arguments = {
         key: data.draw(value, key) if isinstance(value, st.SearchStrategy) else value
@@ -50,7 +50,7 @@ def test_a_layer_takes_every_size_that_divides_it(
 @pytest.mark.parametrize("name", SUBJECTS["MODELS"])
 @given(data=st.data())
 def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject) -> None:
-    """Building a model takes no memory, whatever its configuration."""
+    """Building a model allocates nothing for parameters, for any configuration."""
     subject = SUBJECTS["MODELS"][name]
     model = subject.build(data.draw(subject.arguments["config"]))
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -62,7 +62,7 @@ def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject)
 def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read in pieces and batches of a few bytes, by several threads, the bits are the same."""
+    """The bits are the same when several threads read pieces and batches of a few bytes."""
     monkeypatch.setattr(reading, "PIECE_BYTES", 24)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 16)
     monkeypatch.setattr(online, "_PIECE", 24)

@@ -1,4 +1,4 @@
-"""The laws of loading, held against every class of typed parameters."""
+"""The laws of loading, checked on every class of typed parameters."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ PARAMETERS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))["PARAM
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_keeps_the_law(name: str, law: Law) -> None:
-    """Whatever its layout and however many ranks share it, the law holds."""
+    """The law holds for any layout of the parameter and any number of ranks."""
     PARAMETERS[name].hold(law)
 
 
 def units(layout: ParameterLayout) -> tuple[int, int]:
-    """Return how many output and input features lie in one unit of the parameter."""
+    """Return how many output and input features one unit of the parameter spans."""
     entries = layout.entries
     if layout.cls is PackedvLLMParameter:
         factor = entries["packed_factor"]
@@ -62,8 +62,8 @@ class Scaled(vLLMModule):
 
     def __init__(self, layout: ParameterLayout) -> None:
         super().__init__()
-        of_weight = ColumnvLLMParameter if layout.input is None else ModelWeightParameter
-        self.weight = replace(layout, cls=of_weight, entries={}, dtype=torch.float32).build()
+        weight_class = ColumnvLLMParameter if layout.input is None else ModelWeightParameter
+        self.weight = replace(layout, cls=weight_class, entries={}, dtype=torch.float32).build()
         self.scale = layout.build()
         self.shard_names = tuple(name for name in self.weight.slots if name)
         self.units = units(layout)
@@ -94,7 +94,7 @@ UNITS = (
 @pytest.mark.parametrize("cls", UNITS)
 @given(data=st.data(), size=tp_sizes())
 def test_units_stay_with_their_features(cls: type, data: st.DataObject, size: int) -> None:
-    """Every rank's features meet the very packed elements and scales they meet unsharded."""
+    """On every rank, a feature has the packed element or scale that it has unsharded."""
     layout = data.draw(parameter_layouts(cls))
     whole = Scaled(layout)
     tensors = random_weights(whole.expected_weights())

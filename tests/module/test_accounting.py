@@ -1,4 +1,4 @@
-"""What a load refuses, in which words, and what it leaves out by a rule."""
+"""What a load refuses, with which message, and what it skips by a rule."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DAMAGES = [
 @pytest.mark.parametrize(("name", "given", "error", "words"), DAMAGES)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_each_damage_is_refused_by_name(name, given, error, words, streamed: bool) -> None:
-    """Law 1: a message has the full name, what was expected and what came; a right load follows."""
+    """Law 1: the message has the full name, what was expected and what came; a reload succeeds."""
     tensors = tree.checkpoint() | {name: given}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     model = tree.Model().eval()
@@ -78,7 +78,7 @@ def test_each_damage_is_refused_by_name(name, given, error, words, streamed: boo
 
 
 def test_all_problems_come_in_one_report_with_layers_folded() -> None:
-    """Law 1: problems of several kinds are one WeightLoadError, numbered names folded."""
+    """Law 1: problems of several kinds are one WeightLoadError; numbered names are folded."""
     tensors = tree.checkpoint(4)
     for i in range(4):
         del tensors[f"blocks.{i}.mlp.up_proj.weight"]
@@ -92,8 +92,8 @@ def test_all_problems_come_in_one_report_with_layers_folded() -> None:
     assert "blocks.{0..3}.mlp.up_proj.weight: expected shape [12, 8]" in str(refused.value)
 
 
-def test_skip_rules_are_reported_by_their_owners_words() -> None:
-    """Law 1: what is left out is left out by a named rule, which holds below its owner alone."""
+def test_skipped_names_are_reported_with_the_reason_of_the_rule() -> None:
+    """Law 1: a name is skipped only by a declared rule, which holds below its module alone."""
     model = tree.Model()
     model.load_weights(tree.checkpoint() | {"blocks.0.rotary.inv_freq": torch.zeros(4)})
     assert model.load_report.skipped == {"blocks.0.rotary.inv_freq": "computed"}
@@ -103,7 +103,7 @@ def test_skip_rules_are_reported_by_their_owners_words() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_tied_tensors_are_one_and_stored_with_one_value(streamed: bool) -> None:
-    """A tied tensor stays one; stored twice with two values, it says what to do about it."""
+    """A tied tensor stays one; if it is stored twice with two values, the error says what to do."""
     tensors = tree.checkpoint(1)
     tensors["head.weight"] = tensors["embed.weight"].clone()
     model = tree.Model(1, tied=True).eval()

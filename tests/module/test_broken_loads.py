@@ -1,4 +1,4 @@
-"""Loads that are refused or break, on models that were whole before."""
+"""Loads that are refused or break, on models that were loaded before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model():
 
 
 def test_a_refused_collection_leaves_a_loaded_model_as_it_was(model) -> None:
-    """Everything is checked before anything is written, so a bad reload changes nothing."""
+    """A collection is checked whole before anything is written: a bad reload changes nothing."""
     before = state(model)
     bad = {name: tensor + 1 for name, tensor in tree.checkpoint().items()}
     bad["extra"] = torch.zeros(1)
@@ -39,7 +39,7 @@ def test_a_refused_collection_leaves_a_loaded_model_as_it_was(model) -> None:
 
 
 def test_a_refused_stream_that_wrote_nothing_leaves_the_model_running() -> None:
-    """Unexpected names alone do not stop a model that was whole."""
+    """Unexpected names alone do not stop a loaded model."""
     norm = RMSNorm(2)
     norm.load_weights({"weight": torch.ones(2)})
     with pytest.raises(UnexpectedWeightError, match="Nothing was written"):
@@ -47,8 +47,8 @@ def test_a_refused_stream_that_wrote_nothing_leaves_the_model_running() -> None:
     norm(torch.ones(2))
 
 
-def test_a_refused_stream_that_wrote_something_says_so(model) -> None:
-    """What came before the name that is refused is in the model, which stops."""
+def test_a_refused_stream_that_wrote_something_stops_the_model(model) -> None:
+    """Tensors before the refused name were written: the error tells that, and no model runs."""
     weights = {"embed.weight": torch.zeros(10, 8), "bogus": torch.zeros(1)}
     with pytest.raises(UnexpectedWeightError, match="Part of a stream was written"):
         model.update_weights(iter(weights.items()))
@@ -57,10 +57,10 @@ def test_a_refused_stream_that_wrote_something_says_so(model) -> None:
 
 
 def test_a_stream_that_breaks_leaves_every_module_refusing(model) -> None:
-    """Law 9: a mixture is never run, in whole or in part, not even after a later update."""
-    gone = OSError("the trainer went away")
+    """Law 9: a mixture of weights never runs, nor any module of it, nor after a later update."""
+    error = OSError("the trainer went away")
     with pytest.raises(OSError, match="went away"):
-        model.update_weights(failing_stream({"embed.weight": torch.zeros(10, 8)}, 1, gone))
+        model.update_weights(failing_stream({"embed.weight": torch.zeros(10, 8)}, 1, error))
     for module in (model, model.blocks[0], model.embed):
         with pytest.raises(ModelNotReadyError, match="OSError: the trainer went away"):
             module(torch.arange(3))
@@ -72,7 +72,7 @@ def test_a_stream_that_breaks_leaves_every_module_refusing(model) -> None:
 
 
 def test_a_stream_that_breaks_before_the_first_tensor_changes_nothing(model) -> None:
-    """A model nothing was written to goes on."""
+    """A model to which nothing was written runs as before."""
     with pytest.raises(OSError, match="not even one"):
         model.update_weights(failing_stream(tree.checkpoint(), 0, OSError("not even one")))
     model(torch.arange(3))
@@ -80,15 +80,15 @@ def test_a_stream_that_breaks_before_the_first_tensor_changes_nothing(model) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_wide_floats_convert(dtype: torch.dtype) -> None:
-    """A checkpoint in another precision is converted."""
+    """Weights of a checkpoint in another precision are converted to the parameter's dtype."""
     layer = ColumnParallelLinear(4, 4, bias=False, params_dtype=dtype)
     weight = torch.rand(4, 4)
     layer.load_weights({"weight": weight})
     assert torch.equal(layer.weight, weight.to(dtype))
 
 
-def test_what_a_dtype_cannot_hold_is_refused_by_name() -> None:
-    """No number is made infinite; a tensor in memory has no name, but the message has."""
+def test_a_value_that_the_dtype_cannot_hold_is_refused_by_name() -> None:
+    """No value becomes infinite; the message has the tensor's full name."""
     model = tree.Model(1)
     model.head = ParallelLMHead(10, 8, params_dtype=torch.float16)
     with pytest.raises(WeightLoadError, match=r"head\.weight"):

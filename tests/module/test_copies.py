@@ -1,4 +1,4 @@
-"""Deep copies and pickles of models: models of their own, whether loaded or not."""
+"""Deep copies and pickles of models are independent models, whether loaded or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_module.testing.checkpoints import assert_same_state, state
 
 
 class Model(vLLMModule):
-    """Stands here, for pickle finds a class by its module."""
+    """A model with a tied head. Pickle finds classes by name, so it cannot be inside a test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ def checkpoint() -> dict[str, torch.Tensor]:
     return tensors | {"plain.num_batches_tracked": torch.tensor(3)}
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_a_model_of_its_own(twin) -> None:
-    """It loads, updates and runs like its original, and stays apart from it, ties included."""
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_independent_of_its_original(copied) -> None:
+    """It loads, updates and runs like its original, shares no memory with it, and keeps ties."""
     tensors = checkpoint()
     model = Model().eval()
-    unloaded = twin(model)
+    unloaded = copied(model)
     model.load_weights(tensors)
-    loaded = twin(model)
+    loaded = copied(model)
     unloaded.load_weights(tensors)
     loaded.update_weights({"up.weight": tensors["up.weight"]})
     expected, ids = state(model), torch.arange(3)

@@ -1,4 +1,4 @@
-"""An overridden load_weights: it renames, transforms, calls children by hand, and cannot cheat."""
+"""An overridden load_weights may rename, transform and call children; all it loads is counted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def below(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_an_override_may_rename_and_call_super() -> None:
-    """Law 9: load_weights is plain polymorphism; a generator of renamed pairs joins the load."""
+    """Law 9: a generator of renamed pairs, passed to super(), is part of the load in progress."""
 
     class Old(tree.Block):
         def load_weights(self, weights):
@@ -72,14 +72,14 @@ def test_an_override_may_call_a_child_by_hand() -> None:
 
 
 class PlusOne(RMSNorm):
-    """A norm that a checkpoint stores less one."""
+    """A norm whose weight a checkpoint stores minus one."""
 
     def load_weights(self, weights):
         return super().load_weights((name, weight + 1) for name, weight in weights)
 
 
 def test_an_override_holds_for_loads_updates_and_plans() -> None:
-    """Law 9: whatever the call, root or child, weights go through the overridden load_weights."""
+    """Law 9: every call takes weights through the override, of the root or of a child."""
     for model, name in ((PlusOne(2), "weight"), (Around(PlusOne(2)), "inner.weight")):
         for value, call in enumerate((model.load_weights, model.update_weights)):
             weight = torch.full((2,), float(value))
@@ -91,7 +91,7 @@ def test_an_override_holds_for_loads_updates_and_plans() -> None:
 
 
 def test_a_root_override_that_loads_children_by_hand_is_accounted_for() -> None:
-    """Law 1: an override that forgets a child does not make the load whole."""
+    """Law 1: if an override forgets a child, that child's weights are missing."""
 
     class Hand(vLLMModule):
         def __init__(self) -> None:
@@ -111,7 +111,7 @@ def test_a_root_override_that_loads_children_by_hand_is_accounted_for() -> None:
 
 
 def test_an_override_that_swallows_a_failed_read_does_not_succeed() -> None:
-    """Law 9: a value that was not written is not reported as loaded."""
+    """Law 9: the load fails all the same, because a value was not written."""
 
     class Careless(RMSNorm):
         def load_weights(self, weights):
@@ -131,7 +131,7 @@ def test_an_override_that_swallows_a_failed_read_does_not_succeed() -> None:
 
 
 def test_an_override_with_yield_is_refused() -> None:
-    """A generator would route nothing and say nothing."""
+    """A generator function would route nothing, without an error."""
 
     class Yielding(RMSNorm):
         def load_weights(self, weights):
@@ -142,7 +142,7 @@ def test_an_override_with_yield_is_refused() -> None:
 
 
 def test_a_parameter_made_while_loading_is_loaded() -> None:
-    """An override may create what its checkpoint turns out to have."""
+    """An override may create parameters for what it finds in the checkpoint."""
 
     class Lazy(vLLMModule):
         def load_weights(self, weights):

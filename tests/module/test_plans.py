@@ -1,4 +1,4 @@
-"""Plans: the same recursion with handles that are never read."""
+"""Plans: the recursion of a load, with handles that are never read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unreadable(tensors):
 
 
 def test_a_plan_reads_nothing_and_names_every_part() -> None:
-    """Law 8: each rank's plan has what it would read, narrowed, and leaves the model on meta."""
+    """Law 8: a rank's plan has each handle narrowed to what it keeps; the model stays on meta."""
     tensors = tree.checkpoint()
     handles = unreadable(tensors)
     kept = 0
@@ -32,7 +32,7 @@ def test_a_plan_reads_nothing_and_names_every_part() -> None:
         assert plan.report.ok
         reads = list(plan.reads())
         read_here = {read.name for read in reads}
-        # Ten tokens padded to a multiple of 64 all fall to rank 0.
+        # The vocabulary of 10 is padded to 64 rows, so rank 0 has all of it.
         assert read_here == set(tensors) - ({"embed.weight", "head.weight"} if rank else set())
         kept += sum(r.source.shape.numel() for r in reads if r.name == "blocks.0.q_proj.weight")
         assert all(p.is_meta for n, p in model.named_parameters() if ".plain." not in n)
@@ -42,7 +42,7 @@ def test_a_plan_reads_nothing_and_names_every_part() -> None:
 
 
 def test_a_plan_tells_what_a_load_would_refuse() -> None:
-    """A plan's report has the problems, and no error is raised; expected shapes are a plan too."""
+    """A plan's report has the problems, and no error is raised; it takes expected_weights too."""
     tensors = tree.Model().expected_weights()
     assert all(tensor.is_meta for tensor in tensors.values())
     assert tree.Model().plan_weights(tensors).report.ok

@@ -1,4 +1,4 @@
-"""What modules make of their weights: when they are complete, and never before."""
+"""When process_weights_after_loading is called: once a module is complete, and never before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))
 
 
 class Leaf(MergedColumnParallelLinear):
-    """Works out a sum of its rows, and notes when."""
+    """Computes the sums of its rows, and logs its name."""
 
     def __init__(self, log: list[str], name: str) -> None:
         super().__init__(4, [2, 2], bias=False, shard_names=["a", "b"])
@@ -41,7 +41,7 @@ class Leaf(MergedColumnParallelLinear):
 
 
 class Parent(vLLMModule):
-    """Has modules of ours below, and a plain one between."""
+    """Has children that process, one of them below a plain module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def checkpoint() -> dict[str, torch.Tensor]:
 
 
 def test_each_module_processes_once_and_inner_ones_first() -> None:
-    """A whole load processes every module, as soon as it is complete and before those above it."""
+    """A whole load processes every module, after the modules below it."""
     root = Root()
     tensors = checkpoint()
     root.load_weights(tensors)
@@ -82,7 +82,7 @@ def test_each_module_processes_once_and_inner_ones_first() -> None:
 
 
 def test_a_leaf_processes_before_the_next_one_is_materialized() -> None:
-    """Module by module: what one lets go of is gone before the next takes memory."""
+    """Law 7: what processing frees is free before the next module takes memory."""
     root = Root()
     seen = []
     leaf, other = root.parent.first, root.parent.inner["leaf"]
@@ -93,7 +93,7 @@ def test_a_leaf_processes_before_the_next_one_is_materialized() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_nothing_processes_until_it_is_complete(streamed: bool) -> None:
-    """A module that lacks a slot is not processed; with the last one, it is, and those above."""
+    """A module is processed when its last slot is filled, and then the modules above it."""
     root, tensors = Root(), checkpoint()
     late = "parent.inner.b.weight"
     early = {name: tensor for name, tensor in tensors.items() if name != late}
@@ -104,7 +104,7 @@ def test_nothing_processes_until_it_is_complete(streamed: bool) -> None:
 
 
 def test_an_update_processes_what_it_touched_again() -> None:
-    """New weights of one slot are processed in place, and nobody else's are."""
+    """New weights of one slot process its module, in place, and those above, and no other."""
     root, tensors = Root(), checkpoint()
     root.load_weights(tensors)
     root.log.clear()
@@ -116,7 +116,7 @@ def test_an_update_processes_what_it_touched_again() -> None:
 
 
 def test_a_plan_or_a_refused_checkpoint_processes_nothing() -> None:
-    """Without new bytes there is nothing to work out."""
+    """No module is processed where nothing was written."""
     root, tensors = Root(), checkpoint()
     root.plan_weights(tensors)
     with pytest.raises(ValueError, match="unexpected"):
@@ -126,7 +126,7 @@ def test_a_plan_or_a_refused_checkpoint_processes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["first", "parent"])
 def test_a_refusal_names_the_tensor_and_the_model_will_not_run(name: str) -> None:
-    """What processing refuses is refused like any checkpoint: by its full path, and for good."""
+    """An error of processing has the tensor's full path, and the model does not run after it."""
     root, tensors = Root(), checkpoint()
 
     def refuse() -> None:
@@ -142,7 +142,7 @@ def test_a_refusal_names_the_tensor_and_the_model_will_not_run(name: str) -> Non
 
 
 def test_code_that_breaks_leaves_the_model_refusing() -> None:
-    """An exception of another kind is raised as it is, and the model says that it is not whole."""
+    """An exception of another class is raised unchanged, and the model does not run after it."""
     root = Root()
     fault = KeyError("x")
 
@@ -158,7 +158,7 @@ def test_code_that_breaks_leaves_the_model_refusing() -> None:
 
 
 def test_weights_below_a_submodule_are_processed_up_to_it() -> None:
-    """A load of a submodule processes what is in it, not what is above."""
+    """A load of a submodule processes the modules in it, and none above."""
     root = Root()
     root.load_weights(checkpoint())
     root.log.clear()
@@ -169,7 +169,7 @@ def test_weights_below_a_submodule_are_processed_up_to_it() -> None:
 
 
 class Table(ParallelLMHead):
-    """Keeps the largest number of each row of a weight that it may share with an embedding."""
+    """Keeps the largest value of each row of a weight that it may share with an embedding."""
 
     def __init__(self) -> None:
         super().__init__(8, 4, padding_size=1)
@@ -192,8 +192,8 @@ class Tied(vLLMModule):
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
-def test_a_tied_tensor_is_processed_by_all_that_hold_it(name: str) -> None:
-    """Whichever name it comes by, in a load, a reload or an update, each holder works on it."""
+def test_a_tied_tensor_is_processed_by_all_modules_that_hold_it(name: str) -> None:
+    """By either name, in a load, a reload and an update."""
     model = Tied()
     for call in (model.load_weights, model.load_weights, model.update_weights):
         weight = torch.randn(8, 4)
@@ -213,14 +213,14 @@ class ByHand(Root):
 
 
 def test_an_override_that_calls_children_by_hand_is_processed_too() -> None:
-    """Routing is not what processing goes by."""
+    """Processing depends on the tensors that were filled, not on how they were routed."""
     root = ByHand()
     root.load_weights(checkpoint())
     assert root.log == ["first", "second", "parent", "root"]
 
 
 class Two(Leaf):
-    """Notes what it sees of its two slots."""
+    """Logs one value of each of its two slots."""
 
     def __init__(self) -> None:
         super().__init__([], "two")
@@ -235,7 +235,7 @@ def both(value: float) -> dict[str, torch.Tensor]:
 
 
 def test_a_streamed_reload_is_processed_once_and_never_half_way() -> None:
-    """A reload processes what it brought, not a mixture with what was there; so does an update."""
+    """A reload or update processes when all of its tensors are read, never a mixture."""
     layer = Two()
     calls = (layer.load_weights, layer.load_weights, layer.update_weights)
     for value, call in enumerate(calls):
@@ -251,8 +251,8 @@ class Finite(Two):
 
 
 @pytest.mark.parametrize("name", ["a.weight", "b.weight"])
-def test_what_was_refused_heals_by_any_whole_load(name: str) -> None:
-    """After a value was refused, a stream or a collection of good ones is loaded like any other."""
+def test_a_whole_load_repairs_a_model_after_a_refusal(name: str) -> None:
+    """After a value was refused, a stream or a collection of good values makes the model ready."""
     for given in (dict, lambda pairs: iter(pairs.items())):
         layer = Finite()
         with pytest.raises(WeightReadError):
@@ -267,8 +267,8 @@ class OddError(WeightReadError):
         self.value = value
 
 
-def test_an_error_of_one_s_own_class_stays_that_error() -> None:
-    """Its attributes are there, and its message has the path."""
+def test_an_error_of_a_subclass_stays_that_error() -> None:
+    """It keeps its attributes, and its message gets the path."""
     root = Root()
     fault = OddError("weight", 7)
 

@@ -1,4 +1,4 @@
-"""When a module runs: what is unfilled is named, and what is ready pays nothing."""
+"""When a module runs: unfilled tensors are named, and a ready module has no check left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))
 
 
 def test_every_module_with_an_unfilled_tensor_refuses_to_run() -> None:
-    """Law 6: it says which, layers folded and slots named; modules without tensors just run."""
+    """Law 6: the error names tensors and slots, layers folded; a module without tensors runs."""
     model = tree.Model()
     with pytest.raises(
         ModelNotReadyError, match=r"blocks\.\{0\.\.1\}\.qkv_proj\.weight \(slot 'k_"
@@ -40,7 +40,7 @@ def test_every_module_with_an_unfilled_tensor_refuses_to_run() -> None:
 
 
 def test_a_ready_module_has_no_hook_left() -> None:
-    """Readiness costs a ready module nothing, however it became ready."""
+    """The check is removed after a load, and at the first run after an update."""
     model = tree.Model().eval()
     model.load_weights(tree.checkpoint())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -73,7 +73,7 @@ def test_third_party_modules_on_meta_are_materialized_too() -> None:
 
 
 def test_a_computed_buffer_on_meta_is_refused_when_run() -> None:
-    """Law 6: what no checkpoint can fill is named, not run as garbage."""
+    """Law 6: a buffer that no checkpoint can fill is named, and the module does not run."""
 
     class Computed(vLLMModule):
         def __init__(self) -> None:
@@ -90,7 +90,7 @@ def test_a_computed_buffer_on_meta_is_refused_when_run() -> None:
 
 
 def test_a_tensor_that_becomes_meta_again_is_unfilled() -> None:
-    """Law 6: what was filled once does not vouch for memory that is gone."""
+    """Law 6: a slot counts as filled only while the memory that was filled is there."""
     mlp = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
     mlp.load_weights({"g.weight": torch.ones(2, 2), "u.weight": torch.ones(2, 2)})
     fresh = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
@@ -103,7 +103,7 @@ def test_a_tensor_that_becomes_meta_again_is_unfilled() -> None:
 
 
 def test_one_model_is_loaded_by_one_call_at_a_time() -> None:
-    """A second load of a model under way is an error, and the first goes on."""
+    """A second load during the first is an error, and the first succeeds."""
     model = RMSNorm(2)
     errors = []
 
@@ -129,7 +129,7 @@ def test_one_model_is_loaded_by_one_call_at_a_time() -> None:
 
 
 def test_a_ready_module_does_not_run_while_it_is_updated() -> None:
-    """From the first tensor that is written until the last, whoever runs it is refused."""
+    """A forward pass between the first and the last write is refused."""
     model = MergedColumnParallelLinear(2, [2, 2], bias=False, shard_names=["g", "u"])
     tensors = {"g.weight": torch.ones(2, 2), "u.weight": torch.ones(2, 2)}
     model.load_weights(tensors)

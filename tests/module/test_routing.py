@@ -1,4 +1,4 @@
-"""Where names lead: children, slots, aliases, and what has no place."""
+"""Where names lead: children, slots, aliases, or nowhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))
 
 
 def test_every_tensor_arrives_and_the_names_filled_are_returned() -> None:
-    """A whole checkpoint fills every parameter and buffer, plain modules' too; an update, its."""
+    """A whole checkpoint fills every parameter and buffer, those of plain modules included."""
     model, tensors = tree.Model(), tree.checkpoint()
     assert model.load_weights(tensors) == set(model.state_dict())
     qkv = torch.cat([tensors[f"blocks.1.{p}_proj.weight"] for p in "qkv"])
@@ -35,7 +35,7 @@ def test_every_tensor_arrives_and_the_names_filled_are_returned() -> None:
 
 
 class Renamed(vLLMModule):
-    """The inner block goes by other names in its checkpoint."""
+    """A checkpoint has other names for the children."""
 
     weight_aliases = {"attention_block": "block", "gain": "norm"}
 
@@ -60,7 +60,7 @@ def test_aliases_are_exact_and_child_scoped() -> None:
 
 
 def test_an_alias_may_name_a_slot() -> None:
-    """A checkpoint that calls the gate w1 loads through an alias."""
+    """A checkpoint that calls a slot ``w1`` loads through an alias."""
 
     class Aliased(tree.MLP):
         weight_aliases = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -72,7 +72,7 @@ def test_an_alias_may_name_a_slot() -> None:
 
 
 def test_two_claims_on_one_component_are_the_authors_mistake() -> None:
-    """Routing is unambiguous or the model is refused."""
+    """A model whose routing is ambiguous is refused."""
 
     class Ambiguous(vLLMModule):
         def __init__(self) -> None:
@@ -85,7 +85,7 @@ def test_two_claims_on_one_component_are_the_authors_mistake() -> None:
 
 
 def test_names_that_do_not_end_where_they_should_are_unexpected() -> None:
-    """Law 4: a trailing or leading dot is a component that nothing is called."""
+    """Law 4: before a leading or after a trailing dot is an empty component, which has no route."""
     for name in ("weight.", ".weight", "weight.weight", "."):
         with pytest.raises(WeightLoadError) as refused:
             RMSNorm(2).load_weights({"weight": torch.ones(2), name: torch.ones(2)})
@@ -93,7 +93,7 @@ def test_names_that_do_not_end_where_they_should_are_unexpected() -> None:
 
 
 def test_a_plain_module_that_two_parents_share_is_ready_in_both() -> None:
-    """A shared tensor is filled wherever it is held."""
+    """A tensor that is filled by one name is filled in every module that holds it."""
 
     class Parent(vLLMModule):
         def __init__(self, linear: nn.Module) -> None:
@@ -116,6 +116,6 @@ def test_a_plain_module_that_two_parents_share_is_ready_in_both() -> None:
 
 
 def test_a_path_is_not_weights() -> None:
-    """The mistake of passing a folder says what to call."""
+    """If a folder is passed, the error says what to call."""
     with pytest.raises(TypeError, match="open_checkpoint"):
         RMSNorm(2).load_weights("some/folder")

@@ -1,4 +1,4 @@
-"""A model asleep has no weights in memory, refuses to run, and wakes by the path it loaded by."""
+"""A sleeping model has no weights in memory, refuses to run, and wakes up by loading."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_asleep_it_holds_nothing_and_refuses(build) -> None:
-    """All stored tensors go back to meta and their memory is released; each call says so."""
+def test_a_sleeping_model_has_no_memory_and_refuses_to_run(build) -> None:
+    """Every stored tensor is on meta and its memory released; every call is refused."""
     model = build().eval()
     model.load_weights(random_weights(model.expected_weights()))
     model(torch.arange(3))
@@ -53,8 +53,8 @@ def test_asleep_it_holds_nothing_and_refuses(build) -> None:
 
 @pytest.mark.parametrize("in_buckets", [False, True])
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_it_wakes_by_loading(build, in_buckets: bool) -> None:
-    """A load, or updates that fill all of it, give the bits of a first load; ties stay ties."""
+def test_a_model_wakes_up_by_loading(build, in_buckets: bool) -> None:
+    """A load, or updates that fill everything, give the bits of a first load; ties stay ties."""
     model = build().eval()
     tensors = random_weights(model.expected_weights())
     model.load_weights(tensors)
@@ -77,7 +77,7 @@ def test_it_wakes_by_loading(build, in_buckets: bool) -> None:
 
 
 def test_sleeping_twice_or_before_loading_changes_nothing() -> None:
-    """Sleep is a state: entering it again does no harm."""
+    """A second sleep does nothing, and a sleeping model loads as a new one does."""
     model = tree.Model()
     model.sleep()
     model.sleep()
@@ -86,7 +86,7 @@ def test_sleeping_twice_or_before_loading_changes_nothing() -> None:
 
 
 def test_a_part_of_a_model_can_sleep() -> None:
-    """The rest keeps its weights, the whole refuses to run, and loading the part wakes it."""
+    """The rest keeps its weights; the model refuses to run until the part is loaded."""
     model = tree.Model().eval()
     model.load_weights(tree.checkpoint())
     part = model.blocks[0].mlp
@@ -99,8 +99,8 @@ def test_a_part_of_a_model_can_sleep() -> None:
     model(torch.arange(3))
 
 
-def test_it_cannot_fall_asleep_while_it_is_loaded() -> None:
-    """A load under way has its memory in use."""
+def test_sleep_is_refused_during_a_load() -> None:
+    """The load is writing to the memory."""
     model = tree.Model()
 
     def stream():
@@ -113,7 +113,7 @@ def test_it_cannot_fall_asleep_while_it_is_loaded() -> None:
 
 
 def test_computed_buffers_stay() -> None:
-    """What no checkpoint stores could not be brought back, and is kept."""
+    """Sleep keeps tensors that no checkpoint stores, because no load could restore them."""
     model = tree.Model()
     model.register_buffer("table", torch.ones(3), persistent=False)
     model.load_weights(tree.checkpoint())
@@ -122,7 +122,7 @@ def test_computed_buffers_stay() -> None:
 
 
 def test_updates_wake_what_was_refused_before_it_slept() -> None:
-    """The mixture that a broken load left is gone with the memory it was in."""
+    """Sleep releases the mixture that a broken load left, so updates may fill the model."""
     model = tree.Model()
     tensors = tree.checkpoint()
 

@@ -1,6 +1,6 @@
-"""A small tree with every kind of holder, and a checkpoint whose names are written out by hand.
+"""A small model with every kind of module, and its checkpoint, whose names are written by hand.
 
-Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
+Pytest's importlib mode allows no imports between test files: use ``runpy.run_path``.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def block_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def block_checkpoint(count: int = 7) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds for one block, its batch norm having counted ``count``."""
+    """Return a checkpoint of one block, whose batch norm has counted ``count`` batches."""
     generator = torch.Generator().manual_seed(count)
     tensors = {n: torch.rand(shape, generator=generator) for n, shape in block_shapes().items()}
     return tensors | {"plain.1.num_batches_tracked": torch.tensor(count)}
 
 
 def checkpoint(blocks: int = 2, *, head: bool = True) -> dict[str, torch.Tensor]:
-    """Return a whole checkpoint of a model; without ``head``, of one that ties it."""
+    """Return a whole checkpoint of a model; without ``head``, of a model that ties its head."""
     generator = torch.Generator().manual_seed(0)
     tensors = {"embed.weight": torch.rand((10, 8), generator=generator)}
     for i in range(blocks):
