@@ -25,6 +25,8 @@ if __name__ == "__main__":
     directory = Path(sys.argv[1])
     if os.environ["RANK"] == "0":
         SafetensorsHandle.read_into = die  # type: ignore[method-assign]
+    else:  # torchrun ends it as soon as the other is dead, and kills it 30 s later
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     result = run("load", (directory / "folder").read_text(), "--device", "cpu")
     (directory / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
     sys.exit(result["code"])

@@ -95,9 +95,8 @@ def test_torchrun_fails_when_a_rank_dies(folder: Path, tmp_path: Path) -> None:
     support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
     (tmp_path / "folder").write_text(str(folder))
     script = Path(__file__).with_name("dying_under_torchrun.py")
-    port, interval = support["free_port"](), 5  # or torchrun could end the other rank at once
-    launcher = support["start_torchrun"](2, script, tmp_path, port=port, interval=interval)
-    output = launcher.communicate(timeout=120)[0]
+    launcher = support["start_torchrun"](2, script, tmp_path, port=support["free_port"]())
+    output = launcher.communicate(timeout=support["LIMIT"])[0]
     assert launcher.returncode == 1, output
     assert "Signal 9 (SIGKILL)" in output
     assert not (tmp_path / "rank0.json").exists()

@@ -113,6 +113,7 @@ _depth: ContextVar[int] = ContextVar("together_depth", default=0)
 _FRAME = 4096  # bytes a rank is ready to receive while it works, even if its interpreter stands
 _TAG = 1 << 20  # the first of eight for each level
 _FOREVER = timedelta(days=365)  # threads wait; nothing but the caller's timeout ends that
+_EVIDENCE = 1.0  # seconds in which it shows that a collective failed because a peer did
 _FAREWELL = 2.0  # seconds in which ranks that give up let the others know
 _PATIENCE = 10.0  # seconds in which others may come and hear what this rank raised
 
@@ -297,7 +298,7 @@ class _Exchange:
     def abandoned(self) -> dict[int, str]:
         """Return who failed, if a collective of ``work`` may have, because they left it."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._failed(2)), _FAREWELL / 10)
+            self._changed.wait_for(lambda: bool(self._failed(2)), _EVIDENCE)
             return self._failed(2)
 
     def _name(self, rank: int) -> str:
