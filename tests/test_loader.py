@@ -16,7 +16,7 @@ from vllm_module import DeviceConfig, ModelConfig, WeightLoadError, get_model
 from vllm_module.config import HFConfig
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.loader import build_model
+from vllm_module.registry import build_model
 from vllm_module.weights import Checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -102,6 +102,14 @@ def test_a_folder_without_config_says_what_is_expected(tmp_path: Path) -> None:
             64,
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}}, 64),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "original_max_position_embeddings": 32,
+            },
+            128,
+        ),
     ],
 )  # fmt: skip
 def test_the_context_length_follows_the_scaling(entries: dict[str, Any], expected: int) -> None:
@@ -142,13 +150,18 @@ def test_ranks_that_build_at_once_build_in_their_own_dtype() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_refused_model_leaves_no_file_open(tmp_path: Path, monkeypatch) -> None:
-    """Also if the checkpoint itself is well and only its dtype is not."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "int8"}))
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize(
+    ("entries", "message"), [({}, "int8"), ({"dtype": "float32", "architectures": ["GPT"]}, "GPT")]
+)
+def test_a_refused_model_leaves_no_file_open(
+    tmp_path: Path, monkeypatch, entries: dict[str, Any], message: str
+) -> None:
+    """The files are closed if the checkpoint itself is valid, and its dtype or model is not."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | entries))
+    save_file({"x": torch.zeros(1, dtype=torch.int8)}, tmp_path / "model.safetensors")
     closed: list[Checkpoint] = []
     monkeypatch.setattr(Checkpoint, "close", lambda checkpoint: closed.append(checkpoint))
-    with pytest.raises(UnsupportedModelError, match="int8"):
+    with pytest.raises(UnsupportedModelError, match=message):
         get_model(model_config=ModelConfig(model=str(tmp_path)))
     assert len(closed) == 1
 

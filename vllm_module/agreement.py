@@ -19,6 +19,7 @@ from vllm_module.errors import RankError
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import Rules
+from vllm_module.tree import locations
 from vllm_module.weights import Checkpoint
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ def describe(
 def digests(model: vLLMModule) -> dict[str, str]:
     """Return a digest of each tensor that this rank keeps whole, by its name."""
     # Not what is made of others, such as scales, which may depend on how those are cut.
-    kept = {location.path: location.tensor for location in model._locations()}
+    kept = {location.path: location.tensor for location in locations(model)}
     return {
         f"{name} after loading": _digest(tensor)
         for name, tensor in kept.items()

@@ -1,4 +1,7 @@
-"""Configurations: ours, closed and frozen, and Hugging Face's ``config.json``, open and frozen."""
+"""The settings of a user, and Hugging Face's ``config.json``. Both are frozen.
+
+Settings have known names only; ``config.json`` may have any entry.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,17 @@ OnlineScheme = Literal[
 class QuantizationConfig(_Closed):
     """How a full-precision checkpoint is quantized while it is loaded.
 
-    Layers go by the checkpoint's names: a name, or some of its components in a row, stands for
-    itself and all below it (``"mlp"``, ``"layers.0"``); ``re:`` and a regular expression for what
-    it matches. What has no effect is refused.
+    Layers are named as in the checkpoint. A name, or consecutive components of one (``"mlp"``,
+    ``"layers.0"``), selects that module and everything below it. ``re:`` begins a regular
+    expression, which is matched against whole names from their beginning. An entry that selects
+    nothing is refused.
 
     Attributes:
-        scheme: of every linear layer that nothing below says otherwise of.
-        ignore: layers that stay as they are.
-        overrides: layers with a scheme of their own, or ``"none"``; the first that fits, and before
-            ``ignore``.
-        weight_block_size: rows and columns of a block of ``fp8_per_block``.
+        scheme: for every linear layer that is in neither ``ignore`` nor ``overrides``.
+        ignore: layers that are not quantized.
+        overrides: layers with another scheme, or ``"none"``. The first match counts. ``overrides``
+            go before ``ignore``.
+        weight_block_size: rows and columns of a block, for ``fp8_per_block``.
 
     """
 
@@ -50,16 +54,16 @@ class QuantizationConfig(_Closed):
 
 
 class ModelConfig(_Closed):
-    """Which model, and how it is built.
+    """Which model to build, and how.
 
     Attributes:
         model: a local folder in Hugging Face layout, or a hub id.
-        revision: of the hub repository: branch, tag or commit.
-        dtype: of the parameters, by its name or torch's own; ``"auto"`` takes the checkpoint's.
-        quantization: quantize while loading, by a scheme's name (``"fp8"`` is per tensor) or in
-            detail. A checkpoint that is quantized already says so itself; ``"fp8"`` and
-            ``"compressed-tensors"`` then only demand that it is.
-        max_model_len: most tokens of a sequence; the configuration's own limit unless given.
+        revision: branch, tag or commit of the hub repository.
+        dtype: of the parameters, as a name or a ``torch.dtype``. ``"auto"`` is the checkpoint's.
+        quantization: how to quantize while loading: the name of a scheme (``"fp8"`` is per tensor)
+            or a ``QuantizationConfig``. A quantized checkpoint needs none; for it, ``"fp8"`` or
+            ``"compressed-tensors"`` only checks that it has this format.
+        max_model_len: most tokens of a sequence; the limit of ``config.json`` unless given.
         hf_overrides: entries that replace those of ``config.json``.
 
     """
@@ -86,8 +90,8 @@ class LoadConfig(_Closed):
 
     Attributes:
         show_progress: draw a progress bar with bytes and rate on standard error.
-        timeout: seconds that a rank in a process of its own, once it is done, waits for the
-            others to find (and download) the checkpoint, and then to load it.
+        timeout: seconds that a rank which is ready waits for ranks in other processes: first
+            until they have found (and downloaded) the checkpoint, then until they have loaded it.
 
     """
 
@@ -100,18 +104,18 @@ class EngineConfig(_Closed):
 
     Attributes:
         tensor_parallel_size: ranks, each a process with a device of its own.
-        kv_cache_dtype: of the cache; ``"auto"`` is the model's, ``"fp8"`` is fp8_e4m3.
-        block_size: tokens a page of the cache.
-        gpu_memory_utilization: share of a GPU's memory that weights, a step and the cache take.
-        kv_cache_memory_bytes: of the cache on each rank, in place of that; on a CPU, 1 GiB unless
-            given.
-        swap_space: GiB of host memory on each rank, for sequences that have to wait; 0 makes them
-            start over, which costs little where their beginning is still in the cache.
-        enable_prefix_caching: begin prompts with the pages of others that began alike.
-        max_num_seqs: sequences in a step at most.
-        max_num_batched_tokens: tokens in a step at most; longer prompts are computed in chunks.
+        kv_cache_dtype: dtype of the KV cache; ``"auto"`` is the model's, ``"fp8"`` is fp8_e4m3.
+        block_size: tokens in a page of the KV cache.
+        gpu_memory_utilization: share of a GPU's memory for weights, one step and the KV cache.
+        kv_cache_memory_bytes: size of the KV cache on each rank, instead of that share. On a CPU,
+            1 GiB unless given.
+        swap_space: GiB of host memory on each rank for the pages of preempted sequences. With 0,
+            they are computed again, except for the pages that are still cached.
+        enable_prefix_caching: reuse cached pages for prompts that begin with the same tokens.
+        max_num_seqs: most sequences in a step.
+        max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.
         enforce_eager: run every step without CUDA graphs.
-        enable_torch_compile: let torch.compile fuse what is between the attention of two layers.
+        enable_torch_compile: let torch.compile fuse the operations between attention layers.
 
     """
 
@@ -135,14 +139,14 @@ class DeviceConfig(_Closed):
 
     @property
     def torch_device(self) -> torch.device:
-        """The device itself."""
+        """The device. Raises ``ValueError`` for an unknown one, or CUDA without a GPU."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
         except RuntimeError:
             raise ValueError(
-                f"{self.device!r} is no device: expected cpu, cuda, cuda:1 … or auto"
+                f"{self.device!r} is not a device: expected cpu, cuda, cuda:1 … or auto"
             ) from None
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
@@ -151,7 +155,7 @@ class DeviceConfig(_Closed):
         return device
 
 
-# Strict, because what is checked here is used as it was written: "5" * 2 is "55".
+# Strict, because the entry is used as it is in the file: "5" * 2 is "55".
 _Size = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 
@@ -164,7 +168,7 @@ class _Rope(BaseModel):
     rope_theta: _Positive | None = None
 
 
-# Entries that not every model has; where one is, it has to make sense.
+# Entries that not every model has. One that is present is checked.
 _OPTIONAL: dict[str, TypeAdapter[Any]] = {
     "attention_bias": TypeAdapter(bool),
     "head_dim": TypeAdapter(_Size | None),
@@ -173,6 +177,7 @@ _OPTIONAL: dict[str, TypeAdapter[Any]] = {
     "layer_types": TypeAdapter(list[str] | None),
     "max_position_embeddings": TypeAdapter(_Size),
     "num_key_value_heads": TypeAdapter(_Size | None),
+    "original_max_position_embeddings": TypeAdapter(_Size | None),
     "rms_norm_eps": TypeAdapter(_Positive),
     "rope_parameters": TypeAdapter(_Rope | None),
     "rope_scaling": TypeAdapter(_Rope | None),
@@ -182,10 +187,10 @@ _OPTIONAL: dict[str, TypeAdapter[Any]] = {
 
 
 class HFConfig(BaseModel):
-    """A checkpoint's ``config.json``: its entries are attributes, and the usual ones are checked.
+    """A checkpoint's ``config.json``: entries are attributes, and the common ones are checked.
 
-    An entry that is not there is an ``AttributeError`` that says so; models read optional ones
-    with ``getattr(config, name, default)``.
+    A missing entry raises an ``AttributeError`` that names it. Models read optional entries with
+    ``getattr(config, name, default)``.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -213,24 +218,41 @@ class HFConfig(BaseModel):
 
     @property
     def context_length(self) -> int | None:
-        """The most positions the model was made for, rope scaling included; None if unlimited.
+        """The most positions the model was made for, with rope scaling; ``None`` if unlimited.
 
-        Scalings that stretch ``max_position_embeddings`` multiply it by their factor; yarn
-        multiplies the original length, and llama3's limit is already the stretched one.
+        Linear and dynamic scaling multiply ``max_position_embeddings`` by their factor, and yarn
+        multiplies the original length. For llama3 it is the scaled length already.
         """
-        limit = getattr(self, "max_position_embeddings", None)
-        scaling = getattr(self, "rope_scaling", None) or getattr(self, "rope_parameters", None)
-        if not limit or not scaling:
+        limit: int | None = getattr(self, "max_position_embeddings", None)
+        if not limit:
             return limit
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind == "yarn" and scaling.get("original_max_position_embeddings"):
-            limit = scaling["original_max_position_embeddings"]
-        if kind in ("linear", "dynamic", "yarn"):
-            limit = int(limit * (scaling.get("factor") or 1))
-        return int(limit)
+        rope = rope_settings(self)
+        rope_type, factor = rope["rope_type"], rope.get("factor")
+        if rope_type == "yarn" and factor:
+            return int(rope["original_max_position_embeddings"] * factor)
+        return int(limit * factor) if rope_type in ("linear", "dynamic") and factor else limit
 
     def __getattr__(self, name: str) -> Any:
         extra = object.__getattribute__(self, "__pydantic_extra__") or {}
         if name in extra:
             return extra[name]
         raise AttributeError(f"config.json has no {name!r}")
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """Return the rope settings of a Hugging Face configuration under the names of transformers 5.
+
+    transformers 5 writes all settings into ``rope_parameters``. Version 4 writes ``rope_scaling``,
+    some settings beside it, and ``type`` for ``rope_type``. The result always has ``rope_type``,
+    ``rope_theta``, ``partial_rotary_factor`` and ``original_max_position_embeddings``.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    settings = dict(getattr(config, "rope_scaling", None) or parameters)
+    settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
+    for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+        values = (settings.get(name), parameters.get(name), getattr(config, name, None), default)
+        settings[name] = next(value for value in values if value is not None)
+    name = "original_max_position_embeddings"
+    limit = getattr(config, "max_position_embeddings", None)
+    settings[name] = getattr(config, name, None) or settings.get(name) or limit
+    return settings

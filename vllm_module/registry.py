@@ -1,14 +1,19 @@
-"""Architecture names of ``config.json`` and the classes that implement them."""
+"""From an architecture's name in ``config.json`` to its class, and to a model."""
 
 from __future__ import annotations
 
 import importlib
+import threading
 
-from vllm_module.errors import UnsupportedModelError
+import torch
+
+from vllm_module.config import HFConfig
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable_name
 from vllm_module.module import vLLMModule
+from vllm_module.quantization import Rules, quantize
 
-# Names, not classes: a model's file is imported when it is asked for.
+# Names, not classes: a model's file is imported when the model is built.
 _MODELS = {
     "GraniteForCausalLM": "granite:GraniteForCausalLM",
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
@@ -16,6 +21,8 @@ _MODELS = {
     "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
 }
+# The default dtype belongs to the process, and simulated ranks build in threads.
+_default_dtype_lock = threading.Lock()
 
 
 def supported_architectures() -> list[str]:
@@ -24,9 +31,9 @@ def supported_architectures() -> list[str]:
 
 
 def model_class(architectures: list[str]) -> type[vLLMModule]:
-    """Return the class of the first architecture that is known.
+    """Return the class of the first known architecture.
 
-    Raises ``UnsupportedModelError`` if none is.
+    Raises ``UnsupportedModelError`` if none is known.
     """
     for architecture in architectures:
         if target := _MODELS.get(architecture):
@@ -39,3 +46,27 @@ def model_class(architectures: list[str]) -> type[vLLMModule]:
         f"config.json names the architecture {named}, which no model here "
         f"implements; supported: {', '.join(supported_architectures())}"
     )
+
+
+def build_model(
+    config: HFConfig, dtype: torch.dtype, device: torch.device, rules: Rules | None = None
+) -> vLLMModule:
+    """Build the architecture of ``config``: parameters on meta, to be loaded onto ``device``."""
+    build = model_class(config.architectures)
+    with _default_dtype_lock:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                model = build(config)  # type: ignore[call-arg]  # every registered class takes it
+            if rules is not None:
+                quantize(model, rules)
+            return model
+        except AttributeError as error:
+            if "config.json" not in str(error):
+                raise
+            raise CheckpointFormatError(
+                f"{config.architectures[0]} cannot be built: {error}"
+            ) from None
+        finally:
+            torch.set_default_dtype(default)

@@ -1,68 +1,81 @@
-"""Where the components of checkpoint names lead, by what a module and its children declare."""
+"""Where the components of checkpoint names lead, by what a module and its children declare.
+
+A component that has more of the name behind it is looked up with its dot: ``"q_proj."`` leads to
+a child or to a slot, ``"weight"`` to a tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
-
-from torch import nn
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from vllm_module.messages import shorten
+from vllm_module.tree import Location, Node, loads_itself
 
 
-class Declaring(nn.Module):
-    """A module that says what checkpoints call its weights; ``vLLMModule`` documents how."""
+class Child(NamedTuple):
+    """Names go to the child at ``node``, which is given ``keeps`` and the rest of each name.
 
-    shard_names: Sequence[str] = ()
-    stored_beside: Sequence[str] = ()
-    weight_aliases: Mapping[str, str] = MappingProxyType({})
-    skipped_weights: Mapping[str, str] = MappingProxyType({})
-
-
-class Route(NamedTuple):
-    """Where a component leads: to the child or tensor ``attr``, to a slot, or to a skip rule.
-
-    ``beside``: it is the child's own tensor, which a checkpoint stores beside the child.
+    ``keeps`` is empty for names below the child. For a slot of a fused child it is ``"q_proj."``,
+    so that the child sees which slot a name is for; for a tensor that is stored beside the child it
+    is the tensor's name.
     """
 
-    attr: str = ""
-    child: nn.Module | None = None
-    slot: str | None = None
-    skip: str | None = None
-    beside: bool = False
+    node: Node
+    keeps: str
 
 
-def routes_of(module: nn.Module) -> dict[str, Route]:
-    """Build the table from component to route out of what the module's children declare.
+class Slot(NamedTuple):
+    """The rest of the name is a tensor of this fused module, which ``name`` is a slot of."""
 
-    Its own tensors need no entry. Raises ``ValueError`` where two claim one component.
+    name: str
+
+
+class Skip(NamedTuple):
+    """Names are not loaded, by the rule ``reason``."""
+
+    reason: str
+
+
+Route: TypeAlias = Child | Slot | Skip | Location
+Routes: TypeAlias = dict[str, Route]
+
+
+def routes_of(node: Node) -> Routes:
+    """Return the table from component to route, built once a load from what modules declare.
+
+    A module's own tensors need no entry. Raises ``ValueError`` where two declarations claim one
+    component.
     """
-    if not module._modules and not (
-        isinstance(module, Declaring)
-        and (module.shard_names or module.skipped_weights or module.weight_aliases)
-    ):
-        return {}
-    claims: list[tuple[str, Route]] = []
+    if node.routes is None:
+        node.routes = _built(node)
+    return node.routes
+
+
+def tensor_at(node: Node, attr: str) -> Location:
+    """Return the location of the module's own tensor ``attr``, which may be an alias."""
+    route = routes_of(node).get(attr)
+    return route if isinstance(route, Location) else Location(node, attr)
+
+
+def _built(node: Node) -> Routes:
+    module: Any = node.module
+    routes: Routes = {}
+    claims = tensor_names(node)  # components; each may be claimed once
     for attr, child in module._modules.items():
         if child is not None:
-            claims.append((attr, Route(attr, child)))
-            if isinstance(child, Declaring):
-                claims += [(slot, Route(attr, child, slot)) for slot in child.shard_names]
-                claims += [(own, Route(attr, child, beside=True)) for own in child.stored_beside]
-    if isinstance(module, Declaring):
-        claims += [(slot, Route(slot=slot)) for slot in module.shard_names]
-        claims += [(name, Route(skip=rule)) for name, rule in module.skipped_weights.items()]
+            claims += _add_child(routes, Node(child, node, attr), attr)
+    if loads_itself(module):
+        for slot in module.shard_names:
+            claims.append(slot)
+            routes[f"{slot}."] = Slot(slot)
+        for name, reason in module.skipped_weights.items():
+            claims.append(name)
+            routes[name] = routes[f"{name}."] = Skip(reason)
         if module.weight_aliases:
-            known = {attr: Route(attr) for attr in tensor_names(module)} | dict(claims)
-            aliases = module.weight_aliases.items()
-            claims += [(alias, known[name]) for alias, name in aliases if name in known]
-    if not claims:
-        return {}
-    routes = dict(claims)
-    if len(routes) < len(claims) or not routes.keys().isdisjoint(tensor_names(module)):
-        components = [*(component for component, _ in claims), *tensor_names(module)]
-        twice = sorted({name for name in components if components.count(name) > 1})
+            claims += _add_aliases(routes, node, module.weight_aliases)
+    if len(set(claims)) < len(claims):
+        twice = sorted({name for name in claims if claims.count(name) > 1})
         raise ValueError(
             f"{type(module).__name__}: two children, slots, tensors or rules claim the checkpoint "
             f"component {', '.join(twice)}"
@@ -70,17 +83,60 @@ def routes_of(module: nn.Module) -> dict[str, Route]:
     return routes
 
 
-def tensor_names(module: nn.Module) -> list[str]:
-    """Return the names of the tensors that a checkpoint can store for ``module`` itself."""
+def _add_child(routes: Routes, below: Node, attr: str) -> list[str]:
+    """Add the ways to a child, and return the components that it claims."""
+    routes[f"{attr}."] = Child(below, "")
+    child: Any = below.module
+    if not loads_itself(child):
+        return [attr]
+    for slot in child.shard_names:
+        routes[f"{slot}."] = Child(below, f"{slot}.")
+    for tensor in child.stored_beside:
+        routes[tensor] = Child(below, tensor)
+    return [attr, *child.shard_names, *child.stored_beside]
+
+
+def _add_aliases(routes: Routes, node: Node, aliases: Mapping[str, str]) -> list[str]:
+    """Add a second way to what each alias stands for, and return the aliases that have one."""
+    own, declared = tensor_names(node), dict(routes)
+    claims = []
+    for alias, name in aliases.items():
+        if name in own:
+            routes[alias] = Location(node, name)
+        for key in (name, f"{name}."):
+            route = declared.get(key)
+            if isinstance(route, Child) and not route.keeps:
+                # The checkpoint's names below the child begin with the alias; so do reports.
+                route = Child(Node(route.node.module, node, name, stored_as=alias), "")
+            if route is not None:
+                routes[alias + key[len(name) :]] = route
+        if name in own or name in declared or f"{name}." in declared:
+            claims.append(alias)
+    return claims
+
+
+def tensor_names(node: Node) -> list[str]:
+    """Return the names of the module's own tensors that a checkpoint can store."""
+    module = node.module
     computed = module._non_persistent_buffers_set
     return [*module._parameters, *(name for name in module._buffers if name not in computed)]
 
 
-def no_route(module: nn.Module, component: str, routes: Mapping[str, Route]) -> str:
-    """Say that ``module`` has no place for a component, and what it has."""
-    known = [*routes, *tensor_names(module)]
+def no_place(location: Location, slot: str | None) -> str:
+    """Say why no tensor is at ``location``, and what the module has instead."""
+    node, attr = location.node, location.attr
+    module = type(node.module).__name__
+    if location.is_made:
+        return f"{location.path} is made of full-precision weights while they are loaded"
+    declared = attr in node.module._parameters or attr in node.module._buffers
+    if declared or slot is not None:
+        with_slot = f" with a slot {slot!r}" if slot else ""
+        return f"{module} was built without {attr!r}{with_slot}"
+    component = attr.partition(".")[0]
+    known = list(
+        dict.fromkeys([*(key.rstrip(".") for key in routes_of(node)), *tensor_names(node)])
+    )
     if component in known:
-        return f"{type(module).__name__}.{component} is known, but not with a name like this"
+        return f"{module}.{component} is known, but not with a name like this"
     listed = ", ".join(known) if len(known) <= 16 else f"{len(known)} other components"
-    has = listed or "no weights"
-    return f"{type(module).__name__} has no {shorten(component)}; it has {has}"
+    return f"{module} has no {shorten(component)}; it has {listed or 'no weights'}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_module.weights.safetensors import SafetensorsHandle
+from vllm_module.weights.handle import SafetensorsHandle
 
 run = runpy.run_path(str(Path(__file__).with_name("under_torchrun.py")))["run"]
 

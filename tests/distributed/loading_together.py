@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model, tensor_parallel
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.safetensors import SafetensorsHandle
+from vllm_module.weights.handle import SafetensorsHandle
 
 working = runpy.run_path(str(Path(__file__).with_name("working_together.py")))
 die, hang, patience = working["die"], working["hang"], working["patience"]

@@ -17,11 +17,11 @@ import torch
 
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
-from vllm_module.loader import read_config
+from vllm_module.model_source import read_config
 from vllm_module.registry import model_class
 from vllm_module.weights import Checkpoint, open_checkpoint
-from vllm_module.weights.header import DTYPES
-from vllm_module.weights.safetensors import SafetensorsHandle
+from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.safetensors import DTYPES
 
 # Between the index and the files a.safetensors and b.safetensors of a folder.
 CUT = b"\n---\n"

@@ -63,8 +63,8 @@ def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read in pieces and batches of a few bytes, by several threads, the bits are the same."""
-    monkeypatch.setattr(reading, "_PIECE", 24)
-    monkeypatch.setattr(reading, "_BATCH", 16)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 24)
+    monkeypatch.setattr(reading, "_BATCH_BYTES", 16)
     monkeypatch.setattr(online, "_PIECE", 24)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 64)

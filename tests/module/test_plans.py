@@ -11,6 +11,7 @@ import pytest
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import MissingWeightError, ModelNotReadyError
 from vllm_module.testing import failing_reads
+from vllm_module.weights import reader_threads
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -57,3 +58,14 @@ def test_handles_are_refused_before_a_byte_is_read() -> None:
     for weights in (handles, iter(handles.items())):
         with pytest.raises(MissingWeightError):
             tree.Model().load_weights(weights)
+
+
+def test_a_plan_says_how_much_memory_the_load_takes() -> None:
+    """Law 7: the parameters once, and beside them what the reading threads hold at a time."""
+    handles = unreadable(tree.checkpoint())
+    model = tree.Model()
+    plan = model.plan_weights(handles)
+    whole = sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers()))
+    assert plan.memory("cpu") == (whole, 0, 0)
+    sizes = sorted(r.source.shape.numel() * r.source.dtype.itemsize for r in plan.reads())
+    assert plan.memory("cuda:1") == (whole, sum(sizes[-reader_threads() :]), 0)

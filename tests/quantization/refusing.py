@@ -17,7 +17,9 @@ from vllm_module.errors import (
     ModelNotReadyError,
     WeightLoadError,
 )
-from vllm_module.loader import build_model, quantization_rules, read_config
+from vllm_module.model_source import read_config
+from vllm_module.quantization import rules_for
+from vllm_module.registry import build_model
 from vllm_module.weights import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -58,7 +60,7 @@ def refuse_weights(
     def work() -> None:
         config_asked = ask(checkpoint, quantization)
         config = read_config(checkpoint.folder, config_asked)
-        rules = quantization_rules(config_asked, config)
+        rules = rules_for(quantization, getattr(config, "quantization_config", None))
         model: Any = build_model(config, torch.float32, CPU, rules)
         with open_checkpoint(checkpoint.folder) as stored, pytest.raises(kind) as refused:
             model.load_weights(stored)

@@ -184,7 +184,7 @@ def test_pieces_make_no_difference(layer: Drawn, scheme: Scheme, seed: int) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(online, "_PIECE", 24)
-        patch.setattr(reading, "_BATCH", 16)
+        patch.setattr(reading, "_BATCH_BYTES", 16)
         pieces.load_weights({name: Handle(tensor) for name, tensor in tensors.items()})
     assert_same_state(state(pieces), state(whole), "read in pieces")
 

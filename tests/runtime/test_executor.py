@@ -25,6 +25,7 @@ from vllm_module import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.config import EngineConfig
 from vllm_module.errors import (
     CheckpointFormatError,
+    MissingWeightError,
     ModelNotReadyError,
     RankError,
     UnexpectedWeightError,
@@ -400,7 +401,11 @@ def test_a_checkpoint_that_is_refused_leaves_nothing(
 ) -> None:
     """What loading raises is raised, once, and the process can try again."""
     with pytest.raises(CheckpointFormatError, match=r"has no config\.json"):
-        executor(tmp_path, 2)
+        executor(tmp_path, 2)  # starts no process
+    incomplete = weights(0)
+    del incomplete["model.norm.weight"]
+    with pytest.raises(MissingWeightError, match=r"model\.norm\.weight"):
+        executor(write_checkpoint(tmp_path, incomplete, config=CONFIG.to_dict()), 2)
     assert not workers()
     assert not dist.is_initialized()
     assert "Traceback" not in capfd.readouterr().err

@@ -268,7 +268,7 @@ def test_chat_by_another_template_and_its_variables(llm: LLM) -> None:
     for parts in ([{"type": "image_url", "image_url": "x"}], [3]):
         with pytest.raises(ValueError, match="a part of a message's content should be text, got"):
             llm.chat([{"role": "user", "content": parts}])
-    with pytest.raises(ValueError, match=r"cannot lay out the messages: TypeError: "):
+    with pytest.raises(ValueError, match=r"cannot format the messages: TypeError: "):
         llm.chat([{"role": "user", "content": None}], chat_template=source)
     for wrong in (None, "hi", [], 5):
         with pytest.raises(ValueError, match="messages should be"):

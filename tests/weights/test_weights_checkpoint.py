@@ -107,8 +107,8 @@ def test_an_index_that_does_not_fit_is_refused(folder: Path, weight_map, message
         ("{", "not valid JSON"),
         ("[]", "is not a JSON object but"),
         ("{}", "weight_map should map"),
-        ('{"weight_map": {}, "weight_map": {}}', "'weight_map' stands there twice"),
-        (f'{{"weight_map": {{"a": "{ONE}", "a": "{TWO}"}}}}', "'a' stands there twice"),
+        ('{"weight_map": {}, "weight_map": {}}', "'weight_map' occurs twice"),
+        (f'{{"weight_map": {{"a": "{ONE}", "a": "{TWO}"}}}}', "'a' occurs twice"),
     ],
 )
 def test_an_index_that_is_no_index_is_refused(folder: Path, text: str, message: str) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.weights.header import DTYPES, MAX_HEADER_BYTES
-from vllm_module.weights.safetensors import SafetensorsFile
+from vllm_module.weights.safetensors import DTYPES, MAX_HEADER_BYTES, SafetensorsFile
 
 
 def entry(dtype: Any = "U8", shape: Any = (4,), begin: Any = 0, end: Any = 4) -> dict[str, Any]:
@@ -69,8 +68,8 @@ def test_a_wrong_entry_is_refused(write_file, header, message) -> None:
         (b'{"w": {"dtype": "U8", "shape": [Infinity], "data_offsets": [0, 4]}}', "Infinity"),
         (b'{"w": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"w": ' + b"9" * 10_000 + b"}", "not valid JSON"),
-        (b'{"w": 1, "w": 2}', "'w' stands there twice"),
-        (b'{"w": {"dtype": "U8", "dtype": "I8"}}', "'dtype' stands there twice"),
+        (b'{"w": 1, "w": 2}', "'w' occurs twice"),
+        (b'{"w": {"dtype": "U8", "dtype": "I8"}}', "'dtype' occurs twice"),
         (b" {}", "should begin with '{'"),
         (b"[]", "should begin with '{'"),
         (b"", "should begin with '{'"),

@@ -16,8 +16,7 @@ from torch import nn
 from vllm_module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, UnexpectedWeightError
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.header import MAX_HEADER_BYTES
-from vllm_module.weights.safetensors import SafetensorsFile
+from vllm_module.weights.safetensors import MAX_HEADER_BYTES, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 
@@ -69,11 +68,11 @@ def text(shape: str = "[4]", offsets: str = "[0, 4]", dtype: str = '"U8"', more:
         (text(shape="[" * 500 + "]" * 500), "shape should be a list of sizes"),
         (b'{"w": ' + b"[" * 900 + b"]" * 900 + b"}", "an object with dtype|not valid JSON"),
         # Keys twice, at each level; also where escapes hide it.
-        (b'{"w": 1, "\\u0077": 2}', "'w' stands there twice"),
-        (b'{"__metadata__": {"a": "1", "a": "2"}}', "'a' stands there twice"),
-        (b'{"__metadata__": {}, "__metadata__": {}}', "'__metadata__' stands there twice"),
-        (text(more=', "shape": [4]'), "'shape' stands there twice"),
-        (text(more=', "x": {"y": {"z": 1, "z": 1}}'), "'z' stands there twice"),
+        (b'{"w": 1, "\\u0077": 2}', "'w' occurs twice"),
+        (b'{"__metadata__": {"a": "1", "a": "2"}}', "'a' occurs twice"),
+        (b'{"__metadata__": {}, "__metadata__": {}}', "'__metadata__' occurs twice"),
+        (text(more=', "shape": [4]'), "'shape' occurs twice"),
+        (text(more=', "x": {"y": {"z": 1, "z": 1}}'), "'z' occurs twice"),
         # Dtypes.
         (text(dtype='"u8"'), "dtype should be one of"),
         (text(dtype='"U8 "'), "dtype should be one of"),

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.loader import read_config
+from vllm_module.model_source import read_config
 from vllm_module.weights import open_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -36,8 +36,8 @@ def read_folder(folder: Path, name: str) -> object:
         (b'{"metadata": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"a": ' + b"9" * 100_000 + b"}", "an integer has 100000 digits"),
         (b'{"a": [' + b"[]," * 3_100_000 + b"0]}", "brackets, colons and commas"),
-        (b'{"a": 1, "a": 1}', "'a' stands there twice"),
-        (b'{"a": {"b": 1, "b": 1}}', "'b' stands there twice"),
+        (b'{"a": 1, "a": 1}', "'a' occurs twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "'b' occurs twice"),
         (b"\xff", "not valid JSON"),
         (b"\0" * 100, "not valid JSON"),
         (b"", "not valid JSON"),
@@ -125,8 +125,8 @@ def test_what_an_index_says_of_sizes_does_not_matter(tmp_path: Path, write_file)
         assert open_checkpoint(tmp_path).nbytes == 4
 
 
-def test_an_index_of_a_hundred_thousand_names_opens(tmp_path: Path, write_file) -> None:
-    count, header, weight_map = 100_000, {}, {}
+def test_an_index_of_many_names_opens(tmp_path: Path, write_file) -> None:
+    count, header, weight_map = 20_000, {}, {}
     for index in range(count):
         name = f"model.layers.{index}.weight"
         header[name] = {"dtype": "U8", "shape": [1], "data_offsets": [index, index + 1]}
@@ -137,8 +137,8 @@ def test_an_index_of_a_hundred_thousand_names_opens(tmp_path: Path, write_file) 
         assert len(checkpoint) == checkpoint.nbytes == count
 
 
-def test_an_index_of_a_hundred_thousand_files_is_refused_at_once(tmp_path: Path) -> None:
-    weight_map = {f"w{index}": f"{index}.safetensors" for index in range(100_000)}
+def test_an_index_of_many_absent_files_is_refused_at_the_first(tmp_path: Path) -> None:
+    weight_map = {f"w{index}": f"{index}.safetensors" for index in range(20_000)}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointFormatError, match=r"names 0\.safetensors, which is not there"):
         open_checkpoint(tmp_path)

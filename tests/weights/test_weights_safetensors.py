@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.weights import file_bytes, lease, runs
-from vllm_module.weights.safetensors import SafetensorsFile, SafetensorsHandle
+from vllm_module.weights import file_bytes
+from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.regular_file import ReadLease
+from vllm_module.weights.safetensors import SafetensorsFile
 
-TAKE_LEASE = lease.ReadLease._take
+TAKE_LEASE = ReadLease._take
 
 DTYPES = [
     torch.float64,
@@ -110,13 +112,13 @@ def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, way) -> No
         },
         b"x" * padding + raw,
     )
-    monkeypatch.setattr(file_bytes, "_LONG_RUN", 1 if way == "runs" else 64 << 10)
+    monkeypatch.setattr(file_bytes, "_LONG_PIECE", 1 if way == "runs" else 64 << 10)
     monkeypatch.setattr(file_bytes, "_LONGEST_ROW", 1 if way == "rows" else 1 << 20)
     take = TAKE_LEASE if way == "mapped" else lambda _: False
-    monkeypatch.setattr(lease.ReadLease, "_take", take)
+    monkeypatch.setattr(ReadLease, "_take", take)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
-    monkeypatch.setattr(runs, "_SERIAL_ELEMENTS", 9)
+    monkeypatch.setattr(file_bytes, "_THREADED_ELEMENTS", 9)
     file = SafetensorsFile(path)
     handle = file["w"]
     for step in steps:

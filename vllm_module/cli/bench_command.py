@@ -26,7 +26,6 @@ from vllm_module.cli.serving import CacheDType, CacheDTypeOption, built_as, serv
 from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.weights import resolve
 
 
 def bench(
@@ -85,7 +84,7 @@ def bench(
         pool = llm.engine.scheduler.pool
         its_dtype, its_device = built_as(llm)
         results = {
-            "checkpoint": str(resolve(source, None)),
+            "checkpoint": str(llm.source.folder),
             "dtype": its_dtype,
             "device": its_device,
             "tensor_parallel_size": llm.executor.size,

@@ -80,8 +80,10 @@ def chat(
     first = (
         [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
     )
-    if is_first_rank():  # which talks, and refuses before gigabytes are read
-        ChatTemplate(resolve(source, None))
+    if is_first_rank():  # which needs the template, and refuses before any weights are read
+        folder = resolve(source, None)
+        ChatTemplate(folder)
+        source = str(folder)
     cache = kv_cache_dtype.value
     with serving(
         source, dtype, quantization, device, tp, timeout, max_model_len, kv_cache_dtype=cache

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from vllm_module.cli.output import CommandError
 from vllm_module.config import HFConfig
-from vllm_module.loader import build_model
 from vllm_module.module import vLLMModule
+from vllm_module.registry import build_model
 
 PARAGRAPH = (
     "A model is a tree, and here the tree loads itself. A name in a checkpoint is a path: each "
@@ -137,8 +137,8 @@ def _train(model: vLLMModule, ids: torch.Tensor, tell: Callable[[float], object]
 @torch.no_grad()
 def _export(model: vLLMModule, weights: dict[str, torch.Tensor]) -> None:
     """Copy the model's parameters back into ``weights``: the plan says where each belongs."""
-    for filling in model.plan_weights(weights).fillings:
-        for stored, trained in filling.cut():
+    for each in model.plan_weights(weights).assignments:
+        for stored, trained in each.cut():
             assert isinstance(stored, torch.Tensor)
             stored.copy_(trained)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import CommandError
 from vllm_module.distributed import run_ranks
+from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache
@@ -115,18 +115,17 @@ def check_shards(checkpoint: Checkpoint, models: Sequence[vLLMModule]) -> None:
     """
     parts = defaultdict(list)
     for model in models:
-        for filling in model.plan_weights(checkpoint).fillings:
-            parts[filling.name].append(filling)
-    for name, fillings in parts.items():
-        location = fillings[0].location
-        assert location.tensor is not None
+        for each in model.plan_weights(checkpoint).assignments:
+            parts[each.name].append(each)
+    for name, assignments in parts.items():
+        location = assignments[0].location
         stored = torch.empty(checkpoint[name].shape, dtype=location.tensor.dtype)
         read_into(checkpoint[name], stored)
         rebuilt = torch.full_like(stored, torch.nan)
-        for filling in fillings:
+        for each in assignments:
             for (part, kept), (expected, _) in zip(
-                filling._replace(weight=rebuilt).cut(),
-                filling._replace(weight=stored).cut(),
+                each._replace(weight=rebuilt).cut(),
+                each._replace(weight=stored).cut(),
                 strict=True,
             ):
                 assert isinstance(part, torch.Tensor)

@@ -13,9 +13,9 @@ import typer
 from vllm_module.cli.demo_checkpoint import PARAGRAPH, PROMPT, write_checkpoint
 from vllm_module.cli.demo_damage import refuse_damaged
 from vllm_module.cli.demo_steps import Prompt, Story, compare_texts, load_sizes, show_plan
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import console, plural, size
 from vllm_module.config import ModelConfig
+from vllm_module.model_source import ModelSource
 from vllm_module.weights import open_checkpoint
 
 

@@ -11,9 +11,9 @@ import torch
 
 from vllm_module.cli.demo_checks import CPU
 from vllm_module.cli.demo_steps import Story
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import CommandError
 from vllm_module.errors import ModelNotReadyError, WeightLoadError
+from vllm_module.model_source import ModelSource
 from vllm_module.weights import Weight, open_checkpoint
 
 _MOST_LINES = 3

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_module.cli.demo_checks import Visit, llm_tokens, transformers_tokens, visit
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import CommandError, printable, size
 from vllm_module.cli.rank_plan import RankPlan, Read, fold_reads, plan_rank
 from vllm_module.errors import ShardingError
+from vllm_module.model_source import ModelSource
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 
 _SIZES = (1, 2, 4)

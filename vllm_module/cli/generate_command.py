@@ -38,7 +38,6 @@ from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.outputs import request_output
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
-from vllm_module.weights import resolve
 
 
 def generate(
@@ -106,7 +105,7 @@ def generate(
             its_dtype, its_device = built_as(llm)
             print_json(
                 {
-                    "checkpoint": str(resolve(source, None)),
+                    "checkpoint": str(llm.source.folder),
                     "dtype": its_dtype,
                     "device": its_device,
                     "tensor_parallel_size": llm.executor.size,

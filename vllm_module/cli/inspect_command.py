@@ -21,7 +21,7 @@ from vllm_module.cli.output import (
 )
 from vllm_module.config import HFConfig, ModelConfig
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.loader import read_config
+from vllm_module.model_source import read_config
 from vllm_module.registry import supported_architectures
 from vllm_module.report import fold
 from vllm_module.weights import Checkpoint, open_checkpoint, resolve

@@ -9,7 +9,6 @@ import typer
 
 from vllm_module.agreement import digests
 from vllm_module.cli.memory import peak_cuda, peak_resident, reset_peaks
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.options import (
     DeviceOption,
     DType,
@@ -37,6 +36,7 @@ from vllm_module.cli.ranks import (
 )
 from vllm_module.config import ModelConfig
 from vllm_module.distributed import tensor_parallel
+from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.report import LoadReport
 

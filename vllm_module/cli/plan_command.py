@@ -6,7 +6,6 @@ import torch
 import typer
 from rich.console import Console
 
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.options import (
     DType,
     DTypeOption,
@@ -18,6 +17,7 @@ from vllm_module.cli.options import (
 )
 from vllm_module.cli.output import console, print_json, print_table, size
 from vllm_module.cli.rank_plan import RankPlan, Read, fold_reads, plan_rank
+from vllm_module.model_source import ModelSource
 
 HEADER = ("checkpoint tensor", "shape kept", "of", "bytes of the tensor", "goes to", "slot")
 

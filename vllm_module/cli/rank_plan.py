@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
-import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import grouped, shape
 from vllm_module.distributed import tensor_parallel
-from vllm_module.location import slots_of
-from vllm_module.module import LoadPlan, vLLMModule
+from vllm_module.model_source import ModelSource
+from vllm_module.module import vLLMModule
 from vllm_module.report import LoadReport, fold
-from vllm_module.weights import Checkpoint, Destination, reading
-from vllm_module.weights.safetensors import SafetensorsHandle
+from vllm_module.tree import slots_of
+from vllm_module.weights import Checkpoint
+from vllm_module.weights.handle import SafetensorsHandle
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,7 @@ def plan_rank(source: ModelSource, checkpoint: Checkpoint, rank: int, tp_size: i
     with tensor_parallel(rank=rank, size=tp_size):
         model = source.build(torch.device("cpu"))
     plan = model.plan_weights(checkpoint)
+    memory = plan.memory()
     order = {path: at for at, (path, _) in enumerate(_tensors(model))}
     slots = {path: slots_of(tensor) for path, tensor in _tensors(model)}
     reads = [
@@ -102,9 +100,9 @@ def plan_rank(source: ModelSource, checkpoint: Checkpoint, rank: int, tp_size: i
         reads,
         plan.report,
         sum(read.bytes for read in reads),
-        _memory(model),
-        {"cpu": _staging(plan, on_cpu=True), "cuda": _staging(plan, on_cpu=False)},
-        _quantizing(plan),
+        memory.model,
+        {device: plan.memory(device).staging for device in ("cpu", "cuda")},
+        memory.quantizing,
     )
 
 
@@ -151,42 +149,3 @@ def _tensors(model: vLLMModule) -> list[tuple[str, torch.Tensor]]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-
-
-def _memory(model: vLLMModule) -> int:
-    """Return the bytes of all parameters and buffers; tied ones are there once."""
-    tensors = (*model.parameters(), *model.buffers())
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-def _staging(plan: LoadPlan, *, on_cpu: bool) -> int:
-    """Return the most host memory that holds tensors on their way, one for each reading thread.
-
-    What is read into host memory as it is stored goes there directly.
-    """
-    staged = []
-    for source, target in _jobs(plan):
-        if isinstance(target, torch.Tensor):
-            direct = on_cpu and source.dtype == target.dtype and target.is_contiguous()
-            staged += [] if direct else [min(source.nbytes, reading._PIECE)]
-        elif not on_cpu:
-            staged.append(source.nbytes)
-    return _in_hand(staged)
-
-
-def _quantizing(plan: LoadPlan) -> int:
-    """Return the most memory that holds full precision on its way to a quantized weight."""
-    converted = (s.nbytes for s, target in _jobs(plan) if not isinstance(target, torch.Tensor))
-    return _in_hand(converted)
-
-
-def _jobs(plan: LoadPlan) -> Iterator[tuple[SafetensorsHandle, Destination]]:
-    for filling in plan.fillings:
-        for source, target in filling.jobs():
-            assert isinstance(source, SafetensorsHandle)
-            yield source, target
-
-
-def _in_hand(sizes: Iterable[int]) -> int:
-    """Return the most that the threads which read can have in hand, one size each."""
-    return sum(heapq.nlargest(min(reading._MAX_THREADS, os.cpu_count() or 1), sizes))

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import typer
 
 from vllm_module.agreement import demand_alike, demand_same_tensors, describe
-from vllm_module.cli.model_source import ModelSource
 from vllm_module.cli.output import REFUSALS, CommandError
 from vllm_module.config import LoadConfig, ModelConfig
 from vllm_module.distributed import together
 from vllm_module.errors import RankError
+from vllm_module.model_source import ModelSource
 
 T = TypeVar("T")
 TIMEOUT = LoadConfig().timeout

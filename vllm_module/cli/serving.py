@@ -1,4 +1,4 @@
-"""The engine of the commands that generate, and the options that they share."""
+"""The engine that ``generate``, ``chat`` and ``bench`` use, and the options that they share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_module.runtime.sampling_params import SamplingParams
 
 
 class CacheDType(str, Enum):
-    """What keys and values are kept in."""
+    """Dtypes of the KV cache."""
 
     auto = "auto"
     fp8 = "fp8"
@@ -35,29 +35,34 @@ TemperatureOption = Annotated[
 TopPOption = Annotated[
     float,
     typer.Option(
-        "--top-p", metavar="P", help="Draw from the tokens that have this much of the probability."
+        "--top-p",
+        metavar="P",
+        help="Sample from the most probable tokens, up to a total probability of P.",
     ),
 ]
 TopKOption = Annotated[
     int,
-    typer.Option("--top-k", metavar="K", help="Draw from the most probable tokens; 0 for all."),
+    typer.Option("--top-k", metavar="K", help="Sample from the K most probable tokens; 0 for all."),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option("--seed", metavar="S", help="Draws the same tokens each time.")
+    int | None, typer.Option("--seed", metavar="S", help="Sample the same tokens each time.")
 ]
 StopOption = Annotated[
     list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Text to end at; may be repeated."),
+    typer.Option("--stop", metavar="TEXT", help="Text that ends the output; may be repeated."),
 ]
 LengthOption = Annotated[
     int | None,
     typer.Option(
-        "--max-model-len", min=1, metavar="L", help="Most tokens of a sequence; else the model's."
+        "--max-model-len",
+        min=1,
+        metavar="L",
+        help="Most tokens of a sequence; else the model's.",
     ),
 ]
 CacheDTypeOption = Annotated[
     CacheDType,
-    typer.Option("--kv-cache-dtype", help="Of keys and values; auto takes the model's."),
+    typer.Option("--kv-cache-dtype", help="Dtype of the KV cache; auto is the model's."),
 ]
 
 
@@ -72,13 +77,14 @@ def serving(
     max_model_len: int | None,
     **engine: Any,
 ) -> Iterator[LLM]:
-    """Load a checkpoint into an engine, and close it in the end.
+    """Load a checkpoint into an engine, and close the engine at the end of the block.
 
-    Under torchrun, all ranks but the first serve in here, and then leave the command.
+    Under torchrun, only rank 0 gets to the block. The other ranks run the model until rank 0
+    closes the engine, and then exit from the command.
     """
     size = tensor_parallel_size(tp)
-    torch_device(device)  # wrong usage, if it is not there
-    shown = LoadConfig(timeout=timeout, show_progress=console(stderr=True).is_terminal)
+    torch_device(device)  # a usage error if there is no such device
+    load_config = LoadConfig(timeout=timeout, show_progress=console(stderr=True).is_terminal)
     try:
         llm = LLM(
             source,
@@ -86,11 +92,11 @@ def serving(
             quantization=quantization and quantization.value,
             max_model_len=max_model_len,
             device=device,
-            load_config=shown,
+            load_config=load_config,
             tensor_parallel_size=size,
             **engine,
         )
-    except SystemExit:  # a rank that has served
+    except SystemExit:  # raised by LLM on the other ranks, when the engine has closed
         raise typer.Exit from None
     except (RankError, ValueError, *REFUSALS) as error:
         _refuse(error)
@@ -102,24 +108,24 @@ def serving(
 
 
 def _refuse(error: BaseException) -> NoReturn:
-    """Refuse in the words of the first rank, unless it is the one that cannot speak."""
-    refusal = isinstance(error, REFUSALS)
-    told = refusal or (isinstance(error, RankError) and 0 not in error.ranks)
-    if told and not is_first_rank():  # which is told what others refuse
+    """Exit with the error. Rank 0 prints it for all ranks, unless rank 0 itself ended."""
+    refused = isinstance(error, REFUSALS)
+    rank_0_prints = refused or (isinstance(error, RankError) and 0 not in error.ranks)
+    if rank_0_prints and not is_first_rank():
         raise typer.Exit(1) from error
-    if refusal:
+    if refused:
         raise error
     raise CommandError(str(error)) from error
 
 
 def sampling(**values: Any) -> SamplingParams:
-    """Return how tokens are chosen; raise a usage error for a value that cannot be."""
+    """Return the sampling parameters; raise a usage error for an invalid value."""
     for text in values.get("stop") or ():
         check_text(text, "--stop")
     try:
         return SamplingParams(**values)
     except ValidationError as error:
-        problem = error.errors()[-1]  # of several types that it could have, the most telling
+        problem = error.errors()[-1]  # for a union of types, the last has the clearest message
         raise typer.BadParameter(
             f"{problem['msg']}, got {problem['input']!r}",
             param_hint=f"--{str(problem['loc'][0]).replace('_', '-')}",
@@ -127,7 +133,7 @@ def sampling(**values: Any) -> SamplingParams:
 
 
 def check_text(text: str, option: str) -> str:
-    """Return ``text``; raise a usage error for bytes that are no text in the shell's encoding."""
+    """Return ``text``; raise a usage error if it has bytes that the shell's encoding has not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -136,7 +142,5 @@ def check_text(text: str, option: str) -> str:
 
 
 def built_as(llm: LLM) -> tuple[torch.dtype, torch.device]:
-    """Return what the model computes in and where: what is not quantized says so."""
-    parameters = llm.executor.worker.model.parameters()
-    wide = next(parameter for parameter in parameters if parameter.dtype.itemsize > 1)
-    return wide.dtype, wide.device
+    """Return the dtype of parameters that are not quantized, and the device of the model."""
+    return llm.source.dtype, next(llm.executor.worker.model.parameters()).device

@@ -24,7 +24,9 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
         ShardingError: a block of a weight would belong to two ranks or parts.
 
     """
-    if any(module._filled for module in model.modules() if isinstance(module, vLLMModule)):
+    if any(
+        module.load_state.loaded for module in model.modules() if isinstance(module, vLLMModule)
+    ):
         raise RuntimeError(f"{type(model).__name__} is loaded: quantize it before it is")
     modules = dict(model.named_modules())
     layers = {path: each for path, each in modules.items() if isinstance(each, QuantizableLayer)}

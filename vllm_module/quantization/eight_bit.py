@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from vllm_module.conversions import Conversion
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.scaled_matmul import scaled_matmul
-from vllm_module.location import Conversion
 from vllm_module.parameters import (
     BasevLLMParameter,
     BlockQuantScaleParameter,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from vllm_module.conversions import Conversion
 from vllm_module.distributed import TensorParallelGroup
 from vllm_module.kernels.linear import linear
-from vllm_module.location import Conversion
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
 

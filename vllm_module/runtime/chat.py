@@ -16,18 +16,18 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """A checkpoint's own chat template: messages to the text of a prompt.
+    """Formats messages as the text of a prompt, by a checkpoint's own chat template.
 
-    It is read from ``chat_template.jinja`` or ``tokenizer_config.json``, unless it is given as
-    ``template``, and rendered in a sandbox: it can call nothing and change nothing outside of its
-    messages.
+    The template is ``chat_template.jinja`` or the entry of ``tokenizer_config.json``, unless it is
+    given as ``template``. It runs in a sandbox: it cannot call functions of this process, and
+    cannot change the messages.
 
     Raises ``CheckpointFormatError`` if the folder has none.
     """
 
     def __init__(self, folder: Path, template: str | None = None) -> None:
         self.folder = folder
-        self._reads: set[str] = set()
+        self._variables: set[str] = set()
         path = folder / "tokenizer_config.json"
         self._settings: dict[str, Any] = {}
         if os.path.lexists(path):
@@ -36,7 +36,7 @@ class ChatTemplate:
 
     def _read(self) -> str:
         template: Any = self._settings.get("chat_template")
-        if isinstance(template, list):  # several by name
+        if isinstance(template, list):  # of named templates
             named = [entry for entry in template if isinstance(entry, Mapping)]
             templates = {entry.get("name"): entry.get("template") for entry in named}
             template = templates.get("default")
@@ -45,7 +45,7 @@ class ChatTemplate:
         if not isinstance(template, str):
             raise CheckpointFormatError(
                 f"{self.folder} has no chat template, neither chat_template.jinja nor an entry of "
-                "tokenizer_config.json: use generate() with prompts that are laid out already"
+                "tokenizer_config.json: use generate() with prompts that are formatted already"
             )
         return template
 
@@ -59,8 +59,9 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
 
-        def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, **how)  # jinja2's own is for HTML
+        def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            # jinja2's own filter escapes HTML.
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
         def refuse(message: str) -> None:
             raise ValueError(f"the chat template refuses the messages: {message}")
@@ -69,62 +70,65 @@ class ChatTemplate:
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            self._reads = meta.find_undeclared_variables(environment.parse(self._source))
+            self._variables = meta.find_undeclared_variables(environment.parse(self._source))
             return environment.from_string(self._source)
         except jinja2.TemplateError as error:
             raise CheckpointFormatError(
                 f"the chat template of {self.folder} cannot be read: {error}"
             ) from None
 
-    def render(self, messages: Messages, /, add_generation_prompt: bool = True, **more: Any) -> str:
-        """Return the text of a prompt that asks for the next message.
+    def render(
+        self, messages: Messages, /, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Return the text of a prompt for the next message.
 
         Args:
-            messages: each with ``role`` and ``content``, as the template wants them; content may be
-                a list of parts ``{"type": "text", "text": ...}``, which become lines of one text.
+            messages: mappings with ``role`` and ``content``. The content may be a list of
+                ``{"type": "text", "text": ...}``, whose texts are joined by line breaks.
             add_generation_prompt: end with the beginning of the assistant's message.
-            more: other variables of the template, such as ``enable_thinking``.
+            variables: other variables of the template, such as ``enable_thinking``.
 
         Raises:
-            ValueError: messages that are none, or that the template refuses or cannot lay out;
-                variables that it does not read.
+            ValueError: there are no messages, the template refuses them or fails on them, or it
+                does not read a variable.
 
         """
         template = self._template
-        if unread := more.keys() - self._reads:
+        if unread := variables.keys() - self._variables:
             raise ValueError(
                 f"the chat template does not read {', '.join(sorted(unread))}: it reads "
-                f"{', '.join(sorted(self._reads))}"
+                f"{', '.join(sorted(self._variables))}"
             )
-        several = [] if messages is None or isinstance(messages, (str, Mapping)) else list(messages)
-        wrong = [m for m in several if not isinstance(m, Mapping) or "role" not in m]
-        if not several or wrong:
-            came = shorten(wrong[0] if wrong else messages)
+        is_list = messages is not None and not isinstance(messages, (str, Mapping))
+        listed = list(messages) if is_list else []
+        wrong = [m for m in listed if not isinstance(m, Mapping) or "role" not in m]
+        if not listed or wrong:
+            got = shorten(wrong[0] if wrong else messages)
             raise ValueError(
-                f"messages should be a list of mappings with a role and content, got {came}"
+                f"messages should be a list of mappings with a role and content, got {got}"
             )
-        tokens = {
+        special_tokens = {
             name: value.get("content") if isinstance(value, Mapping) else value
             for name, value in self._settings.items()
             if name.endswith("_token") and value is not None
         }
         try:
             text: str = template.render(
-                messages=[_as_text(message) for message in several],
+                messages=[_with_joined_text(message) for message in listed],
                 add_generation_prompt=add_generation_prompt,
-                **{**tokens, "tools": None, "documents": None, **more},
+                **{**special_tokens, "tools": None, "documents": None, **variables},
             )
         except ValueError:
             raise
-        except Exception as error:  # the template is a program
+        except Exception as error:  # a template is a program and can raise anything
             raise ValueError(
-                f"the chat template cannot lay out the messages: {describe_error(error)}"
+                f"the chat template cannot format the messages: {describe_error(error)}"
             ) from None
         return text
 
 
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Make one text of a message's parts, which many templates would write as Python does."""
+def _with_joined_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Join a list of content into one text: many templates would print the list itself."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -14,6 +14,7 @@ from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConf
 from vllm_module.distributed import tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.messages import describe_error
+from vllm_module.model_source import ModelSource
 from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.ranks import Ranks, join, meeting_place, own_device
 from vllm_module.runtime.worker import Worker
@@ -31,7 +32,8 @@ class Executor:
     message names it, and says how.
 
     Args:
-        model_config, load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
+        model: the model to load, or its source if that was found already.
+        load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
         config: of the engine.
 
     Attributes:
@@ -45,7 +47,7 @@ class Executor:
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        model: ModelConfig | ModelSource,
         load_config: LoadConfig,
         device_config: DeviceConfig,
         config: EngineConfig,
@@ -54,12 +56,15 @@ class Executor:
         self._closed: str | None = None
         self._refusal: str | None = None
         self.asleep = False
-        self._ranks = Ranks(
-            config.tensor_parallel_size,
-            device_config.torch_device,
-            _serve,
-            (model_config, load_config, device_config, config),
-        )
+
+        def arguments() -> tuple[Any, ...]:
+            """Find the model here, so that the ranks on this host read from the same folder."""
+            nonlocal model
+            model = ModelSource.find(model)
+            return model, load_config, device_config, config
+
+        size, device = config.tensor_parallel_size, device_config.torch_device
+        self._ranks = Ranks(size, device, _serve, arguments)
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self._end = weakref.finalize(self, self._ranks.close)
         if self.size > 1:
@@ -69,7 +74,7 @@ class Executor:
         group = self._ranks.group
         place: Any = {"group": group} if group else {"rank": 0, "size": 1}
         with self._or_end(), tensor_parallel(**place):
-            self.worker = Worker(model_config, load_config, device_config, config)
+            self.worker = Worker(model, load_config, device_config, config)
 
     def start(self, max_model_len: int) -> tuple[int, int]:
         """Make every rank's cache, as large as the smallest has room for.
@@ -242,7 +247,7 @@ def _serve(
     size: int,
     port: int,
     threads: int,
-    model_config: ModelConfig,
+    source: ModelSource,
     load_config: LoadConfig,
     device_config: DeviceConfig,
     config: EngineConfig,
@@ -252,4 +257,4 @@ def _serve(
     join(rank, size, meeting_place(size, port), device, threads)
     # The first rank raises what these are: it need not be printed as well.
     with suppress(WeightLoadError, RankError):
-        Executor(model_config, load_config, DeviceConfig(device=str(device)), config).follow()
+        Executor(source, load_config, DeviceConfig(device=str(device)), config).follow()

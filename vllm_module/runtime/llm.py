@@ -18,16 +18,14 @@ from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
-from vllm_module.weights import Weight, resolve
+from vllm_module.weights import Weight
 
 Prompt = str | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-_LENGTH = 8192  # of a sequence, where neither the model nor the caller has a limit
-
-
-_HANGS = 30.0  # seconds of a step after which it is closed in the middle of it
-_PROMPT = {"prompt", "prompt_token_ids"}
+_MAX_MODEL_LEN = 8192  # tokens of a sequence, if neither the model nor the caller sets a limit
+_CLOSE_TIMEOUT = 30.0  # seconds that close() waits for a step to end
+_PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 
 
 class LLM:
@@ -44,14 +42,19 @@ class LLM:
         engine: entries of :class:`~vllm_module.config.EngineConfig`, such as
             ``tensor_parallel_size``, ``kv_cache_dtype`` and ``gpu_memory_utilization``.
 
-    With ``tensor_parallel_size`` of more than one, other processes of this host are started, and
-    end with :meth:`close`, with this process or with the ``with`` block. Under torchrun its
-    processes are the ranks: those that are not the first serve it in here, and exit when it closes.
-    Threads may share it: their requests are computed together.
+    A ``tensor_parallel_size`` above 1 starts more processes on this host. They end with
+    :meth:`close`, with the ``with`` block, or with this process. Under torchrun, its processes are
+    the ranks: rank 0 returns from the constructor, and the others run the model inside it until
+    rank 0 closes the engine, then exit. Threads may share an ``LLM``; their requests are batched.
+
+    Attributes:
+        source: the :class:`~vllm_module.model_source.ModelSource`: folder, configuration, dtype.
+        tokenizer: of the checkpoint; ``None`` if it has none that can be read.
+        no_tokenizer: why there is no tokenizer.
 
     Raises:
         WeightLoadError: the checkpoint is refused.
-        ValueError: settings that do not fit, or fewer devices than ranks.
+        ValueError: a setting is invalid, or there are fewer devices than ranks.
 
     """
 
@@ -94,17 +97,17 @@ class LLM:
             raise
 
     def _prepare(self, model_config: ModelConfig, config: EngineConfig) -> None:
-        folder = resolve(model_config.model, model_config.revision)
+        self.source = self.executor.worker.source
+        folder = self.source.folder
         self.tokenizer: Tokenizer | None = None
         self.no_tokenizer = ""
         try:
             self.tokenizer = Tokenizer(folder)
         except CheckpointFormatError as error:
             self.no_tokenizer = str(error)
-        self._folder = folder
         self._template: ChatTemplate | None = None
-        hf_config: Any = self.executor.worker.model.config
-        length = model_config.max_model_len or hf_config.context_length or _LENGTH
+        hf_config = self.source.config
+        length = model_config.max_model_len or hf_config.context_length or _MAX_MODEL_LEN
         pages, host_pages = self.executor.start(length)
         size = config.block_size
         scheduler = Scheduler(
@@ -131,47 +134,48 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Go on from prompts, all of them together, and return their outputs in their order.
+        """Continue prompts in one batch, and return an output for each, in their order.
 
         Args:
             prompts: text, ``{"prompt_token_ids": [...]}``, or a sequence of these.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: one for all prompts, or a sequence with one for each prompt.
             use_tqdm: draw a progress bar on standard error.
 
-        A prompt that cannot be served has an ``error`` in its output, and the others go on.
+        A prompt that is refused has an ``error`` in its output; the others are not affected.
 
         Raises:
-            ValueError: prompts that are none, or parameters that are none or as many as there are
-                no prompts.
-            RuntimeError: a step failed, or a rank ended. (Other threads' requests, if it was in
-                theirs, have that as their error.)
+            ValueError: ``prompts`` is of another type, or the number of sampling parameters is
+                not the number of prompts.
+            RuntimeError: a step failed, or a rank ended. Requests of other threads in that step
+                get the reason as their ``error``.
 
         """
-        several = _listed(prompts, "prompts")
-        params = self._params(sampling_params, len(several))
-        taken: list[Request | RequestOutput] = []
+        prompt_list = _as_list(prompts, "prompts")
+        params_list = self._params(sampling_params, len(prompt_list))
+        requests: list[Request | RequestOutput] = []
         bar = None
         try:
-            for prompt, its in zip(several, params, strict=True):
-                taken.append(self._add(prompt, its))
-            ids = {each.request_id for each in taken if isinstance(each, Request)}
+            for prompt, params in zip(prompt_list, params_list, strict=True):
+                requests.append(self._add(prompt, params))
+            running = {each.request_id for each in requests if isinstance(each, Request)}
             if use_tqdm:
                 from tqdm.auto import tqdm
 
-                bar = tqdm(total=len(taken), initial=len(taken) - len(ids), desc="prompts")
-            while ids:
+                refused = len(requests) - len(running)
+                bar = tqdm(total=len(requests), initial=refused, desc="prompts")
+            while running:
                 self.engine.step()
-                for request_id in [each for each in ids if each not in self.engine.requests]:
-                    ids.discard(request_id)
+                for request_id in [each for each in running if each not in self.engine.requests]:
+                    running.discard(request_id)
                     if bar is not None:
                         bar.update()
         finally:
-            for each in taken:
+            for each in requests:
                 if isinstance(each, Request):
-                    self.engine.abort(each.request_id)  # if it has not ended
+                    self.engine.abort(each.request_id)  # does nothing for a finished request
             if bar is not None:
                 bar.close()
-        return [self._output(each) if isinstance(each, Request) else each for each in taken]
+        return [self._output(each) if isinstance(each, Request) else each for each in requests]
 
     def chat(
         self,
@@ -184,24 +188,24 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several, laid out by the checkpoint's chat template.
+        """Answer one or more conversations, formatted by the checkpoint's chat template.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such lists.
             sampling_params, use_tqdm: as for :meth:`generate`.
-            chat_template: in place of the checkpoint's own.
-            add_generation_prompt: end the prompt with the beginning of the answer.
-            tools: what the template tells the model of, as it wants them.
+            chat_template: a template to use instead of the checkpoint's.
+            add_generation_prompt: end the prompt with the beginning of the assistant's message.
+            tools: descriptions of tools, in the form that the template expects.
             chat_template_kwargs: other variables of the template, such as ``enable_thinking``.
 
         Raises:
             CheckpointFormatError: the checkpoint has no chat template, or no tokenizer.
-            ValueError: messages that the template refuses, or variables that it does not read.
+            ValueError: the template refuses the messages, or does not read a variable.
 
         """
-        several = _listed(messages, "messages")
-        one = not several or any(isinstance(each, Mapping) for each in several)
-        conversations = [several] if one else several
+        items = _as_list(messages, "messages")
+        is_one = not items or any(isinstance(each, Mapping) for each in items)
+        conversations = [items] if is_one else items
         variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         if tools is not None:
             variables["tools"] = tools
@@ -215,53 +219,61 @@ class LLM:
     def chat_prompt(
         self, messages: Messages, chat_template: str | None = None, /, **variables: Any
     ) -> dict[str, Any]:
-        """Return a conversation as a prompt for :meth:`generate` or :meth:`stream`."""
+        """Format a conversation as a prompt for :meth:`generate` or :meth:`stream`.
+
+        ``variables`` are those of the template. Raises what :meth:`chat` raises.
+        """
         template = self._template
         if chat_template is not None:
-            template = ChatTemplate(self._folder, chat_template)
+            template = ChatTemplate(self.source.folder, chat_template)
         elif template is None:
-            self._template = template = ChatTemplate(self._folder)
+            self._template = template = ChatTemplate(self.source.folder)
         text = template.render(messages, **variables)
         if self.tokenizer is None:
             raise CheckpointFormatError(self.no_tokenizer)
-        # The template wrote the special tokens already.
+        # The template has written the special tokens.
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, False)}
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Go on from a prompt and yield what there is of it, more with each token.
+        """Continue a prompt, and yield the whole output so far after each new token.
 
-        Other requests go on meanwhile: streams may be taken in turns. One that is closed, or let
-        go, is aborted.
+        Each step computes all requests, so several streams can be read alternately. Closing or
+        dropping the iterator aborts the request.
 
-        Raises ``ValueError``, with the first item, for a prompt that cannot be served.
+        Raises ``ValueError``, at the first ``next()``, for a prompt that is refused.
         """
-        taken = self._add(prompt, sampling_params or SamplingParams(), streamed=True)
-        if isinstance(taken, RequestOutput):
-            raise ValueError(taken.error)
-        shown = len(taken.prompt_token_ids)
+        request = self._add(prompt, sampling_params or SamplingParams(), streamed=True)
+        if isinstance(request, RequestOutput):
+            raise ValueError(request.error)
+        yielded = len(request.prompt_token_ids)
         try:
             while True:
-                # Another stream's step may have gone on with this one, or ended it, meanwhile.
-                finished, count = taken.finished, sum(len(s.tokens) for s in taken.sequences)
-                if finished or count > shown:
-                    shown = count
-                    yield self._output(taken)
+                # A step for another stream may have computed tokens of this one, or ended it.
+                finished = request.finished
+                count = sum(len(sequence.tokens) for sequence in request.sequences)
+                if finished or count > yielded:
+                    yielded = count
+                    yield self._output(request)
                 else:
                     self.engine.step()
                 if finished:
                     return
         finally:
-            self.engine.abort(taken.request_id)
+            self.engine.abort(request.request_id)
 
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
-        """Put new weights into the running model, in place, between two steps.
+        """Update weights of the running model in place, between two steps.
 
-        Requests that are going on keep the keys and values that they have. If it fails, they end
-        with the reason, and no request is taken before an update or :meth:`wake_up` succeeds.
+        Running requests keep the keys and values that are computed already. If the update fails,
+        they end with the reason as their ``error``, and new requests are refused until an update
+        or :meth:`wake_up` succeeds.
 
-        Raises what the model refuses the weights for, and ``RuntimeError`` while it sleeps.
+        Raises:
+            WeightLoadError: the model refuses the weights.
+            RuntimeError: the engine sleeps.
+
         """
         with self.engine.alone():
             if self.executor.asleep:
@@ -269,7 +281,10 @@ class LLM:
             self._change("an update of the weights", self.executor.update_weights, weights)
 
     def sleep(self) -> None:
-        """Release the memory of weights and cache. Raises ``RuntimeError`` while requests go on."""
+        """Free the memory of the weights and the KV cache, until :meth:`wake_up`.
+
+        Raises ``RuntimeError`` while there are requests.
+        """
         with self.engine.alone():
             if self.engine.requests:
                 raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
@@ -277,18 +292,21 @@ class LLM:
             self.executor.sleep()
 
     def wake_up(self) -> None:
-        """Load the checkpoint again, as it is on disk, and take requests."""
+        """Load the weights again, from the same folder, and accept requests.
+
+        Updates of the weights since the first load are lost.
+        """
         with self.engine.alone():
             self._change("waking up", self.executor.wake_up)
 
     def close(self) -> None:
-        """End the other ranks and release the cache; safe to call more than once."""
-        engine: Engine | None = getattr(self, "engine", None)  # which could not be made
-        stepped = engine is not None and engine.lock.acquire(timeout=_HANGS)
+        """End the other ranks and free the KV cache. May be called more than once."""
+        engine: Engine | None = getattr(self, "engine", None)  # none if the constructor failed
+        locked = engine is not None and engine.lock.acquire(timeout=_CLOSE_TIMEOUT)
         try:
             self.executor.close()
         finally:
-            if engine is not None and stepped:
+            if engine is not None and locked:
                 engine.lock.release()
 
     def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
@@ -305,20 +323,20 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _params(self, given: Params, count: int) -> list[SamplingParams]:
-        one = given is None or isinstance(given, SamplingParams)
-        several: list[Any] = [given] * count if one else _listed(given, "sampling_params")
-        if len(several) != count:
-            raise ValueError(f"there are {len(several)} sampling_params for {count} prompts")
-        for each in several:
+    def _params(self, params: Params, count: int) -> list[SamplingParams]:
+        is_one = params is None or isinstance(params, SamplingParams)
+        listed: list[Any] = [params] * count if is_one else _as_list(params, "sampling_params")
+        if len(listed) != count:
+            raise ValueError(f"there are {len(listed)} sampling_params for {count} prompts")
+        for each in listed:
             if each is not None and not isinstance(each, SamplingParams):
                 raise ValueError(f"sampling_params should be SamplingParams, got {shorten(each)}")
-        return [each or SamplingParams() for each in several]
+        return [each or SamplingParams() for each in listed]
 
     def _add(
         self, prompt: Prompt, params: SamplingParams, *, streamed: bool = False
     ) -> Request | RequestOutput:
-        """Take a prompt in, or return an output that says why not."""
+        """Add a prompt to the engine; return its request, or an output with its ``error``."""
         request_id = str(next(self._ids))
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         text = text if isinstance(text, str) else None
@@ -327,15 +345,15 @@ class LLM:
             ids = self._token_ids(prompt)
             return self.engine.add(request_id, ids, params, text, streamed=streamed)
         except ValueError as error:
-            none = CompletionOutput(0, "", [], None, None, "error")
-            return RequestOutput(request_id, text, ids, [none], True, error=str(error))
+            completion = CompletionOutput(0, "", [], None, None, "error")
+            return RequestOutput(request_id, text, ids, [completion], True, error=str(error))
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(self.no_tokenizer)
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping) and prompt and prompt.keys() <= _PROMPT:
+        if isinstance(prompt, Mapping) and prompt and prompt.keys() <= _PROMPT_KEYS:
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
                 return self._token_ids(prompt["prompt"])
@@ -360,9 +378,10 @@ class LLM:
         return output
 
 
-def _listed(given: Any, name: str) -> list[Any]:
-    if isinstance(given, (str, Mapping)):
-        return [given]
-    if given is None or isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
-        raise ValueError(f"{name} should be one or a sequence of them, got {shorten(given)}")
-    return list(given)
+def _as_list(value: Any, name: str) -> list[Any]:
+    """Return one item, or a sequence of items, as a list; raise ``ValueError`` for neither."""
+    if isinstance(value, (str, Mapping)):
+        return [value]
+    if value is None or isinstance(value, (bytes, bytearray)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} should be one or a sequence of them, got {shorten(value)}")
+    return list(value)

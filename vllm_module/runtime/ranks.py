@@ -37,7 +37,7 @@ class Ranks:
 
     Under torchrun the world is joined, if it was not; its ranks, or those of a surrounding
     ``tensor_parallel(group=...)``, are the engine's. Otherwise ranks but the first are started
-    here: they call ``work(rank, size, port, threads, *arguments)``, which calls :func:`join`.
+    here: they call ``work(rank, size, port, threads, *arguments())``, which calls :func:`join`.
 
     Attributes:
         rank, size: in the group of torch.distributed that models are parallel in, ``group``.
@@ -51,7 +51,11 @@ class Ranks:
     """
 
     def __init__(
-        self, size: int, device: torch.device, work: Callable[..., None], arguments: tuple[Any, ...]
+        self,
+        size: int,
+        device: torch.device,
+        work: Callable[..., None],
+        arguments: Callable[[], tuple[Any, ...]],
     ) -> None:
         self.rank, self.size, self.device = 0, 1, device
         self.group: dist.ProcessGroup | None = None
@@ -149,7 +153,9 @@ class Ranks:
         self._processes, self.control = None, None
         self._owns_control = self._owns_world = False
 
-    def _start(self, size: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _start(
+        self, size: int, work: Callable[..., None], arguments: Callable[[], tuple[Any, ...]]
+    ) -> None:
         global _leads_world
         if dist.is_initialized():
             raise ValueError(
@@ -165,8 +171,8 @@ class Ranks:
         self.device = own_device(self.device, 0)
         store = meeting_place(size)
         threads = max(1, self._threads // size)
-        arguments = size, store.port, threads, *arguments
-        self._processes = Processes(size - 1, work, arguments, _release_device)
+        given = size, store.port, threads, *arguments()
+        self._processes = Processes(size - 1, work, given, _release_device)
         _leads_world = self._owns_world = True  # before it is there: joining may be interrupted
         join(0, size, store, self.device, threads)
 

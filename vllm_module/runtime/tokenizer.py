@@ -9,14 +9,14 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import shorten
 from vllm_module.weights import read_file, read_json
 
-_CUT = "\ufffd"  # stands for bytes that are no character, or not one yet
-_MOST_CUT = 3  # bytes of a character that can have come before its last one
+_REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a (whole) character
+_MAX_INCOMPLETE = 3  # a UTF-8 character has 4 bytes at most, so 3 at most before the last
 
 
 class Tokenizer:
     """A checkpoint's own tokenizer, read from its ``tokenizer.json``.
 
-    Raises ``CheckpointFormatError`` if the folder has none, or one that cannot be read.
+    Raises ``CheckpointFormatError`` if the folder has none, or it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,41 +33,42 @@ class Tokenizer:
             self._tokenizer = FastTokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointFormatError(f"{path} cannot be read: {error}") from None
-        # A file may have kept how a training script cut and padded its batches.
+        # The file may contain the truncation and padding that a training script had set.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``, with the special tokens its template adds.
+        """Return the token ids of ``text``, by default with the tokenizer's special tokens.
 
-        Raises ``ValueError`` for text that is no Unicode: half of a surrogate pair.
+        Raises ``ValueError`` for text with half of a surrogate pair, which is not Unicode.
         """
-        text.encode()  # of which the library says no more than that it should be text
+        text.encode()  # the library's own message does not name the cause
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``, special tokens left out unless they are asked for."""
+        """Return the text of ``ids``, by default without special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def continuation(
         self, prompt: list[int], output: list[int], skip_special_tokens: bool = True
     ) -> str:
-        """Return the text that ``output`` adds to that of ``prompt``."""
+        """Return the text that the tokens of ``output`` add after those of ``prompt``."""
         before = self.decode(prompt, skip_special_tokens)
         whole = self.decode(prompt + output, skip_special_tokens)
         if whole.startswith(before):
             return whole[len(before) :]
-        stream = TextStream(self, prompt, skip_special_tokens)  # a character began in the prompt
+        # The last character of the prompt continues in the output.
+        stream = TextStream(self, prompt, skip_special_tokens)
         return "".join(map(stream.push, output)) + stream.finish()
 
 
 class TextStream:
-    """Turns tokens into pieces of text as they come, whole characters at a time.
+    """Decodes tokens one at a time into pieces of text that end with a whole character.
 
-    The pieces, with what :meth:`finish` gives, are the text after the prompt. A prompt that ends
-    with U+FFFD is taken for one that ends inside a character.
+    All pieces and the result of :meth:`finish` together are the text after the prompt. A prompt
+    whose text ends with U+FFFD is assumed to end inside a character.
     """
 
     def __init__(
@@ -75,46 +76,46 @@ class TextStream:
     ) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._ids = list(prompt)
-        # Text depends on the tokens before it, but not on those long before it: what is decoded
-        # each time starts at the piece before the last one.
+        # A token's text depends on the tokens just before it, but not on all of them. So decoding
+        # starts at the piece before the last one (_start), and not at the first token.
         self._start, self._end = 0, len(self._ids)
-        self._shown = _whole(self._decode(self._ids))
+        self._returned = _without_incomplete(self._decode(self._ids))
 
     def push(self, token: int) -> str:
-        """Return the text that ``token`` completes; empty while a character is cut in two."""
+        """Return the text that ``token`` completes; empty if its character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
-        whole = _whole(text)
+        whole = _without_incomplete(text)
         if whole != text:
-            piece = self._after_shown(whole)
-            self._shown += piece
+            piece = self._new_part(whole)
+            self._returned += piece
             return piece
-        piece = self._after_shown(text)
-        if not text.startswith(self._shown):  # what was shown reads otherwise now: go on from here
+        piece = self._new_part(text)
+        if not text.startswith(self._returned):  # the new token changed text before it
             piece = self._decode(self._ids[self._end :])
         if piece:
             self._start, self._end = self._end, len(self._ids)
-            self._shown = self._decode(self._ids[self._start :])
+            self._returned = self._decode(self._ids[self._start :])
         return piece
 
     def finish(self) -> str:
-        """Return what was held back: a character that stays cut."""
-        return self._after_shown(self._decode(self._ids[self._start :]))
+        """Return the incomplete character at the end, as U+FFFD; empty if there is none."""
+        return self._new_part(self._decode(self._ids[self._start :]))
 
-    def _after_shown(self, text: str) -> str:
-        return text[len(self._shown) :] if text.startswith(self._shown) else ""
+    def _new_part(self, text: str) -> str:
+        return text[len(self._returned) :] if text.startswith(self._returned) else ""
 
 
-def _whole(text: str) -> str:
-    """Leave out the end of ``text`` that bytes still to come could make a character."""
-    whole = text.rstrip(_CUT)
-    return text[: max(len(whole), len(text) - _MOST_CUT)]
+def _without_incomplete(text: str) -> str:
+    """Return ``text`` without a character at its end that more bytes could complete."""
+    whole = text.rstrip(_REPLACEMENT)
+    return text[: max(len(whole), len(text) - _MAX_INCOMPLETE)]
 
 
 def stop_tokens(folder: Path) -> set[int]:
-    """Return ``eos_token_id`` of generation_config.json or config.json; empty if neither has one.
+    """Return ``eos_token_id`` of generation_config.json, else of config.json, else nothing.
 
-    Raises ``CheckpointFormatError`` for a file that is not a JSON object, or other entries.
+    Raises ``CheckpointFormatError`` if a file is not a JSON object, or the entry is not integers.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name

@@ -1,4 +1,4 @@
-"""One rank of an engine: its model, its cache, and what it is told to do with them."""
+"""One rank of an engine: its part of the model, its KV cache, and the operations on them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.loader import get_model
+from vllm_module.loader import find_and_load
+from vllm_module.model_source import ModelSource
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
-from vllm_module.weights import Weight, open_checkpoint, resolve
+from vllm_module.weights import Weight
 
-_CPU_CACHE = 1 << 30  # bytes, where nobody says how many
+_CPU_CACHE = 1 << 30  # bytes, unless kv_cache_memory_bytes is given
 _CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -25,37 +26,38 @@ class Worker:
     """Loads this rank's part of the model and runs steps on it.
 
     Args:
-        model_config, load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
+        model: the model to load, or its source if that was found already.
+        load_config, device_config: as for :func:`~vllm_module.loader.get_model`.
         config: of the engine.
+
+    Attributes:
+        source: where the model was found.
+        model: this rank's part of it.
 
     """
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        model: ModelConfig | ModelSource,
         load_config: LoadConfig,
         device_config: DeviceConfig,
         config: EngineConfig,
     ) -> None:
-        self.model_config, self.config = model_config, config
+        self.config = config
         self.device = device_config.torch_device
-        self.model = get_model(
-            model_config=model_config, load_config=load_config, device_config=device_config
-        )
-        # What is not quantized says what the model computes in.
-        parameter = next(p for p in self.model.parameters() if p.dtype.itemsize > 1)
-        self.cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, parameter.dtype)
+        self.source, self.model = find_and_load(model, load_config, device_config)
+        self.cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
         self.runner: ModelRunner | None = None
 
     @property
     def window(self) -> int | None:
-        """How many tokens back any layer sees; ``None`` if one sees all."""
+        """The longest sliding window of a layer, in tokens; ``None`` if a layer has none."""
         windows = [layer.sliding_window for layer in attention_layers(self.model)]
         return None if None in windows else max(w for w in windows if w is not None)
 
     def pages(self, max_model_len: int) -> int:
-        """How many pages this rank has memory for."""
+        """Return how many pages of the KV cache fit into this rank's memory."""
         config, size = self.config, self.config.block_size
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes // self.page_bytes
@@ -72,11 +74,11 @@ class Worker:
         step = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        elsewhere = total * (1 - config.gpu_memory_utilization)
-        return max(0, int(free - elsewhere - step) // self.page_bytes)
+        reserved = total * (1 - config.gpu_memory_utilization)
+        return max(0, int(free - reserved - step) // self.page_bytes)
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
-        """Make the cache, and on a GPU the graphs of steps that decode."""
+        """Allocate the KV cache; on a GPU, capture the CUDA graphs of decoding steps."""
         size = self.config.block_size
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
         self.runner = ModelRunner(self.model, self.device, self.config.enable_torch_compile)
@@ -85,7 +87,7 @@ class Worker:
             self.runner.capture(self.config.max_num_seqs, -(-max_model_len // size))
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Move pages, compute the step's tokens and return logits ``[rows, vocab]``."""
+        """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``."""
         if self.runner is None:
             raise RuntimeError("the engine sleeps: wake_up() first")
         self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
@@ -94,14 +96,14 @@ class Worker:
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], *, whole: bool = False
     ) -> None:
-        """Put new weights into the running model, in place; with ``whole``, a whole checkpoint."""
+        """Update weights in place. If ``whole``, they have to be a whole checkpoint."""
         if whole:
             self.model.load_weights(weights)
         else:
             self.model.update_weights(weights)
 
     def refusal(self) -> str | None:
-        """Say why the model refuses to run, if it does."""
+        """Return why the model refuses to run, or ``None``."""
         try:
             self.model.check_ready()
         except ModelNotReadyError as error:
@@ -109,20 +111,19 @@ class Worker:
         return None
 
     def sleep(self) -> None:
-        """Release the memory of the weights, the cache and the graphs."""
+        """Free the memory of the weights, the KV cache and the CUDA graphs."""
         self.close()
         self.model.sleep()
 
     def close(self) -> None:
-        """Release the memory of the cache and the graphs."""
+        """Free the memory of the KV cache and the CUDA graphs."""
         if self.runner is not None:
             self.runner = None
             self.cache.close()
 
     def wake_up(self) -> None:
-        """Load the checkpoint again, and make a new cache if there is none."""
-        folder = resolve(self.model_config.model, self.model_config.revision)
-        with open_checkpoint(folder) as checkpoint:
+        """Load the weights again from the same folder; allocate the KV cache if it was freed."""
+        with self.source.open() as checkpoint:
             self.model.load_weights(checkpoint.items())
         if self.runner is None:
             self.start(*self._shape)

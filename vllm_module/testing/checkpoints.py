@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_module.location import Conversion
+from vllm_module.conversions import Conversion
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
+from vllm_module.tree import locations
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -160,7 +161,7 @@ def made(module: nn.Module, *, below: bool = False) -> set[str]:
 
 def converted(module: vLLMModule) -> dict[str, Conversion]:
     """Return, by path, what is kept otherwise than a checkpoint stores it."""
-    found = {location.path: location.conversion for location in module._locations()}
+    found = {location.path: location.conversion for location in locations(module)}
     return {path: conversion for path, conversion in found.items() if conversion is not None}
 
 

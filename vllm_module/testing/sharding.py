@@ -22,6 +22,7 @@ from vllm_module.testing.checkpoints import (
     same_bits,
     state,
 )
+from vllm_module.tree import locations
 
 # How far sharded outputs may be from unsharded ones, as a part of the largest: sums are taken in
 # another order. float64 models normalize and rotate in float32.
@@ -144,9 +145,9 @@ def _restored(module: vLLMModule) -> Tensors:
     """Return a copy of every tensor that is stored, by path; what was converted, turned back."""
     others = made(module, below=True)
     tensors = {path: tensor for path, tensor in state(module).items() if path not in others}
-    for location in module._locations():
+    for location in locations(module):
         if location.conversion is not None:
-            tensors[location.path] = location.conversion.restored(location.holder)
+            tensors[location.path] = location.conversion.restored(location.node.module)
     return tensors
 
 

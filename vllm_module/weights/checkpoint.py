@@ -9,8 +9,9 @@ from types import TracebackType
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, printable_name, shorten
+from vllm_module.weights.handle import SafetensorsHandle
 from vllm_module.weights.regular_file import read_file
-from vllm_module.weights.safetensors import SafetensorsFile, SafetensorsHandle
+from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.strict_json import parse_object
 
 _INDEX = "model.safetensors.index.json"
@@ -21,8 +22,8 @@ _DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 class Checkpoint(Mapping[str, SafetensorsHandle]):
     """The tensors of one or more safetensors files by name, none of them read yet.
 
-    A tensor that is in two files is a CheckpointFormatError. It need not be closed, but can be,
-    by ``close`` or as a context manager, to give back its files early.
+    A tensor that is in two files is a CheckpointFormatError. The files are closed when no handle
+    is left, or earlier by ``close`` or at the end of a ``with`` block.
     """
 
     def __init__(self, files: tuple[SafetensorsFile, ...]) -> None:
@@ -40,7 +41,7 @@ class Checkpoint(Mapping[str, SafetensorsHandle]):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files, in the order of their names."""
+        """The paths of the files, sorted by name."""
         return tuple(file.path for file in self._files)
 
     @property
@@ -55,12 +56,12 @@ class Checkpoint(Mapping[str, SafetensorsHandle]):
 
     @property
     def fingerprint(self) -> str:
-        """A hex SHA-256 by which two hosts see whether they opened the same checkpoint.
+        """A hex SHA-256 that shows whether two hosts opened the same checkpoint.
 
-        It covers each file's name, size and whole header, and 64 bytes at 16 evenly spaced
-        places of its data, wherever the folder is. It cannot see a value that changed between
-        those places, nor what is not in the files (the index, config.json). The samples are not
-        counted in ``bytes_read``. A file that changed or was closed is a WeightReadError.
+        It covers each file's name, size and whole header, and 64 bytes at 16 evenly spaced places
+        of its data. It does not cover the folder's path, the values between those places, the
+        index or config.json. The bytes it reads are not counted in ``bytes_read``. A file that
+        changed or was closed is a WeightReadError.
         """
         digest = hashlib.sha256()
         for file in self._files:
@@ -68,7 +69,7 @@ class Checkpoint(Mapping[str, SafetensorsHandle]):
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the files; handles can no longer be read."""
+        """Close the files; their handles can no longer be read."""
         for file in self._files:
             file.close()
 
@@ -96,23 +97,23 @@ class Checkpoint(Mapping[str, SafetensorsHandle]):
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open a checkpoint in Hugging Face's layout and check the headers of all its files.
 
-    ``folder`` is a folder or one ``.safetensors`` file. Of a folder, the files that
+    ``folder`` is a folder or one ``.safetensors`` file. In a folder, the files that
     ``model.safetensors.index.json`` names are opened; without an index ``model.safetensors``;
-    without that every ``*.safetensors`` but Mistral's ``consolidated*``, which holds the same
-    weights by other names. No tensor is read. What is not as it should be is a
-    CheckpointFormatError.
+    without that every ``*.safetensors`` except Mistral's ``consolidated*``, which holds the same
+    weights under other names. No tensor is read. A file that is missing, damaged or does not match
+    the index is a CheckpointFormatError.
     """
     path = Path(os.path.expanduser(folder))
-    names_in: dict[str, set[str]] | None = None  # by file, as the index says
+    names_in: dict[str, set[str]] | None = None  # the index: names of tensors by file
     inside: Path | None = path
     if os.path.isdir(path):
-        if os.path.lexists(path / _INDEX):  # a broken link is no reason to do without
+        if os.path.lexists(path / _INDEX):  # a broken link is refused, not ignored
             names_in = _read_index(path / _INDEX)
             paths = [path / name for name in sorted(names_in)]
         else:
             paths = _find_files(path)
     elif path.suffix == ".safetensors":
-        paths, inside = [path], None  # the user's own link, which leads where it leads
+        paths, inside = [path], None  # the user named it, so it may be a link to anywhere
     elif os.path.exists(path):
         raise CheckpointFormatError(
             f"{path} is not a .safetensors file, the only format that is read; convert it"
@@ -139,7 +140,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def _read_index(index: Path) -> dict[str, set[str]]:
-    """Parse the index: the names of tensors by the plain name of the file beside it."""
+    """Parse the index; return the names of tensors by the name of their file."""
     data = read_file(index, index.parent)
     weight_map = parse_object(data, str(index), _DAMAGED).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -149,8 +150,8 @@ def _read_index(index: Path) -> dict[str, set[str]]:
         )
     names_in: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        # The file may be a link (Hugging Face's cache is made of them); its name may not lead
-        # out of the folder. \ separates folders on Windows, where : follows a drive.
+        # The file may be a link, as in Hugging Face's cache, but its name may not lead out of the
+        # folder. \ separates folders on Windows, and : follows a drive.
         is_plain = isinstance(file, str) and not set(file) & set("/\\:\0")
         if not is_plain or not file.endswith(".safetensors"):
             raise CheckpointFormatError(

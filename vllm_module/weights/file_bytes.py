@@ -1,41 +1,70 @@
+"""The bytes of an open file, and how a run of them gets into memory."""
+
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from errno import EINVAL
+from math import gcd
 from pathlib import Path
 
 import torch
 
 from vllm_module.errors import WeightReadError
 from vllm_module.messages import printable
-from vllm_module.weights import pages
-from vllm_module.weights.lease import ReadLease
-from vllm_module.weights.regular_file import open_regular
-from vllm_module.weights.runs import Run, copy_run, view_of
+from vllm_module.weights import os_pages
+from vllm_module.weights.regular_file import ReadLease, open_regular
 
-# A system call a run costs about 1 µs and the GIL: from this length on it no longer shows.
-_LONG_RUN = 64 << 10
-# Bytes of the file whose pages are mapped by one madvise: large enough to hide the call, small
-# enough that the pages are still cached when they are copied.
+# A preadv a piece costs about 1 µs and the GIL, which no longer shows in pieces of this length.
+_LONG_PIECE = 64 << 10
+# Bytes of the file that one madvise maps: enough to hide the call, few enough to stay in the CPU's
+# cache until they are copied.
 _WINDOW = 16 << 20
-# Bytes of whole rows that are read at once where there is no lease: these are copied twice, and
-# more of them would not stay cached in between.
+# Bytes that are read at once where there is no lease. They are copied twice, and more of them would
+# not stay in the CPU's cache in between.
 _SCRATCH = 4 << 20
+# A row of this length takes longer to read whole than a preadv for its piece.
 _LONGEST_ROW = 1 << 20
+# torch copies this many elements with threads of its own, but the callers are threads already.
+_THREADED_ELEMENTS = 32768
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory_view.restype = ctypes.py_object
+_PYBUF_WRITE = 0x200
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``count`` pieces of ``length`` bytes, the first at ``offset``, one every ``stride`` bytes."""
+
+    offset: int
+    length: int
+    stride: int
+    count: int
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first byte of the first piece to the last byte of the last one."""
+        return (self.count - 1) * self.stride + self.length
 
 
 class FileBytes:
-    """The bytes of one open file, read straight into memory; safe to use from many threads.
+    """The bytes of one open file, which many threads may read into memory at once.
 
-    Long runs are read by ``preadv``. Short ones, a few hundred bytes of each row, are copied
-    out of a mapping: a system call for each would cost more than the bytes, and reading whole
-    rows moves all that is not kept, which is done only where no lease makes a mapping safe. A file
-    that cannot be opened is a CheckpointFormatError, one that cannot be read or has changed a
-    WeightReadError.
+    Long pieces are read by ``preadv`` straight into the destination. For pieces of a few hundred
+    bytes (columns cut out of each row) a system call would cost more than the bytes: they are
+    copied out of a mapping of the file while a lease makes that safe, and else whole rows are read
+    and cut in memory.
+
+    A file that cannot be opened is a CheckpointFormatError, one that cannot be read or has changed
+    a WeightReadError.
     """
 
     def __init__(self, path: Path, folder: Path | None = None) -> None:
@@ -47,7 +76,7 @@ class FileBytes:
         self._lease = ReadLease(self._fd)
         self._lock = threading.Lock()
         self._bytes_read = 0
-        self._map: torch.Tensor | None = None
+        self._mapping: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -56,15 +85,15 @@ class FileBytes:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes delivered by ``read_runs`` so far."""
+        """Bytes that ``read_runs`` has read so far."""
         return self._bytes_read
 
     def close(self) -> None:
         """Close the file; reading from it afterwards is a WeightReadError."""
         self._lease.close()
-        with self._lock:  # the number may be another file's as soon as it is closed
+        with self._lock:  # once closed, the number of the descriptor may become another file's
             self._finalizer()
-            self._map = None  # unmapped when the last copy out of it has ended
+            self._mapping = None  # unmapped when the last copy out of it has ended
 
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes that are not counted as weights (the header)."""
@@ -73,8 +102,9 @@ class FileBytes:
         return bytes(data)
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with a file that was closed, or written to since it was opened."""
-        self._check_open()
+        """Raise WeightReadError if the file was closed, or was written to since it was opened."""
+        if not self._finalizer.alive:
+            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
         now = self._stat()
         if now != self._identity:
             raise WeightReadError(
@@ -82,24 +112,19 @@ class FileBytes:
                 f"has {now[0]}); open the checkpoint again when nobody writes to it"
             )
 
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
-
     def read_runs(self, runs: Iterable[Run], address: int) -> None:
         """Fill the memory at ``address`` with the runs, one after the other without gaps."""
         self.check_unchanged()
         position = address
         for run in runs:
-            # A call of a microsecond for each row costs less than a row of this many bytes.
-            if run.count > 1 and run.length < _LONG_RUN and run.stride < _LONGEST_ROW:
-                self._copy_short(run, position)
+            if run.count > 1 and run.length < _LONG_PIECE and run.stride < _LONGEST_ROW:
+                self._read_short_pieces(run, position)
             else:
                 for index in range(run.count):
-                    view = view_of(position + index * run.length, run.length)
+                    view = _view(position + index * run.length, run.length)
                     self._read(run.offset + index * run.stride, view)
             position += run.length * run.count
-        self.check_unchanged()  # what was written meanwhile is a mixture
+        self.check_unchanged()  # a write in the meantime left a mixture of old and new bytes
         with self._lock:
             self._bytes_read += position - address
 
@@ -116,58 +141,54 @@ class FileBytes:
                 )
             view, offset = view[count:], offset + count
 
-    def _copy_short(self, run: Run, address: int) -> None:
-        scratch: torch.Tensor | None = None  # made once: fresh pages cost more than reading them
+    def _read_short_pieces(self, run: Run, address: int) -> None:
+        scratch: torch.Tensor | None = None  # one for all turns: new memory costs more than reading
         first = 0
         while first < run.count:
-            with self._lease.hold() as held:
-                count = max(1, (_WINDOW if held else _SCRATCH) // run.stride)
+            with self._lease.hold() as leased:
+                count = max(1, (_WINDOW if leased else _SCRATCH) // run.stride)
                 count = min(count, run.count - first)
                 part = Run(run.offset + first * run.stride, run.length, run.stride, count)
-                to = address + first * run.length
-                if held:
-                    self.check_unchanged()  # from here on nobody can cut it off
-                    self._copy_mapped(part, to)
-            if not held:
+                target = address + first * run.length
+                if leased:
+                    self._copy_mapped(part, target)
+            if not leased:
                 if scratch is None:
                     scratch = torch.empty(part.span, dtype=torch.uint8)
                 rows = scratch[: part.span]
-                self._read(part.offset, view_of(rows.data_ptr(), part.span))
-                copy_run(rows, part, to)
+                self._read(part.offset, _view(rows.data_ptr(), part.span))
+                _copy_pieces(rows, part, target)
             first += count
 
     def _copy_mapped(self, run: Run, address: int) -> None:
-        # The slice keeps the mapping alive, should another thread close the file meanwhile.
-        source = self._mapping()[run.offset : run.offset + run.span]
-        self._advise(source, run.offset, pages.POPULATE_READ)
-        copy_run(source, run, address)
-        self._advise(source, run.offset, pages.DONTNEED)
-
-    def _mapping(self) -> torch.Tensor:
+        """Copy a run out of the mapping; the caller holds the lease."""
         with self._lock:
-            if self._map is None:
-                self._check_open()
-                try:
-                    # Private, so that also file systems without shared mappings can serve it.
-                    mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
-                except (OSError, ValueError) as error:
-                    raise self._failure(0, f"mapping it into memory failed ({error})") from error
-                self._map = torch.frombuffer(mapped, dtype=torch.uint8)
-            return self._map
+            self.check_unchanged()  # nobody can cut the file off after this, because of the lease
+            if self._mapping is None:
+                self._mapping = self._map()
+            # The slice keeps the mapping alive if another thread closes the file.
+            source = self._mapping[run.offset : run.offset + run.span]
+        start, length = source.data_ptr(), source.numel()
+        # One call maps all OS pages, and fails where touching one would be a SIGBUS.
+        code = os_pages.advise(start, length, os_pages.POPULATE_READ)
+        if code not in (0, EINVAL):  # an older kernel maps each OS page when it is touched
+            raise self._failure(run.offset, os.strerror(code))
+        _copy_pieces(source, run, address)
+        # The OS pages stay in the page cache, but no longer count as memory of this process.
+        os_pages.advise(start, length, os_pages.DONTNEED)
 
-    def _advise(self, source: torch.Tensor, offset: int, advice: int) -> None:
-        """Map pages at once, and get an error where touching them is a SIGBUS; or let them go.
-
-        Pages let go stay in the page cache, but no longer count as this process's memory.
-        """
-        code = pages.advise(source.data_ptr(), source.numel(), advice)
-        if code not in (0, EINVAL):  # on an older kernel the copy itself faults the pages in
-            raise self._failure(offset, os.strerror(code))
+    def _map(self) -> torch.Tensor:
+        try:
+            # Private, because some file systems have no shared mappings.
+            mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise self._failure(0, f"mapping it into memory failed ({error})") from error
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def _stat(self) -> tuple[int, int]:
         try:
             stat = os.fstat(self._fd)
-        except OSError as error:  # closed by another thread, or gone from its server
+        except OSError as error:  # closed by another thread, or deleted on its server
             raise self._failure(0, str(error)) from error
         return stat.st_size, stat.st_mtime_ns
 
@@ -176,3 +197,21 @@ class FileBytes:
             f"{self._where}: reading at byte {offset} failed: {reason}; check the disk or the "
             "network file system that holds it, and load again"
         )
+
+
+def _copy_pieces(source: torch.Tensor, run: Run, address: int) -> None:
+    """Copy the pieces of a run to ``address`` without gaps; ``source`` is its span as bytes."""
+    unit = gcd(8, source.data_ptr(), run.length, run.stride, address)
+    dtype, columns = _UNITS[unit], run.length // unit
+    pieces = source.view(dtype).as_strided((run.count, columns), (run.stride // unit, 1))
+    target = torch.frombuffer(_view(address, run.count * run.length), dtype=dtype)
+    target = target.view(run.count, columns)
+    step = max(1, (_THREADED_ELEMENTS - 1) // columns)
+    for row in range(0, run.count, step):
+        target[row : row + step].copy_(pieces[row : row + step])
+
+
+def _view(address: int, length: int) -> memoryview:
+    """Return the memory at ``address`` as a writable buffer, which a tensor does not offer."""
+    view: memoryview = _memory_view(address, length, _PYBUF_WRITE)
+    return view

@@ -1,18 +1,27 @@
+"""A tensor that is not read yet, and how a destination is filled with it."""
+
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+import math
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 
-from vllm_module.weights.casting import copy_checked
+from vllm_module.errors import MisshapenWeightError, WeightReadError
+from vllm_module.messages import printable, printable_name
+from vllm_module.weights.file_bytes import FileBytes, Run
 
 
 class Handle(Protocol):
-    """A tensor not read yet: it can be looked at and narrowed before a byte is moved."""
+    """A tensor that is not read yet: its shape is known, and it can be narrowed before reading."""
 
     @property
     def shape(self) -> torch.Size:
-        """The sizes of what is left after narrowing."""
+        """The shape after narrowing."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -28,29 +37,233 @@ class Handle(Protocol):
         """Read into a new tensor in host memory."""
 
 
-# A tensor in memory is the trivial handle: it has a shape, a dtype and narrow.
+# A tensor in memory serves as its own handle: it has a shape, a dtype and narrow.
 Weight: TypeAlias = Handle | torch.Tensor
 
 
 class Sink(Protocol):
-    """A destination that makes something else of a weight than a copy."""
+    """A destination that converts a weight instead of copying it."""
 
     def receive(self, weight: Weight) -> None:
-        """Read ``weight``, all of it at once, and keep what is made of it."""
+        """Read the whole of ``weight`` and keep the result of the conversion."""
 
 
 Destination: TypeAlias = Sink | torch.Tensor
 
 
 def read_into(weight: Weight, destination: Destination) -> None:
-    """Fill ``destination`` with ``weight``, which is read or, if it is in memory, copied.
+    """Fill ``destination`` with ``weight``: read a handle, copy a tensor in memory.
 
-    Shapes must be equal (MisshapenWeightError). A finite value that the destination's dtype
-    cannot hold is refused, as are bytes that cannot be read (WeightReadError).
+    Another shape, a destination on the meta device, or a dtype of another kind (floats into
+    integers) is a MisshapenWeightError. Bytes that cannot be read, or a finite value beyond the
+    range of the destination's dtype, are a WeightReadError.
     """
     if not isinstance(destination, torch.Tensor):
         destination.receive(weight)
     elif isinstance(weight, torch.Tensor):
-        copy_checked(weight, destination, "a tensor in memory")
+        _check_destination(weight.shape, destination, "a tensor in memory")
+        _copy(weight, destination, "a tensor in memory")
     else:
         weight.read_into(destination)
+
+
+class SafetensorsHandle:
+    """A tensor of a safetensors file, or a region of one.
+
+    ``shape`` and ``dtype`` are those of the region; ``name`` is the whole tensor's.
+    """
+
+    __slots__ = ("_bytes", "_offset", "_strides", "dtype", "name", "shape")
+
+    def __init__(
+        self,
+        file_bytes: FileBytes,
+        name: str,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        offset: int,
+    ) -> None:
+        self._bytes = file_bytes
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self._strides = strides  # in bytes
+        self._offset = offset  # of the region's first element in the file
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the tensor."""
+        return self._bytes.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """Where the region's first byte is in the file, and where the one after its last is."""
+        if self.nbytes == 0:
+            return self._offset, self._offset
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self._strides, strict=True))
+        return self._offset, self._offset + last + self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the bytes of the region follow each other in the file without gaps."""
+        begin, end = self.byte_range
+        return end - begin == self.nbytes
+
+    def runs(self) -> Iterator[Run]:
+        """Yield the region's bytes as runs, in the order of its elements; a matrix is one run."""
+        if self.nbytes == 0:
+            return
+        length, count, stride = self.dtype.itemsize, 1, 0
+        outer: list[tuple[int, int]] = []  # size and stride of dimensions that one run cannot cover
+        for size, step in zip(reversed(self.shape), reversed(self._strides), strict=True):
+            if size == 1:
+                continue
+            if count == 1 and step == length:
+                length *= size
+            elif count == 1:
+                count, stride = size, step
+            elif not outer and step == stride * count:
+                count *= size
+            else:
+                outer.insert(0, (size, step))
+        for offsets in product(*[range(0, size * step, step) for size, step in outer]):
+            yield Run(self._offset + sum(offsets), length, stride, count)
+
+    def narrow(self, dim: int, start: int, length: int) -> SafetensorsHandle:
+        """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does.
+
+        A dimension that does not exist is an IndexError, a range outside of it a ValueError.
+        """
+        if not -len(self.shape) <= dim < len(self.shape):
+            raise IndexError(f"{self}: dim {dim} is not one of its {len(self.shape)} dimensions")
+        dim %= len(self.shape)
+        size = self.shape[dim]
+        if start < 0:
+            start += size
+        if start < 0 or length < 0 or start + length > size:
+            raise ValueError(
+                f"{self}: [{start}, {start + length}) is not inside dim {dim} of size {size}"
+            )
+        shape = torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :]))
+        offset = self._offset + start * self._strides[dim]
+        return SafetensorsHandle(self._bytes, self.name, self.dtype, shape, self._strides, offset)
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        """Read into ``destination``: the same shape; any strides, dtype and device.
+
+        A contiguous destination in host memory, of the same dtype, is filled from the file
+        directly. For any other, and for bools, the region is first read into new host memory.
+        Raises as the function ``read_into`` does; a byte that is no bool is a WeightReadError too.
+        """
+        _check_destination(self.shape, destination, self)
+        direct = destination.dtype == self.dtype != torch.bool and destination.is_cpu
+        if direct and destination.is_contiguous():
+            self._bytes.read_runs(self.runs(), destination.data_ptr())
+            return
+        staged = torch.empty(self.shape, dtype=self.dtype, pin_memory=destination.is_cuda)
+        self._bytes.read_runs(self.runs(), staged.data_ptr())
+        # torch's operations disagree on the truth of a bool stored as another byte.
+        if self.dtype == torch.bool and bool((staged.view(torch.uint8) > 1).any()):
+            raise WeightReadError(
+                f"{self} holds bytes other than 0 and 1, which are no bools; the file is damaged, "
+                "or was written wrongly: download it again"
+            )
+        _copy(staged, destination, self)
+
+    def read(self) -> torch.Tensor:
+        """Read into a new tensor in host memory."""
+        destination = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(destination)
+        return destination
+
+    def __repr__(self) -> str:
+        name, file = printable_name(self.name), printable(self.file)
+        return f"{name} ({self.dtype}, shape {list(self.shape)}, in {file})"
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        advice = "; call .read() first" if hasattr(torch.Tensor, attribute) else ""
+        raise AttributeError(
+            f"a weight that is not read yet has no attribute {attribute!r}{advice}"
+        )
+
+
+def _check_destination(shape: torch.Size, destination: torch.Tensor, what: object) -> None:
+    """Refuse what ``copy_`` accepts: another shape that broadcasts, and the meta device."""
+    if shape != destination.shape:
+        raise MisshapenWeightError(
+            f"{what} has shape {list(shape)}, its destination {list(destination.shape)}; "
+            "narrow both to the same region"
+        )
+    if destination.is_meta:
+        raise MisshapenWeightError(
+            f"{what} cannot be read into the meta device; materialize the destination first"
+        )
+
+
+def _copy(source: torch.Tensor, destination: torch.Tensor, what: object) -> None:
+    """Copy ``source`` into ``destination``, or raise before copying if the cast loses a value.
+
+    ``what`` names the source in messages.
+    """
+    if source.dtype != destination.dtype:
+        _check_cast(source, destination.dtype, what)
+    destination.copy_(source.detach())
+
+
+def _check_cast(source: torch.Tensor, dtype: torch.dtype, what: object) -> None:
+    if _kind(source.dtype) > _kind(dtype):
+        raise MisshapenWeightError(
+            f"{what} is {source.dtype}, its destination {dtype}, which would cut its values; "
+            f"make the destination {source.dtype}"
+        )
+    low, high = _range(dtype)
+    source_low, source_high = _range(source.dtype)
+    if source.numel() == 0 or (low <= source_low and source_high <= high):
+        return
+    values = source.detach()
+    if source.dtype.itemsize == 1 or not source.dtype.is_signed:
+        values = values.double()  # torch cannot reduce float8 and wide unsigned integers
+    least, greatest = values.aminmax()
+    if low <= least.item() and greatest.item() <= high:
+        return
+    # NaN and infinities fail the comparison above, but they may stay: the checkpoint stores them.
+    # The comparison below is in float64, because the source's dtype would round the bounds up.
+    exact = values.double()
+    outside = exact[exact.isfinite() & ((exact < low) | (exact > high))]
+    if outside.numel():
+        raise WeightReadError(
+            f"{what} holds {outside.numel()} finite values beyond the range of {dtype} "
+            f"({low:g} to {high:g}), the first {outside[0].item():g}; "
+            f"load it as {source.dtype} or another dtype that can hold them"
+        )
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """Return a number for the kind of ``dtype``; a cast to a smaller number loses values."""
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return 0 if dtype == torch.bool else 1
+
+
+@cache
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the least and the greatest value that stays finite when rounded to ``dtype``."""
+    if dtype == torch.bool:
+        return 0, 1
+    if not dtype.is_floating_point and not dtype.is_complex:
+        integers = torch.iinfo(dtype)
+        return integers.min, integers.max
+    floats = torch.finfo(dtype)
+    # A value up to half a unit in the last place beyond the greatest one still rounds down to it;
+    # the tie itself rounds to even, which is up.
+    half_ulp = math.ldexp(floats.eps, math.frexp(floats.max)[1] - 2)
+    high = math.nextafter(floats.max + half_ulp, 0.0)
+    return (0.0 if floats.min >= 0 else -high), high

@@ -1,7 +1,9 @@
+"""Reading many weights with several threads."""
+
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from queue import Empty, Full, Queue
 from threading import Thread
 
@@ -9,11 +11,16 @@ import torch
 
 from vllm_module.weights.handle import Destination, Handle, Weight, read_into
 
-_PIECE = 16 << 20  # a larger weight is cut into pieces of this many bytes
-_BATCH = 2 << 20  # smaller ones are handed over together: each time costs tens of µs
+PIECE_BYTES = 16 << 20  # a larger weight is read in pieces of at most this size
+_BATCH_BYTES = 2 << 20  # smaller ones are queued together: each turn of the queue costs tens of µs
 _MAX_THREADS = 4
 
 _Job = tuple[Handle, Destination]
+
+
+def reader_threads() -> int:
+    """Return how many threads read at once, the calling one included."""
+    return min(_MAX_THREADS, os.cpu_count() or 1)
 
 
 def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
@@ -26,105 +33,108 @@ def _nbytes(weight: Handle) -> int:
     return weight.shape.numel() * weight.dtype.itemsize
 
 
-def _pieces(weight: Handle, destination: Destination) -> Iterator[_Job]:
+def _cut(weight: Handle, destination: Destination) -> list[_Job]:
+    """Cut a weight and its destination into pieces of at most PIECE_BYTES."""
     nbytes = _nbytes(weight)
     if (
-        nbytes <= _PIECE
+        nbytes <= PIECE_BYTES
         or not isinstance(destination, torch.Tensor)
-        or weight.shape != destination.shape  # is refused when read
+        or weight.shape != destination.shape  # read_into refuses it
     ):
-        yield weight, destination
-        return
+        return [(weight, destination)]
     dim = next(dim for dim, size in enumerate(weight.shape) if size > 1)
     size = weight.shape[dim]
-    step = max(1, size * _PIECE // nbytes)
+    step = max(1, size * PIECE_BYTES // nbytes)
+    pieces = []
     for start in range(0, size, step):
         length = min(step, size - start)
-        yield from _pieces(
-            weight.narrow(dim, start, length), destination.narrow(dim, start, length)
-        )
+        part = destination.narrow(dim, start, length)
+        pieces += _cut(weight.narrow(dim, start, length), part)
+    return pieces
 
 
-def _read(batch: list[_Job]) -> None:
+def _read_batch(batch: list[_Job]) -> None:
     for weight, destination in batch:
         read_into(weight, destination)
 
 
 class Readers:
-    """Threads that read beside the calling one while a ``with`` block lasts.
+    """Threads that read weights beside the calling one while a ``with`` block lasts.
 
-    They start with the first batch for them, and none outlives the block.
+    They start when the first batch is queued, and all have ended when the block ends.
     """
 
     def __init__(self) -> None:
-        self._helpers = min(_MAX_THREADS, os.cpu_count() or 1) - 1
-        self._queue: Queue[list[_Job] | None] = Queue(2 * self._helpers + 1)
+        self._most_threads = reader_threads() - 1
+        self._queue: Queue[list[_Job] | None] = Queue(2 * self._most_threads + 1)
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
         self._stopped = False
-        # Threads do not inherit them.
+        # A new thread has torch's default modes, not those of the thread that starts it.
         self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def __enter__(self) -> Readers:
         return self
 
-    def __exit__(self, *broken: object) -> None:
-        self._stopped |= broken[0] is not None
+    def __exit__(self, *error: object) -> None:
+        self._stopped |= error[0] is not None
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        self._errors.clear()  # of other threads that failed too: their frames keep tensors alive
 
     def read(self, jobs: Iterable[tuple[Weight, Destination]]) -> None:
-        """Read each weight into its destination, by all threads at once.
+        """Read each weight into its destination, with all threads; return when all are read.
 
-        The calling thread reads too, and takes further jobs only while a thread is soon free for
-        them, so ``jobs`` may make the destinations as it goes. Tensors in memory are copied. When
-        it returns, everything is read. The first exception ends it, is raised as it is, and leaves
-        destinations half filled; these readers then read no more. Raises as ``read_into`` does.
+        ``jobs`` may be a generator that allocates each destination: at most a queue's worth of jobs
+        is taken ahead of the reading. The calling thread reads too, and copies tensors in memory.
+
+        Raises what ``read_into`` raises. The first exception stops the reading and leaves
+        destinations partly filled; after it ``read`` must not be called again.
         """
         assert not self._stopped, "these readers failed before"
         try:
             batch: list[_Job] = []
-            room = _BATCH
+            free_bytes = _BATCH_BYTES
             for weight, destination in jobs:
                 if isinstance(weight, torch.Tensor):
                     read_into(weight, destination)
                     continue
-                for piece, part in _pieces(weight, destination):
-                    batch.append((piece, part))
-                    room -= _nbytes(piece)
-                    if room <= 0:
-                        self._hand_over(batch)
-                        batch, room = [], _BATCH
-            _read(batch)
-            self._finish()
+                for piece in _cut(weight, destination):
+                    batch.append(piece)
+                    free_bytes -= _nbytes(piece[0])
+                    if free_bytes <= 0:
+                        self._queue_batch(batch)
+                        batch, free_bytes = [], _BATCH_BYTES
+            _read_batch(batch)
+            self._empty_queue()
         except BaseException:
             self._stopped = True
             raise
         finally:
-            self._finish()  # drops what is queued if it is stopped
+            self._empty_queue()  # after an exception batches are left in it
             self._queue.join()
-        self._check()
+        self._raise_error()
 
-    def _hand_over(self, batch: list[_Job]) -> None:
-        """Give a batch to a thread or, when all are busy, read it here."""
-        self._check()
-        while len(self._threads) < self._helpers:
+    def _queue_batch(self, batch: list[_Job]) -> None:
+        """Queue a batch for the threads or, if the queue is full, read it in this thread."""
+        self._raise_error()
+        while len(self._threads) < self._most_threads:
             thread = Thread(target=self._work, name="weight-reader", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads or memory: those that run, and this one, read
-                self._helpers = len(self._threads)
+            except RuntimeError:  # no more threads or memory: continue with those that run
+                self._most_threads = len(self._threads)
                 break
             self._threads.append(thread)
         try:
             self._queue.put_nowait(batch)
         except Full:
-            _read(batch)
+            _read_batch(batch)
 
-    def _finish(self) -> None:
-        """Help with what is still queued."""
+    def _empty_queue(self) -> None:
+        """Read queued batches in this thread or, once stopped, drop them."""
         while not self._queue.empty():
             try:
                 batch = self._queue.get_nowait()
@@ -132,15 +142,15 @@ class Readers:
                 return
             try:
                 if not self._stopped:
-                    _read(batch or [])
+                    _read_batch(batch or [])
             except BaseException:
                 self._stopped = True
                 raise
             finally:
                 self._queue.task_done()
 
-    def _check(self) -> None:
-        """Raise what a thread raised; to keep it here too would keep its frames' tensors alive."""
+    def _raise_error(self) -> None:
+        """Raise a thread's exception and drop it, because its frames keep tensors alive."""
         if self._errors:
             raise self._errors.pop()
 
@@ -149,11 +159,11 @@ class Readers:
             while (batch := self._queue.get()) is not None:
                 try:
                     if not self._stopped:
-                        _read(batch)
+                        _read_batch(batch)
                 except BaseException as error:
                     if not self._stopped:
                         self._errors.append(error)
                     self._stopped = True
                 finally:
-                    del batch  # or it would be held until the next one comes
+                    del batch  # or its tensors would live until the next batch comes
                     self._queue.task_done()

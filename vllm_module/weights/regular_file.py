@@ -1,11 +1,20 @@
-"""Opening a file of a checkpoint: nothing but a regular one, and nothing outside of the folder."""
+"""Opening a file of a checkpoint safely, and holding off writers to it.
+
+Only a regular file inside of the checkpoint's folder is opened.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
+import signal
 import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
@@ -13,10 +22,11 @@ from vllm_module.messages import printable
 
 MAX_JSON_BYTES = 100_000_000  # of an index or a configuration; the same bound as for headers
 
-# Neither waits for a FIFO's writer, nor follows a link that was put there since the check.
+# O_NONBLOCK: do not wait for the writer of a FIFO. O_NOFOLLOW: refuse a link that replaced the file
+# after the check.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
 
-# Where the cache of huggingface_hub keeps what several models share, from the cache's blobs/ on.
+# The path below the cache's blobs/ where huggingface_hub keeps a file that several models share.
 _SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
 _ADVICE = {
@@ -31,9 +41,10 @@ _ADVICE = {
 def open_regular(path: Path, folder: Path | None) -> int:
     """Open ``path`` for reading and return the file descriptor.
 
-    With ``folder``, the checkpoint it belongs to, it may be a link only to a place inside of that
-    folder, or to the blobs of the Hugging Face cache whose snapshot the folder is. Anything else,
-    and anything that is not a regular file, is a CheckpointFormatError and is never opened.
+    ``folder`` is the checkpoint that the file belongs to. A link may lead only to a place inside of
+    it or, if it is a snapshot in the Hugging Face cache, to the cache's blobs. Without ``folder``
+    it may lead anywhere. What is not a regular file is never opened. A refusal is a
+    CheckpointFormatError.
     """
     try:
         target = Path(os.path.realpath(path, strict=True))
@@ -42,13 +53,13 @@ def open_regular(path: Path, folder: Path | None) -> int:
                 f"{printable(path)} is a link to {printable(target)}, outside of the checkpoint's "
                 "folder; copy the file into the folder if you trust it, else download it again"
             )
-        # Before it is opened, because opening a device can do something, and again afterwards.
+        # Checked before opening, because opening a device can have effects, and again afterwards.
         if stat.S_ISREG(os.stat(target).st_mode):
             descriptor = os.open(target, _FLAGS)
             try:
                 opened = os.fstat(descriptor)
                 same = os.path.samestat(os.stat(target), opened)
-                # A folder on the way may have become a link meanwhile.
+                # A folder on the way may have been replaced by a link since.
                 if not same or Path(os.path.realpath(target, strict=True)) != target:
                     raise CheckpointFormatError(
                         f"{printable(path)} was replaced while it was opened; load again when "
@@ -74,7 +85,7 @@ def open_regular(path: Path, folder: Path | None) -> int:
         if isinstance(error, CheckpointFormatError):
             raise
         # A NUL, or a surrogate that no file system encodes.
-        raise CheckpointFormatError(f"{printable(path)} is no name of a file") from error
+        raise CheckpointFormatError(f"{printable(path)} is not a valid file name") from error
     raise CheckpointFormatError(
         f"{printable(path)} is not a file but a folder, device, socket or pipe; check the path, "
         "or download it"
@@ -82,14 +93,14 @@ def open_regular(path: Path, folder: Path | None) -> int:
 
 
 def read_file(path: Path, folder: Path | None) -> bytes:
-    """Read a whole small file (JSON) of the checkpoint ``folder``, opened by the same rules.
+    """Read the whole of a small file (JSON, a template), opened as ``open_regular`` does.
 
-    One of more than 100 MB, or one that cannot be read, is a CheckpointFormatError.
+    A file of more than 100 MB, or one that cannot be read, is a CheckpointFormatError.
     """
     with open(open_regular(path, folder), "rb") as file:
         try:
             size = os.fstat(file.fileno()).st_size
-            # One byte more than there should be, in case that it grows.
+            # One byte more than is accepted, to see whether the file grew.
             data = file.read(MAX_JSON_BYTES + 1) if size <= MAX_JSON_BYTES else b""
         except OSError as error:
             raise CheckpointFormatError(
@@ -104,7 +115,7 @@ def read_file(path: Path, folder: Path | None) -> bytes:
 
 
 def _belongs(target: Path, folder: Path) -> bool:
-    """Whether ``target`` is a file of the checkpoint in ``folder``; neither has links in it."""
+    """Whether ``target`` is a file of the checkpoint in ``folder``; neither path has links."""
     if target.is_relative_to(folder):
         return True
     if folder.parent.name != "snapshots":
@@ -118,3 +129,72 @@ def _belongs(target: Path, folder: Path) -> bool:
         and target.is_relative_to(shared)
         and _SHARED_BLOB.fullmatch(target.relative_to(shared).as_posix()) is not None
     )
+
+
+class ReadLease:
+    """Makes programs that write to an open file wait while threads read a mapping of it.
+
+    Without it, another program may cut the file off, and touching an OS page of the mapping that is
+    gone is a SIGBUS, which ends the process. The lease is Linux's (``fcntl(2)``). It is refused for
+    a file of another user, on most network file systems, and while the file is open for writing.
+    When a writer begins to wait, the kernel sends SIGURG to this process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._holders = 0  # threads: the lease belongs to the open file, not to one of them
+        self._closed = False
+        self._leased = -1  # the lease's own descriptor, while it is held
+
+    @contextmanager
+    def hold(self) -> Iterator[bool]:
+        """Hold the lease for a few milliseconds; yield whether it was granted."""
+        if sys.platform != "linux":
+            yield False
+            return
+        with self._lock:
+            held = self._may_be_shared() if self._holders else not self._closed and self._take()
+            self._holders += held
+        try:
+            yield held
+        finally:
+            with self._lock:
+                self._holders -= held
+                if held and not self._holders:
+                    self._release()
+
+    def close(self) -> None:
+        """Grant no lease from now on; call it before the descriptor is closed."""
+        with self._lock:
+            self._closed = True
+
+    def _take(self) -> bool:
+        try:
+            # A copy, because the file may be closed meanwhile and its number be another file's.
+            self._leased = os.dup(self._descriptor)
+        except OSError:
+            return False
+        try:
+            # The kernel's default signal for a waiting writer is SIGIO, which ends the process;
+            # SIGURG is ignored. Releasing the lease resets the choice.
+            fcntl.fcntl(self._leased, fcntl.F_SETSIG, signal.SIGURG)
+            if fcntl.fcntl(self._leased, fcntl.F_GETSIG) == signal.SIGURG:
+                fcntl.fcntl(self._leased, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                return True
+        except OSError:
+            pass
+        os.close(self._leased)
+        return False
+
+    def _release(self) -> None:
+        with suppress(OSError):  # the kernel broke the lease, or the file was deleted on its server
+            fcntl.fcntl(self._leased, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        with suppress(OSError):
+            os.close(self._leased)
+
+    def _may_be_shared(self) -> bool:
+        """Whether no writer waits: another holder would make it wait until the lease is broken."""
+        with suppress(OSError):  # the file was deleted on its server
+            return fcntl.fcntl(self._leased, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+        return False

@@ -9,22 +9,22 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
 from vllm_module.weights.regular_file import read_file
 
-# Of marks that begin or part values. A value of three bytes takes a hundred in memory, so bytes
-# alone bound nothing; a tensor has 12 marks in a header and 2 in an index.
+# Each value has one of these marks before it. A value of three bytes in the file takes a hundred in
+# memory, so a bound on bytes is not enough. A tensor has 12 marks in a header and 2 in an index.
 MAX_MARKS = 6_000_000
 _MARKS = (b"{", b"[", b":", b",")
-_MOST_DIGITS = 308  # no float has more; int() takes quadratic time, unlimited before Python 3.10.7
+_MAX_DIGITS = 308  # as in the largest float; int() takes quadratic time
 
 
 def parse_object(
     data: bytes, where: str, advice: str, *, constants: bool = False
 ) -> dict[str, object]:
-    """Parse a JSON object, refusing what Python's parser lets pass.
+    """Parse a JSON object more strictly than Python's parser.
 
-    That is: keys twice, halves of surrogate pairs, NaN and what is or becomes Infinity (unless
-    ``constants`` are welcome), integers of more than 308 digits, and more values than any
-    checkpoint has; -0 is a float. A CheckpointFormatError starts with ``where`` and ends with
-    ``advice``.
+    Refused are: a key that occurs twice, half of a surrogate pair, an integer of more than 308
+    digits, more values than any checkpoint has, and, unless ``constants``, NaN, Infinity and a
+    float that overflows. -0 is a float. A refusal is a CheckpointFormatError, whose message starts
+    with ``where`` and ends with ``advice``.
     """
     marks = sum(data.count(mark) for mark in _MARKS)
     if marks > MAX_MARKS:
@@ -41,12 +41,12 @@ def parse_object(
             parse_int=_integer,
             parse_float=None if constants else _finite,
         )
-        # Only an escape can give half of a surrogate pair, which is no character.
+        # Half of a surrogate pair can come from an escape only. Encoding it raises.
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = str(error)
-    if reason:  # outside of the except clause: the error holds all of the text
+    if reason:  # raised outside of the except clause, because its error holds the whole text
         raise CheckpointFormatError(f"{where} is not valid JSON: {reason}. {advice}")
     if not isinstance(value, dict):
         raise CheckpointFormatError(f"{where} is not a JSON object but {shorten(value)}. {advice}")
@@ -54,9 +54,10 @@ def parse_object(
 
 
 def read_json(path: Path, folder: Path) -> dict[str, object]:
-    """Read a JSON object (config.json) of the checkpoint ``folder``; raises as above.
+    """Read a JSON object, such as config.json, of the checkpoint ``folder``.
 
-    NaN and Infinity pass, because transformers writes them.
+    NaN and Infinity are accepted, because transformers writes them. A file that is refused, or
+    cannot be read, is a CheckpointFormatError.
     """
     data = read_file(path, folder)
     return parse_object(data, printable(path), "Download it again.", constants=True)
@@ -65,8 +66,8 @@ def read_json(path: Path, folder: Path) -> dict[str, object]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shorten(twice)} stands there twice")
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shorten(key)} occurs twice")
     return result
 
 
@@ -81,6 +82,6 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> float:
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise ValueError(f"an integer has {len(text)} digits")
-    return -0.0 if text == "-0" else int(text)  # a float, as it is elsewhere: there is no int -0
+    return -0.0 if text == "-0" else int(text)  # int has no -0

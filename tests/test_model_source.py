@@ -1,0 +1,177 @@
+"""A model is found once: configuration, tokenizer and weights come from the same folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.cli import main
+from vllm_module.config import HFConfig
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.model_source import ModelSource
+from vllm_module.registry import build_model
+from vllm_module.testing import random_weights, write_checkpoint
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,.!?<"
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": len(LETTERS),
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "dtype": "float32",
+}
+NEXT = SamplingParams(temperature=0, max_tokens=8)
+SMALL: Any = {"kv_cache_memory_bytes": 1 << 20, "device": "cpu"}
+CPU = torch.device("cpu")
+
+
+def write_snapshot(folder: Path, seed: int, letters: str, positions: int) -> Path:
+    """Write a checkpoint, a tokenizer of one token a letter, and a chat template."""
+    config = CONFIG | {"max_position_embeddings": positions}
+    model = build_model(HFConfig(**config), torch.float32, CPU)
+    weights = random_weights(model.expected_weights(), seed=seed)
+    weights = {name: tensor * (1 if "norm" in name else 3) for name, tensor in weights.items()}
+    write_checkpoint(folder, weights, config=config)
+    vocab = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = f"{letters[0]}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Write two commits of one branch, which have nothing in common."""
+    at = tmp_path_factory.mktemp("hub") / "models--owner--name" / "snapshots"
+    older = write_snapshot(at / ("a" * 40), 0, LETTERS, 64)
+    return older, write_snapshot(at / ("b" * 40), 1, LETTERS[::-1], 32)
+
+
+@pytest.fixture
+def resolved(snapshots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have the branch move after the hub is asked for the first time; return what it is asked."""
+    asked: list[str] = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.append(repo_id)
+        return str(snapshots[len(asked) > 1])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+def said(llm: LLM) -> tuple[list[int], list[int], str, int]:
+    """Return what shows tokenizer, template, weights and configuration."""
+    prompt = llm.chat_prompt([{"role": "user", "content": "abc"}])["prompt_token_ids"]
+    (output,) = llm.generate("abc", NEXT, use_tqdm=False)
+    assert output.error is None
+    (completion,) = output.outputs
+    return prompt, completion.token_ids, completion.text, llm.engine.max_model_len
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_resolves_a_hub_id_once(
+    size: int, snapshots: tuple[Path, Path], resolved: list[str]
+) -> None:
+    """Configuration, tokenizer, template and weights are of one snapshot, also after waking up.
+
+    Ranks in processes of their own have a hub that is not patched, and cannot find the model.
+    """
+    with LLM("owner/name", tensor_parallel_size=size, **SMALL) as llm:
+        before = said(llm)
+        assert (llm.source.folder, llm.source.revision) == (snapshots[0], "a" * 40)
+        llm.sleep()
+        llm.wake_up()
+        assert said(llm) == before
+    assert resolved == ["owner/name"]
+    expected, other = (_said_by(folder) for folder in snapshots)
+    assert before == expected
+    assert all(one != two for one, two in zip(expected, other, strict=True))
+
+
+def _said_by(folder: Path) -> tuple[list[int], list[int], str, int]:
+    with LLM(str(folder), **SMALL) as llm:
+        return said(llm)
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "inspect": (),
+    "plan": ("--tp", "2"),
+    "load": ("--tp", "2", "--device", "cpu"),
+    "generate": ("--prompt", "abc", "--max-new-tokens", "2", "--device", "cpu"),
+    "bench": ("--input-len", "4", "--output-len", "2", "--num-prompts", "1", "--device", "cpu"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_resolves_a_hub_id_once(
+    command: str,
+    snapshots: tuple[Path, Path],
+    resolved: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The folder that is printed is the one that was read."""
+    assert main([command, "owner/name", *COMMANDS[command], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == str(snapshots[0])
+    assert resolved == ["owner/name"]
+
+
+def test_a_chat_resolves_a_hub_id_once(
+    resolved: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The template is checked in the folder that the model is then loaded from."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
+    options = ("--max-new-tokens", "2", "--device", "cpu")
+    assert main(["chat", "owner/name", *options]) == 0, capsys.readouterr().err
+    assert resolved == ["owner/name"]
+
+
+def test_a_source_is_frozen_and_travels_between_processes(snapshots: tuple[Path, Path]) -> None:
+    """A pickled source is equal to the original, and is not looked for again."""
+    source = ModelSource.find(
+        ModelConfig(model=str(snapshots[0]), quantization="fp8", hf_overrides={"new": {"of": [1]}})
+    )
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy == source
+    assert copy.config.new == {"of": [1]}
+    assert ModelSource.find(copy) is copy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        source.folder = snapshots[1]  # type: ignore[misc]
+
+
+def test_only_a_snapshot_of_the_hub_has_a_revision(
+    snapshots: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The commit is the name of the snapshot's folder; any other folder has none."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    revisions = [
+        ModelSource.find(ModelConfig(model=str(folder))).revision
+        for folder in (*snapshots, tmp_path)
+    ]
+    assert revisions == ["a" * 40, "b" * 40, None]
+
+
+def test_no_process_is_started_for_a_model_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank finds the model before it starts the others."""
+    monkeypatch.setattr("vllm_module.runtime.ranks.Processes", None)
+    with pytest.raises(CheckpointFormatError, match=r"no config\.json"):
+        LLM(str(tmp_path), tensor_parallel_size=2, **SMALL)

@@ -1,0 +1,450 @@
+"""One load, from names to bytes to processing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from itertools import groupby
+from os import PathLike
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from vllm_module.assignment import Assignment, misfit
+from vllm_module.errors import WeightLoadError, WeightReadError
+from vllm_module.messages import shorten
+from vllm_module.readiness import any_on_meta, guard, is_complete, modules_that_load, unguard
+from vllm_module.report import LoadReport, Problem
+from vllm_module.routes import no_place
+from vllm_module.tree import (
+    Location,
+    Node,
+    expected_shape,
+    loads_itself,
+    locations,
+    materialized,
+    slots_of,
+    state_of,
+    walk,
+)
+from vllm_module.weights import Destination, Readers, Weight, prefer_huge_pages, read_into
+
+Weights: TypeAlias = Mapping[str, Weight] | Iterable[tuple[str, Weight]]
+Mode = Literal["load", "update", "plan"]
+
+# The load that this thread is doing. A context variable, because an overridden load_weights may
+# pass a plain generator to super(): nothing that travels with the weights would survive that.
+_current: ContextVar[Load | None] = ContextVar("load", default=None)
+
+
+class Group(list[tuple[str, Weight]]):
+    """Weights for the module at ``node``, as the module above hands them on."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node, weights: Iterable[tuple[str, Weight]] = ()) -> None:
+        if weights:
+            self.extend(weights)
+        self.node = node
+
+
+class Load:
+    """What the outermost call opens, and every call below it adds to.
+
+    First names: :meth:`assign` records which checkpoint tensor fills which slot, or why it cannot.
+    Then bytes: :meth:`read` materializes parameters and fills them. Then processing, module by
+    module. What a checkpoint gives as tensors in a stream is read as it comes, before the rest of
+    the names is known; everything else only once all names are accounted for.
+
+    Attributes:
+        mode: ``"load"`` takes a whole checkpoint, ``"update"`` a part; ``"plan"`` reads nothing.
+        report: what happened to every name.
+        assigned: what is routed and not read yet.
+        written: whether anything was written to the model.
+
+    """
+
+    def __init__(self, root: nn.Module, mode: Mode) -> None:
+        self.root, self.mode = root, mode
+        self.report = LoadReport()
+        self.assigned: list[Assignment] = []
+        self.written = False
+        self._nodes = {root: Node(root)}  # of modules that were called with weights
+        self._tree: list[Node] | None = None  # of every module, once it was walked
+        self._paths: list[str] = []  # of tensors, in the order in which names were assigned
+        # The first name for each slot and its path. A tensor is a key by its identity.
+        self._claims: dict[tuple[torch.Tensor, str], tuple[str, str]] = {}
+        self._tied_claims: dict[tuple[str, str], str] = {}  # (another path, slot) -> name
+        self._misfits: set[str] = set()
+        self._originals: dict[torch.Tensor, torch.Tensor] = {}  # materialized -> as it was on meta
+        self._holders: dict[torch.Tensor, list[Location]] | None = None
+        self._failure: BaseException | None = None
+        self._filled: dict[nn.Module, Node] = {}  # owners of tensors that were read
+        self._unfilled: dict[nn.Module, set[tuple[str, str]]] = {}  # of owners that wait to process
+        self._processed: set[nn.Module] = set()
+
+    # Who calls
+
+    @classmethod
+    @contextmanager
+    def of(cls, module: Any, weights: Weights, mode: Mode = "load") -> Iterator[Load]:
+        """Give the load that ``module`` takes part in, or open one and finish it afterwards.
+
+        Raises as :meth:`finish` does. If anything was written by then, the model refuses to run.
+        """
+        load = _current.get()
+        if mode == "load" and load is not None and load._takes_part(module, weights):
+            yield load
+            return
+        name, state = type(module).__name__, state_of(module)
+        if isinstance(weights, str | bytes | PathLike):
+            raise TypeError(
+                f"expected pairs of name and tensor, got {weights!r}: open a checkpoint with "
+                "vllm_module.weights.open_checkpoint, or let get_model do all of it"
+            )
+        if state.in_progress:
+            raise RuntimeError(f"this {name} is already being loaded")
+        load = cls(module, mode)
+        was_ready = state.guard is None
+        token = _current.set(load)
+        state.in_progress = True
+        try:
+            with _paused_gc() if isinstance(weights, Collection) else nullcontext():
+                yield load
+            load.finish()
+            if mode == "update" and was_ready:
+                unguard(module)
+        except BaseException as error:
+            if load.written:
+                load._refuse_to_run(error)
+            raise
+        finally:
+            state.in_progress = False
+            _current.reset(token)
+
+    @staticmethod
+    def current() -> Load:
+        """Return the load that this thread is doing."""
+        load = _current.get()
+        assert load is not None
+        return load
+
+    def _takes_part(self, module: nn.Module, weights: Weights) -> bool:
+        if isinstance(weights, Group):
+            self._nodes[module] = weights.node
+        elif module not in self._nodes and self._tree is None:  # an override calls its children
+            for node in self._walk():
+                self._nodes.setdefault(node.module, node)
+        return module in self._nodes
+
+    def groups(self, module: nn.Module, weights: Weights) -> Iterator[Group]:
+        """Yield ``weights`` as groups for ``module``: a collection whole, a stream pair by pair."""
+        node = self._nodes[module]
+        pairs: Iterable[tuple[str, Weight]]
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        if isinstance(pairs, Collection):
+            yield Group(node, pairs)
+            return
+        for pair in pairs:
+            waiting = len(self.assigned)
+            group = Group(node, (pair,))
+            yield group
+            # A handle can wait until everything is checked; a tensor holds memory.
+            if isinstance(pair[1], torch.Tensor) and self.mode != "plan":
+                self.read(waiting)
+            group.clear()
+            del pair  # or it would be in memory while the source makes the next
+
+    @contextmanager
+    def names_of(self, module: nn.Module) -> Iterator[set[str]]:
+        """Give a set, to which the names are added that the block fills below ``module``."""
+        first, names = len(self._paths), set[str]()
+        yield names
+        above = len(self._nodes[module].path)
+        names.update(path[above:] for path in self._paths[first:])
+
+    # Names
+
+    def assign(self, name: str, weight: Weight, location: Location, slot: str | None) -> None:
+        """Record that ``weight`` fills ``slot`` of the tensor at ``location``, or why it cannot.
+
+        ``slot`` is ``None`` where the name is that of the whole tensor. ``name`` is relative to
+        the module, or, for a slot and a tensor that is stored beside it, to the module above.
+        """
+        node, report, tensor = location.node, self.report, location.find()
+        beside = slot is not None or location.attr in node.stored_beside
+        name = (node.above if beside else node.prefix) + name
+        if tensor is None or (slot is not None and slot not in slots_of(tensor)):
+            report.unexpected.append(Problem(name, no_place(location, slot)))
+            return
+        path = location.path
+        tied_to = None
+        claim = (name, path)
+        for each in slots_of(tensor) if slot is None else (slot,):
+            first, by = earlier = self._claims.setdefault((self._original(tensor), each), claim)
+            if earlier is claim:
+                continue
+            # A tensor that other modules hold too has one name by each path. What was converted
+            # cannot be compared, so there one name is all.
+            twice = first if by == path else self._tied_claims.get((path, each))
+            if twice is not None or location.conversion is not None:
+                detail = f"{path} is already filled by {shorten(twice or first)}"
+                report.duplicated.append(Problem(name, detail))
+                return
+            self._tied_claims[path, each] = name
+            tied_to = first if first not in self._misfits else None
+        if problem := misfit(location, tensor, slot, weight, needs_data=self.mode != "plan"):
+            report.misshapen.append(Problem(name, problem))
+            self._misfits.add(name)
+            return
+        report.loaded.setdefault(path, []).append(name)
+        self._paths.append(path)
+        self.assigned.append(Assignment(name, slot, weight, location, tied_to))
+
+    def skip(self, node: Node, name: str, reason: str) -> None:
+        """Record that a name is not loaded, and by which rule."""
+        self.report.skipped[node.prefix + name] = reason
+
+    def _report_missing(self) -> None:
+        self._tree = None  # an override may have added modules
+        claimed = set(self._claims)
+        for location in self._locations():
+            tensor = location.tensor
+            for slot in slots_of(tensor):
+                key = self._original(tensor), slot
+                if key not in claimed:
+                    claimed.add(key)
+                    self.report.missing.append(_missing(location, slot, tensor))
+
+    def _walk(self) -> list[Node]:
+        if self._tree is None:
+            self._tree = list(walk(self.root))
+        return self._tree
+
+    def _locations(self) -> Iterator[Location]:
+        return (location for node in self._walk() for location in node.locations())
+
+    def _original(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that ``tensor`` was when the load began."""
+        return self._originals.get(tensor, tensor) if self._originals else tensor
+
+    # Bytes
+
+    def read(self, since: int = 0) -> None:
+        """Fill the slots that were assigned after the first ``since``, module by module."""
+        assigned = self.assigned[since:]
+        del self.assigned[since:]
+        if not assigned:
+            return
+        guard(self.root)  # whoever runs the model meanwhile is refused
+        self.written = True
+        try:
+            with torch.no_grad(), Readers() as readers:
+                # A module that processes its weights does so before the next takes memory.
+                for _, group in groupby(assigned, _processing_owner):
+                    self._read_group(list(group), readers)
+        except BaseException as error:
+            self._failure = error  # an override that catches it does not make the load whole
+            raise
+
+    def _read_group(self, assigned: list[Assignment], readers: Readers) -> None:
+        readers.read(self._jobs(assigned))
+        for each in assigned:
+            if each.tied_to is not None:
+                each.check_tied()
+        complete = [node for each in assigned for node in self._mark_loaded(each)]
+        for node in complete:
+            if is_complete(node.module):
+                self._process(node)
+
+    def _jobs(self, assigned: list[Assignment]) -> Iterator[tuple[Weight, Destination]]:
+        for each in assigned:
+            self._materialize(each.location)
+            if each.tied_to is not None:
+                continue
+            for weight, destination in each.jobs():
+                if not isinstance(weight, torch.Tensor):
+                    yield weight, destination
+                    continue
+                try:
+                    read_into(weight, destination)
+                except WeightReadError as error:  # a tensor does not know its name
+                    raise WeightReadError(f"{each.name}: {error}") from None
+
+    def _materialize(self, location: Location) -> None:
+        """Give the tensor at ``location`` memory if it is on meta, wherever it is held."""
+        tensor = location.tensor
+        if not tensor.is_meta:
+            return
+        device = location.node.state.device
+        if (conversion := location.conversion) is not None:
+            parameters = location.node.module._parameters
+            for name in conversion.makes:
+                made = parameters[name]
+                assert made is not None
+                parameters[name] = materialized(made, device)
+        real = materialized(tensor, device)
+        prefer_huge_pages(real)
+        holders = self._holders_of(tensor, location)
+        for node, attr in holders:
+            # What these slots held, if they were real once, went with that memory.
+            local = Location(node, attr).local
+            node.state.loaded.difference_update((local, slot) for slot in slots_of(tensor))
+            if isinstance(real, nn.Parameter):
+                node.module._parameters[attr] = real
+            else:
+                node.module._buffers[attr] = real
+        assert self._holders is not None
+        self._holders[real] = holders
+        self._originals[real] = self._original(tensor)
+
+    def _holders_of(self, tensor: torch.Tensor, location: Location) -> list[Location]:
+        """Return every location of the tensor: more than one where it is tied."""
+        if self._holders is None:
+            self._holders = {}
+            for each in self._locations():
+                self._holders.setdefault(each.tensor, []).append(each)
+        return self._holders.get(tensor, [location])
+
+    def _mark_loaded(self, assignment: Assignment) -> Iterator[Node]:
+        """Note that slots hold values; yield the modules that now have all of theirs."""
+        location = assignment.location
+        tensor, state, local = location.tensor, location.node.state, location.local
+        slots = assignment.slots
+        holders = [location]
+        # An update comes in many parts, and must not look for ties in the whole tree each time.
+        if (
+            self.mode == "load"
+            or local in state.tied
+            or not state.loaded.issuperset((local, slot) for slot in slots)
+        ):
+            holders = self._holders_of(tensor, location)
+        for holder in holders:
+            state, local = holder.node.state, holder.local
+            if len(holders) > 1:
+                state.tied.add(local)
+            loaded = [(local, slot) for slot in slots]
+            state.loaded.update(loaded)
+            owner = holder.node.owner
+            self._filled.setdefault(owner.module, owner)
+            if processes_alone(owner.module):
+                if owner.module not in self._unfilled:
+                    self._unfilled[owner.module] = _all_slots(owner.module)
+                unfilled = self._unfilled[owner.module]
+                unfilled.difference_update(loaded)
+                if not unfilled:
+                    del self._unfilled[owner.module]
+                    yield owner
+
+    # Processing
+
+    def _process_rest(self) -> None:
+        """Process, inner modules first, what this load has changed and not processed yet."""
+        nodes: Iterable[Node] = self._walk() if self.mode == "load" else self._above_filled()
+        waiting = [
+            node for node in nodes if processes(node.module) and node.module not in self._processed
+        ]
+        for node in sorted(waiting, key=lambda node: -node.path.count(".")):
+            if is_complete(node.module):  # else it waits for the load that brings the rest
+                self._process(node)
+
+    def _above_filled(self) -> Iterable[Node]:
+        """Return the modules of the tensors that were read, and those above them."""
+        nodes: dict[nn.Module, Node] = {}
+        for filled in self._filled.values():
+            node: Node | None = filled
+            while node is not None:
+                nodes[node.module] = node
+                node = node.parent
+        return nodes.values()
+
+    def _process(self, node: Node) -> None:
+        module: Any = node.module
+        self._processed.add(module)
+        try:
+            with torch.no_grad():
+                module.process_weights_after_loading()
+        except WeightLoadError as error:
+            error.args = (f"{node.path}{error}",)
+            raise
+
+    # The end
+
+    def finish(self) -> None:
+        """Refuse what does not fit together, else read what is left and process.
+
+        Raises ``WeightLoadError`` with everything that is missing, unexpected, duplicated or
+        misshapen, and what reading or processing raises.
+        """
+        if self.mode != "update":
+            self._report_missing()
+        if self.mode == "plan":
+            return
+        self.report.raise_if_refused(type(self.root).__name__, touched=self.written)
+        if self._failure is not None:
+            raise self._failure
+        self.read()
+        state_of(self.root).report = self.report
+        self._process_rest()
+        if self.mode == "load":
+            modules = [node.module for node in self._walk()]
+            ready = not any_on_meta(modules)
+            for module in filter(loads_itself, modules):
+                state_of(module).refusal = None
+                if ready:  # so that torch.compile sees no hook at the first forward pass
+                    unguard(module)
+
+    def _refuse_to_run(self, error: BaseException) -> None:
+        cause = str(error).partition("\n")[0]
+        for module in modules_that_load(self.root):
+            state_of(module).refusal = (
+                "a load broke midway and left a mixture; call load_weights with a whole "
+                f"checkpoint. It broke on {type(error).__name__}: {cause}"
+            )
+            guard(module)
+
+
+def processes(module: Any) -> bool:
+    """Tell whether a module loads itself and computes something from its weights."""
+    return loads_itself(module) and module.processes
+
+
+def processes_alone(module: nn.Module) -> bool:
+    """Tell whether a module processes as soon as its own weights are there: it has none below."""
+    return processes(module) and all(each is module for each in modules_that_load(module))
+
+
+def _processing_owner(assignment: Assignment) -> nn.Module | None:
+    module = assignment.location.node.owner.module
+    return module if processes_alone(module) else None
+
+
+def _all_slots(module: nn.Module) -> set[tuple[str, str]]:
+    return {(each.local, slot) for each in locations(module) for slot in slots_of(each.tensor)}
+
+
+def _missing(location: Location, slot: str, tensor: torch.Tensor) -> Problem:
+    """Name a missing slot as a checkpoint would, and say what it is a slot of."""
+    expected = f"expected shape {expected_shape(tensor, slot)}"
+    if slot:
+        *_, layer, attr = ("", "this layer", *location.path.split("."))[-3:]
+        expected += f", slot {slot!r} of {layer}.{attr}"
+    return Problem(location.stored_name(slot), expected)
+
+
+@contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Route without garbage collection: each pass would walk the whole model and free nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            if gc.get_freeze_count() == 0:
+                gc.freeze()  # enabling begins with a pass over all new objects, but for this
+                gc.unfreeze()
+            gc.enable()

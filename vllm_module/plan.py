@@ -1,0 +1,86 @@
+"""What a load would do: which parts of which tensors it would read, and the memory that takes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_module.assignment import Assignment
+from vllm_module.report import LoadReport
+from vllm_module.weights import PIECE_BYTES, Destination, Weight, reader_threads
+
+
+class PlannedRead(NamedTuple):
+    """One part of a checkpoint tensor that this rank would read, and the slot it is for."""
+
+    name: str
+    parameter: str
+    slot: str | None
+    source: Weight
+
+
+class PlannedMemory(NamedTuple):
+    """The most memory that a load takes on this rank, in bytes.
+
+    Attributes:
+        model: on the device, for all parameters and buffers; a tied tensor counts once.
+        staging: in host memory, for what is read there before it is copied or converted.
+        quantizing: on the device, beside the model, for full precision that is being quantized.
+
+    """
+
+    model: int
+    staging: int
+    quantizing: int
+
+
+class LoadPlan(NamedTuple):
+    """What ``module.load_weights`` would do with some weights.
+
+    Attributes:
+        module: the module that made the plan.
+        report: what would happen to every name.
+        assignments: the checkpoint tensors that would be read, each with the slot that it fills.
+
+    """
+
+    module: nn.Module
+    report: LoadReport
+    assignments: list[Assignment]
+
+    def reads(self) -> Iterator[PlannedRead]:
+        """Yield every part that this rank would read, its handle narrowed to what is kept."""
+        for each in self.assignments:
+            for source, _ in each.cut():
+                yield PlannedRead(each.name, each.location.path, each.slot, source)
+
+    def memory(self, device: torch.device | str = "cpu") -> PlannedMemory:
+        """Return the most memory that the load takes where parameters are on ``device``.
+
+        Each reading thread holds one piece at a time. A piece of a handle is read directly into a
+        parameter in host memory that has its dtype, and takes no other memory then.
+        """
+        on_cpu = torch.device(device).type == "cpu"
+        staged, converted = [], []
+        for source, target in self._jobs():
+            nbytes = source.shape.numel() * source.dtype.itemsize
+            if not isinstance(target, torch.Tensor):
+                converted.append(nbytes)
+                staged += [] if on_cpu else [nbytes]
+            elif not (on_cpu and source.dtype == target.dtype and target.is_contiguous()):
+                staged.append(min(nbytes, PIECE_BYTES))
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        model = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return PlannedMemory(model, _held_at_once(staged), _held_at_once(converted))
+
+    def _jobs(self) -> Iterator[tuple[Weight, Destination]]:
+        return (job for each in self.assignments for job in each.jobs())
+
+
+def _held_at_once(sizes: Iterable[int]) -> int:
+    """Return the most that the reading threads can hold, one of ``sizes`` each."""
+    return sum(heapq.nlargest(reader_threads(), sizes))

@@ -1,0 +1,117 @@
+"""When a module may run: every slot below it holds values, and no load broke midway.
+
+The check is a hook before the forward pass. It removes itself when it has passed, so a module that
+is ready pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_module.errors import ModelNotReadyError
+from vllm_module.report import fold
+from vllm_module.tree import (
+    loads_itself,
+    locations,
+    materialized,
+    slots_of,
+    state_of,
+    tensors_of,
+)
+
+
+def modules_that_load(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``root`` and every module below it that loads itself."""
+    return (module for module in root.modules() if loads_itself(module))
+
+
+def guard(module: nn.Module) -> None:
+    """Check that ``module`` is ready before its next forward pass."""
+    state = state_of(module)
+    if state.guard is None:
+        state.guard = module.register_forward_pre_hook(_require_ready)
+
+
+def unguard(module: nn.Module) -> None:
+    """Run ``module`` without a check from now on."""
+    state = state_of(module)
+    if state.guard is not None:
+        state.guard.remove()
+        state.guard = None
+
+
+def _require_ready(module: nn.Module, args: object) -> None:
+    checked: Any = module
+    checked.check_ready()
+    unguard(module)
+
+
+def check_ready(root: nn.Module) -> None:
+    """Raise ``ModelNotReadyError``, naming every tensor of the tree that holds no values."""
+    cannot = f"{type(root).__name__} cannot run: "
+    for module in modules_that_load(root):
+        if state_of(module).in_progress:
+            raise ModelNotReadyError(f"{cannot}its weights are being loaded")
+        if (refusal := state_of(module).refusal) is not None:
+            raise ModelNotReadyError(cannot + refusal)
+    if unfilled := list(_unfilled(root)):
+        lines = "\n".join(f"  {line}" for line in fold(unfilled))
+        raise ModelNotReadyError(
+            f"{cannot}not loaded, or put to sleep (call load_weights):\n{lines}"
+        )
+    tensors = (*root.named_parameters(), *root.named_buffers())
+    if computed := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ModelNotReadyError(
+            f"{cannot}tensors that no checkpoint stores are on the meta device, outside of "
+            f"which the model has to be built: {', '.join(fold(computed))}"
+        )
+
+
+def is_complete(root: nn.Module) -> bool:
+    """Tell whether every slot of the tree holds values and no tensor of it is on meta."""
+    return not any_on_meta(root.modules()) and not any(_unfilled(root))
+
+
+def any_on_meta(modules: Iterable[nn.Module]) -> bool:
+    """Tell whether any parameter or buffer of ``modules`` is on the meta device."""
+    return any(tensor.is_meta for module in modules for tensor in tensors_of(module))
+
+
+def _unfilled(root: nn.Module) -> Iterator[str]:
+    for location in locations(root):
+        tensor, loaded = location.tensor, location.node.state.loaded
+        for slot in slots_of(tensor):
+            if tensor.is_meta or (location.local, slot) not in loaded:
+                yield f"{location.path} (slot {slot!r})" if slot else location.path
+
+
+def sleep(root: nn.Module) -> None:
+    """Replace every tensor that a load fills by one on the meta device.
+
+    Tied tensors stay tied where every module that holds them is in the tree.
+    """
+    if state_of(root).in_progress:
+        raise RuntimeError(f"this {type(root).__name__} is being loaded")
+    meta, on_cuda = torch.device("meta"), False
+    asleep: dict[torch.Tensor, Any] = {}
+    for module in root.modules():
+        computed = module._non_persistent_buffers_set
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and name not in computed:
+                    on_cuda |= tensor.is_cuda
+                    if tensor not in asleep:
+                        asleep[tensor] = materialized(tensor, meta)
+                    tensors[name] = asleep[tensor]
+    for module in modules_that_load(root):
+        state = state_of(module)
+        state.loaded.clear()
+        state.refusal = None  # the memory that a broken load left half written is gone
+        guard(module)
+    asleep.clear()
+    if on_cuda:
+        torch.cuda.empty_cache()

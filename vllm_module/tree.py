@@ -1,0 +1,256 @@
+"""The module tree as a load sees it: where each module and tensor is, and who loads it.
+
+Modules are plain ``nn.Module`` objects here. One that has a ``load_state`` loads itself; the
+tensors of any other module are loaded by the nearest module above that has one, its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from vllm_module.conversions import Conversion
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.report import LoadReport
+
+_WHOLE = ("",)  # the one slot of a tensor that is not fused
+
+
+def _device_to_load_on() -> torch.device:
+    device = torch.get_default_device()
+    return device if device.type != "meta" else torch.device("cpu")
+
+
+@dataclass
+class LoadState:
+    """What one module remembers between loads.
+
+    Attributes:
+        device: its tensors are materialized here; the default device when it was built.
+        loaded: (local name of a tensor, slot) of every slot that holds values.
+        tied: local names of tensors that another module is known to hold too.
+        refusal: why the module must not run, after a load that broke.
+        in_progress: whether a load of it is going on.
+        guard: the hook that checks before a forward pass; ``None`` once the module is ready.
+        report: what the last load through it did.
+
+    """
+
+    device: torch.device = field(default_factory=_device_to_load_on)
+    loaded: set[tuple[str, str]] = field(default_factory=set)
+    tied: set[str] = field(default_factory=set)
+    refusal: str | None = None
+    in_progress: bool = False
+    guard: RemovableHandle | None = None
+    report: LoadReport | None = None
+
+
+class Node:
+    """One module and its place in the tree.
+
+    Args:
+        module: the module itself.
+        parent: the node above; ``None`` for the root.
+        name: the module's attribute name in its parent.
+        stored_as: the component that a checkpoint has for it, where that is another.
+
+    Attributes:
+        path: from the root to the module; empty, or ends with a dot.
+        prefix: what the names of its weights begin with in the checkpoint; ends like ``path``.
+        owner: the node whose module loads this module's tensors: this one or one above.
+        conversions: those that the module declares.
+        stored_beside: names of its tensors that a checkpoint stores beside it, not below it.
+        routes: where the components of names lead from here, once a load has asked.
+
+    """
+
+    __slots__ = (
+        "conversions", "module", "owner", "parent", "path", "prefix", "routes", "stored_beside",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parent: Node | None = None,
+        name: str = "",
+        stored_as: str | None = None,
+    ) -> None:
+        self.module, self.parent = module, parent
+        self.path = self.prefix = ""
+        if parent is not None:
+            self.path = self.prefix = f"{parent.path}{name}."
+            if stored_as is not None or parent.prefix != parent.path:
+                self.prefix = f"{parent.prefix}{stored_as or name}."
+        self.owner: Node = self
+        self.conversions: Mapping[str, Conversion] = {}
+        self.stored_beside: Any = ()
+        self.routes: dict[str, Any] | None = None
+        if loads_itself(module):
+            declared: Any = module
+            self.conversions = declared.conversions
+            self.stored_beside = declared.stored_beside
+        elif parent is not None:
+            self.owner = parent.owner
+
+    @property
+    def state(self) -> LoadState:
+        """What the owner remembers."""
+        return state_of(self.owner.module)
+
+    @property
+    def above(self) -> str:
+        """What the names of weights that are stored beside the module begin with."""
+        return "" if self.parent is None else self.parent.prefix
+
+    def locations(self) -> Iterator[Location]:
+        """Yield the locations of the module's own tensors that a checkpoint stores."""
+        for attr in (*self.module._parameters, *self.module._buffers):
+            location = Location(self, attr)
+            if location.find() is not None:
+                yield location
+
+
+class Location(NamedTuple):
+    """Where a tensor is: the attribute ``attr`` of the module at ``node``.
+
+    The tensor itself is looked up each time, because materializing replaces it.
+    """
+
+    node: Node
+    attr: str
+
+    @property
+    def path(self) -> str:
+        """The full name of the tensor in the tree."""
+        return self.node.path + self.attr
+
+    @property
+    def local(self) -> str:
+        """The name of the tensor relative to its owner."""
+        return self.node.path[len(self.node.owner.path) :] + self.attr
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The parameter or buffer, which is there."""
+        tensor = self.find()
+        assert tensor is not None, self.path
+        return tensor
+
+    def find(self) -> torch.Tensor | None:
+        """Return the parameter or buffer, if there is one and a checkpoint stores it."""
+        node, attr = self.node, self.attr
+        if node.conversions and self.is_made:
+            return None
+        module = node.module
+        parameter = module._parameters.get(attr)
+        if parameter is not None or attr in module._non_persistent_buffers_set:
+            return parameter
+        return module._buffers.get(attr)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether a conversion computes this tensor from another one."""
+        return any(self.attr in each.makes for each in self.node.conversions.values())
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """What converts the checkpoint's tensor; ``None`` where it is kept as it is stored."""
+        return self.node.conversions.get(self.attr)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that a checkpoint has the tensor in."""
+        conversion = self.conversion
+        return self.tensor.dtype if conversion is None else conversion.dtype
+
+    def stored_name(self, slot: str) -> str:
+        """Return the name that a checkpoint has for ``slot`` of this tensor."""
+        if not slot and self.attr not in self.node.stored_beside:
+            return self.path
+        above = self.node.parent.path if self.node.parent is not None else ""
+        return f"{above}{slot}.{self.attr}" if slot else above + self.attr
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a ``vLLMModule``: one that remembers its loads."""
+    return "load_state" in module.__dict__
+
+
+def state_of(module: nn.Module) -> LoadState:
+    """Return what a module that loads itself remembers."""
+    state: LoadState = module.__dict__["load_state"]
+    return state
+
+
+def walk(root: nn.Module) -> Iterator[Node]:
+    """Yield a node for every module of the tree, parents first, in order of declaration."""
+    seen = set()
+    waiting = [Node(root)]
+    while waiting:
+        node = waiting.pop()
+        if (node.owner.module, node.module) in seen:
+            continue
+        seen.add((node.owner.module, node.module))
+        yield node
+        children = reversed(node.module._modules.items())
+        waiting += [Node(child, node, name) for name, child in children if child is not None]
+
+
+def locations(root: nn.Module) -> Iterator[Location]:
+    """Yield the location of every tensor of the tree that a checkpoint stores."""
+    for node in walk(root):
+        yield from node.locations()
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the module's own parameters and buffers, whether or not a checkpoint stores them."""
+    for tensors in (module._parameters, module._buffers):
+        yield from (tensor for tensor in tensors.values() if tensor is not None)
+
+
+def is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:
+    """Tell whether a tensor cuts out its own shard."""
+    # isinstance with a Parameter class runs Python code, which costs a load of many names time.
+    return issubclass(type(tensor), BasevLLMParameter)
+
+
+def slots_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the slots of ``tensor``; a tensor that is not fused has one, ``""``."""
+    return tensor.slots if is_typed(tensor) else _WHOLE
+
+
+def expected_shape(tensor: torch.Tensor, slot: str | None) -> list[int]:
+    """Return the shape of ``slot`` in a checkpoint; ``None`` means all slots as one tensor."""
+    return list(tensor.checkpoint_shape(slot) if is_typed(tensor) else tensor.shape)
+
+
+def expected_weights(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a meta tensor for each name that a checkpoint of ``root`` holds."""
+    expected: dict[str, torch.Tensor] = {}
+    seen: set[torch.Tensor] = set()
+    for location in locations(root):
+        tensor, dtype = location.tensor, location.stored_dtype
+        for slot in slots_of(tensor) if tensor not in seen else ():
+            shape = expected_shape(tensor, slot)
+            expected[location.stored_name(slot)] = torch.empty(shape, dtype=dtype, device="meta")
+        seen.add(tensor)
+    return expected
+
+
+def materialized(tensor: torch.Tensor, device: torch.device) -> Any:
+    """Return a tensor of the same class, shape and strides with new memory on ``device``."""
+    if torch.is_inference_mode_enabled():  # a tensor made in it could not be written to outside
+        with torch.inference_mode(False):
+            return materialized(tensor, device)
+    if is_typed(tensor):
+        return tensor.materialize_on(device)
+    # Not empty_like: for a meta tensor it runs Python code and imports sympy, half a second.
+    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(real, requires_grad=tensor.requires_grad)
+    return real
