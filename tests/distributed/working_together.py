@@ -268,6 +268,8 @@ def one_is_interrupted_while_it_waits(directory: Path, rank: int) -> Any:
             wait_until((directory / "rank1.json").exists, "rank 1 is interrupted")
 
     if rank == 1:
+        # A shell has its background jobs ignore SIGINT, and what they start inherits that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         exchange._Exchange._hear = interrupted  # type: ignore[method-assign]
     return together(work, timeout=PATIENCE)
 

@@ -48,6 +48,8 @@ def start(checkpoint: str) -> Executor:
 
 
 def main(checkpoint: str, *options: str) -> None:
+    # A shell has its background jobs ignore Ctrl-C, and what they start inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if options:
         executor = start(checkpoint)
         signal.pause()

@@ -425,6 +425,8 @@ def no_memory(*size: Any, **options: Any) -> torch.Tensor:
 
 def break_off(directory: Path, name: str, number: int) -> None:
     """Let a rank break off while weights are sent; the others stay until all have noticed."""
+    # A shell has its background jobs ignore SIGINT, and what they start inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     event = directory / f"{name}.event"
     gather = dist.all_gather_object
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import typer
 
-from vllm_module.agreement import digests
 from vllm_module.cli.memory import peak_cuda, peak_resident, reset_peaks
 from vllm_module.cli.options import (
     DeviceOption,
@@ -35,6 +34,7 @@ from vllm_module.cli.ranks import (
     under_torchrun,
 )
 from vllm_module.config import ModelConfig
+from vllm_module.consistency import digests
 from vllm_module.distributed import tensor_parallel
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
