@@ -1,16 +1,17 @@
-"""What every test runs under: poisoned memory, a seeded torch and its share of the cores."""
+"""What every test runs with: poisoned memory, seeded generators, one thread for each worker."""
 
 from __future__ import annotations
 
 import os
 
-# Kernels run where there is no GPU, on the CPU; Triton reads this when it is imported.
+# Without a GPU, kernels run in Triton's interpreter; Triton reads this when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import register_random, settings
 
 from vllm_module.testing import poisoned_memory
@@ -33,7 +34,7 @@ register_random(_torch_random)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Poisoning switches deterministic algorithms on; an operation that has none is no news here.
+    # Poisoning switches deterministic algorithms on; not every operation has one.
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers share the cores
@@ -41,17 +42,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN, so that what nobody wrote shows."""
+    """Fill new memory with NaN, which shows where a test reads what nobody wrote."""
     with poisoned_memory():
         assert torch.empty(1).isnan(), "PyTorch no longer fills uninitialized memory: poison it"
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group() -> Iterator[None]:
+    """Fail where the tests of a file leave a process group to those of the next."""
+    yield
+    assert not dist.is_initialized(), "destroy the process group, or close the engine that has it"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    torch.manual_seed(0)  # fixtures shared by several tests are built now
+    torch.manual_seed(0)  # for fixtures that several tests share
 
 
 @pytest.fixture(autouse=True)
 def _seeded_torch() -> None:
-    torch.manual_seed(0)  # whether or not this test was the one that built them
+    torch.manual_seed(0)  # again: this test may have built them or not

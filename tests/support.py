@@ -6,17 +6,50 @@ Pytest's importlib mode has no imports between test files: take it with ``runpy.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
+import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+LIMIT = 600.0  # seconds after which a wait fails; no test depends on its length
+
+
+def wait_until(holds: Callable[[], object], what: str) -> None:
+    """Return once ``holds()`` is true; fail, naming ``what`` did not happen, after ``LIMIT``."""
+    end = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < end, f"did not happen within {LIMIT:g} s: {what}"
+        time.sleep(0.01)
+
+
+def fill_once(base: Path, name: str, fill: Callable[[Path], object]) -> Path:
+    """Return the directory ``name`` that ``fill`` has written to; pytest's workers share it.
+
+    ``base`` is the worker's temporary directory, ``tmp_path_factory.getbasetemp()``.
+    """
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    done = directory.with_name(f"{name}.done")
+    with directory.with_name(f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when its holder ends, however that happens
+        if not done.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            fill(directory)
+            done.touch()
+    return directory
 
 
 def free_port() -> int:
-    """Return a port below those that the system hands out, or a connection could take it first."""
+    """Return a port below the system's own range, from which any connection could take it."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -31,41 +64,97 @@ def start_torchrun(
     *,
     host: int = 0,
     hosts: int = 1,
-    address: str = "127.0.0.1",
     port: int,
-    interval: float = 0.1,
-    within: Sequence[str] = (),
-    **environment: str,
 ) -> subprocess.Popen[str]:
-    """Start the ranks of ``script directory`` that one of several hosts has, ``size`` in all.
-
-    When one fails, torchrun ends the others ``interval`` seconds later at most.
-    """
+    """Start those of the ``size`` ranks of ``script directory`` that run on host ``host``."""
     options = {
         "nnodes": hosts,
         "node-rank": host,
         "nproc-per-node": size // hosts,
-        "master-addr": address,
+        "master-addr": "127.0.0.1",
         "master-port": port,
-        "monitor-interval": interval,
+        "monitor-interval": 0.1,
     }
     return subprocess.Popen(
         [
-            *(*within, sys.executable, "-m", "torch.distributed.run"),
+            *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--{name}={value}" for name, value in options.items()),
             *(str(script), str(directory)),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def fork_ranks(
+    size: int,
+    work: Callable[[int], object],
+    *,
+    port: int,
+    address: str = "127.0.0.1",
+    ranks: Sequence[int] | None = None,
+) -> list[int]:
+    """Call ``work(rank)`` in a fork of this process for each rank, and return the process ids.
+
+    The forks can initialize a process group of ``size``. ``ranks`` are all of it by default.
+    They end when this process does.
+    """
+    parent, pids = os.getpid(), []
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    for rank in range(size) if ranks is None else ranks:
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            threading.Thread(target=end_with_parent, daemon=True).start()
+            os.environ |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
+            work(rank)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return pids
+
+
+def exit_codes(pids: Sequence[int]) -> list[int]:
+    """Wait until these forks have ended; kill those that have not after ``LIMIT``."""
+    codes: dict[int, int] = {}
+
+    def have_ended() -> bool:
+        for pid in set(pids) - codes.keys():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        return len(codes) == len(pids)
+
+    try:
+        wait_until(have_ended, "all ranks end")
+    finally:
+        for pid in set(pids) - codes.keys():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [codes[pid] for pid in pids]
 
 
 def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> None:
     """Run ``script directory`` in ``size`` processes; if they fail, show what they printed.
 
-    With several ``hosts``, each is an agent of its own on this machine.
+    Each of ``hosts`` is a torchrun agent on this machine.
     """
     port = free_port()
     agents = [
@@ -73,8 +162,8 @@ def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> Non
         for host in range(hosts)
     ]
     try:
-        output = "".join(agent.communicate(timeout=120)[0] for agent in agents)
+        output = "".join(agent.communicate(timeout=LIMIT)[0] for agent in agents)
     finally:
         for agent in agents:
-            agent.kill()
+            agent.terminate()  # and not kill: it ends its ranks
     assert [agent.returncode for agent in agents] == [0] * hosts, output

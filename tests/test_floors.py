@@ -24,7 +24,7 @@ FLOORS = (
     {"quantization"},
     {"layers"},
     {"models"},
-    {"agreement", "registry"},
+    {"consistency", "registry"},
     {"model_source"},
     {"loader"},
     {"runtime", "testing"},

@@ -56,8 +56,17 @@ class ModelNotReadyError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Ranks of the group have ended, hang, refuse or differ; ``ranks`` has their numbers."""
+    """Ranks of the process group ended, hang, refused or differ.
 
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+    Attributes:
+        ranks: their numbers in the group.
+        recoverable: whether every rank is alive and raised, so that the group can be used again.
+
+    """
+
+    def __init__(
+        self, message: str, ranks: Iterable[int] = (), *, recoverable: bool = False
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(sorted(ranks))
+        self.recoverable = recoverable

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from vllm_module.agreement import (
+from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module.consistency import (
     demand_alike,
     demand_same_tensors,
     describe,
     digests,
     in_step,
-    loading_group,
 )
-from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module.distributed import message_group
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.weights import Checkpoint
@@ -69,7 +69,7 @@ def find_and_load(
             model.load_weights(checkpoint.items())  # pairs, as an override expects them
         return model
 
-    with ExitStack() as opened, loading_group(timeout) as group:
+    with ExitStack() as opened, message_group(timeout) as group:
         source, checkpoint = in_step(find, describe_found, timeout, group, demand_alike)
         return source, in_step(load, digests, timeout, group, demand_same_tensors)
 

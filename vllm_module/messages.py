@@ -34,8 +34,16 @@ def printable_name(name: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the class name of an error and its message, cut to 2000 characters."""
-    return f"{type(error).__name__}: {error}"[:2000].removesuffix(": ")
+    """Return the kind of an error and its message, cut to 12 lines and some 2000 characters."""
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its message is broken: {type(broken).__name__})"
+    lines = text[:2000].splitlines()
+    message = "\n".join(map(printable, lines[:12]))
+    if len(text) > 2000 or len(lines) > 12:
+        message += " ..."
+    return type(error).__name__ + (f": {message}" if message else "")
 
 
 def _cut(text: str) -> str:

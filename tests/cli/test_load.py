@@ -75,9 +75,9 @@ def torchrun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[in
     script = Path(__file__).with_name("under_torchrun.py")
     launcher = support["start_torchrun"](2, script, directory, port=support["free_port"]())
     try:
-        output = launcher.communicate(timeout=120)[0]
+        output = launcher.communicate(timeout=support["LIMIT"])[0]
     finally:
-        launcher.kill()
+        launcher.terminate()  # and not kill: it ends its ranks
     return launcher.returncode, output, directory
 
 

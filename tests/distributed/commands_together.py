@@ -23,6 +23,9 @@ def scenario(name: str, size: int, *arguments: str, **of_ranks: Any) -> None:
 
     def run(directory: Path, rank: int) -> dict[str, Any]:
         special = of_ranks.get(f"rank{rank}", of_ranks.get("others", "good"))
+        timeout = patience(of_ranks.values())
+        if timeout == loading["TIMEOUT"] and not callable(special):
+            loading["when_reading"](lambda: loading["await_events"](directory))
         if callable(special):
             loading["when_reading"](lambda deed=special: deed(directory))
         folder = "tied in part" if "tied in part" in of_ranks.values() else "good"
@@ -31,7 +34,7 @@ def scenario(name: str, size: int, *arguments: str, **of_ranks: Any) -> None:
         options = [command, str(directory.parent / folder), "--device", "cpu", *options]
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([*options, "--timeout", str(patience(of_ranks.values()))])
+            code = main([*options, "--timeout", str(timeout)])
         return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
     SCENARIOS[name] = (size, run)

@@ -18,6 +18,7 @@ from vllm_module.weights.handle import SafetensorsHandle
 
 working = runpy.run_path(str(Path(__file__).with_name("working_together.py")))
 die, hang, patience = working["die"], working["hang"], working["patience"]
+await_events, TIMEOUT = working["await_events"], working["TIMEOUT"]
 
 # Sizes that 2, 3 and 4 ranks divide.
 CONFIG: dict[str, Any] = {
@@ -109,6 +110,9 @@ def scenario(name: str, size: int, **of_ranks: Any) -> None:
         dist.init_process_group("gloo")
         special = of_ranks.get(f"rank{rank}", of_ranks.get("others", "good"))
         folder, dtype = "good", "auto"
+        timeout = patience(of_ranks.values())
+        if timeout == TIMEOUT and not callable(special):
+            when_reading(lambda: await_events(directory))
         if callable(special):
             when_reading(lambda: special(directory))
         elif special.startswith("float"):
@@ -117,7 +121,7 @@ def scenario(name: str, size: int, **of_ranks: Any) -> None:
             folder = special
         model = get_model(
             model_config=ModelConfig(model=str(directory.parent / folder), dtype=dtype),
-            load_config=LoadConfig(timeout=patience(of_ranks.values())),
+            load_config=LoadConfig(timeout=timeout),
         )
         return total(model)
 

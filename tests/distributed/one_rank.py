@@ -1,10 +1,12 @@
-"""What one rank computes, in numbers that float32 holds exactly; as a script, under torchrun.
+"""What one rank computes, in numbers that float32 holds exactly; also a script.
 
-``one_rank.py DIRECTORY`` saves ``DIRECTORY/rank<R>.pt``.
+``one_rank.py DIRECTORY``, under torchrun, saves ``DIRECTORY/rank<R>.pt``; with a size after it,
+the ranks are forks of the script.
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -29,14 +31,14 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 def compute() -> dict[str, torch.Tensor]:
     """Run each collective, and each layer that uses one, on the group that is here."""
     group = tensor_parallel_group()
-    mine = whole_numbers(4, 6, 2) * (group.rank + 1)
+    tensor = whole_numbers(4, 6, 2) * (group.rank + 1)
     results = {
         "place": torch.tensor([group.rank, group.size]),
-        "sum": group.all_reduce(mine),
-        "sum of a view": group.all_reduce(mine.transpose(0, 1)),
-        "untouched": mine,
-        **{f"joined along {dim}": group.all_gather(mine, dim) for dim in (0, 1, 2, -1)},
-        "joined views": group.all_gather(mine.transpose(0, 2), 1),
+        "sum": group.all_reduce(tensor),
+        "sum of a view": group.all_reduce(tensor.transpose(0, 1)),
+        "untouched": tensor,
+        **{f"joined along {dim}": group.all_gather(tensor, dim) for dim in (0, 1, 2, -1)},
+        "joined views": group.all_gather(tensor.transpose(0, 2), 1),
         "joined integers": group.all_gather(torch.tensor([group.rank])),
     }
     up = MergedColumnParallelLinear(
@@ -75,4 +77,13 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    target = Path(sys.argv[1])
+    if len(sys.argv) == 2:
+        main(target)
+    else:
+        torch.set_num_threads(1)
+        support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+        pids = support["fork_ranks"](
+            int(sys.argv[2]), lambda rank: main(target), port=support["free_port"]()
+        )
+        sys.exit(max(map(abs, support["exit_codes"](pids))))

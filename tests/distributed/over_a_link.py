@@ -1,4 +1,4 @@
-"""One of four ranks on two hosts whose link is cut: ``over_a_link.py DIRECTORY``, by torchrun."""
+"""One of two hosts, each with two ranks, whose link is cut: ``over_a_link.py DIRECTORY HOST``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ import torch.distributed as dist
 from vllm_module.distributed import together
 from vllm_module.errors import RankError
 
-TIMEOUT = 3.0
+support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+compute = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))["compute"]
+TIMEOUT = 5.0
 
 
-def main(directory: Path) -> None:
-    compute = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))["compute"]
+def run_rank(directory: Path, rank: int) -> None:
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     torch.save(compute(), directory / f"rank{rank}.pt")
 
     def work() -> int:
-        (directory / f"loading{rank}").touch()
-        while not (directory / "cut").exists():
-            time.sleep(0.05)
+        (directory / f"working{rank}").touch()
+        support["wait_until"]((directory / "cut").exists, "the link is cut")
         return rank
 
     note = {}
@@ -41,4 +40,13 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    directory, host = Path(sys.argv[1]), int(sys.argv[2])
+    pids = support["fork_ranks"](
+        4,
+        lambda rank: run_rank(directory, rank),
+        port=29500,
+        address="10.99.0.1",
+        ranks=[2 * host, 2 * host + 1],
+    )
+    sys.exit(max(support["exit_codes"](pids)))

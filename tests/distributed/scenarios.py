@@ -1,8 +1,8 @@
-"""What ranks go through in processes of their own, forked from one that has imported torch.
+"""Run scenarios of the files beside this one: each rank is a process, forked from this one.
 
-``scenarios.py DIRECTORY NAMES...`` runs scenarios, a few at once, from those of the files beside
-it. Each rank leaves ``DIRECTORY/<scenario>/rank<R>.json``: what it returned or raised, and when.
-Prints how long after what happened the last of the others named it.
+``scenarios.py DIRECTORY NAMES...`` runs a few scenarios at once, by default all of them. Each rank
+writes what it returned or raised, and when, to ``DIRECTORY/<scenario>/rank<R>.json``. Prints how
+long after what happened to a rank the last of the others named it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import torch.distributed as dist
 import vllm_module.cli  # noqa: F401  # imported once, for all forks
 
 free_port = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["free_port"]
-AT_ONCE = 4
-LATE = 7.0  # ranks that hang stay away longer
-LIMIT = 60.0  # seconds after which a rank counts as hanging
+AT_ONCE = 6  # some of them only wait
+LIMIT = 300.0  # seconds after which a rank counts as hanging
 
 
 def run_rank(directory: Path, rank: int, scenario: Any) -> None:
-    """Run one rank of ``scenario`` and write down what came of it."""
+    """Run one rank of ``scenario`` and write what it returned or raised."""
     note: dict[str, Any] = {}
     try:
         note["returned"] = scenario(directory, rank)
@@ -37,7 +36,7 @@ def run_rank(directory: Path, rank: int, scenario: Any) -> None:
         note["raised"] = type(error).__name__
         note["message"] = str(error)
         note["ranks"] = list(getattr(error, "ranks", ()))
-        raise  # and leave as a crash would, without destroying the group
+        raise  # and end as a crash would, without destroying the group
     finally:
         note["at"] = time.time()
         (directory / f"rank{rank}.json").write_text(json.dumps(note))
@@ -47,19 +46,19 @@ def run_rank(directory: Path, rank: int, scenario: Any) -> None:
 
 
 class Running:
-    """A scenario's ranks: processes that end, or are ended."""
+    """The processes of a scenario."""
 
     def __init__(self, directory: Path, size: int) -> None:
         directory.mkdir()
         self.directory = directory
         self.size = size
-        self.begun = time.time()
+        self.start = time.time()
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int | str] = {}
         self.port = free_port()
 
     def fork(self) -> int | None:
-        """Start the ranks; in each of them, return which it is."""
+        """Start the ranks; return in each of them its number, and ``None`` here."""
         for rank in range(self.size):
             pid = os.fork()
             if pid == 0:
@@ -76,35 +75,38 @@ class Running:
             self.pids[rank] = pid
         return None
 
-    def look(self) -> bool:
-        """Note which ranks have ended; tell whether all have."""
+    def has_ended(self) -> bool:
+        """Record the exit codes of ranks that have ended; return whether all have."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
-                elif time.time() - self.begun > LIMIT:
+                elif time.time() - self.start > LIMIT:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
                     self.codes[rank] = "hung"
         if len(self.codes) < self.size:
             return False
         (self.directory / "codes.json").write_text(json.dumps(self.codes))
-        events = [float(path.read_text()) for path in self.directory.glob("event*")]
-        notes = [json.loads(path.read_text()) for path in self.directory.glob("rank*.json")]
-        named = [note["at"] for note in notes if note.get("raised") == "RankError"]
-        named = [at for at in named if at < max(events, default=0) + LATE]
+        events = {path.suffix: float(path.read_text()) for path in self.directory.glob("event.*")}
+        notes = {
+            rank: json.loads(path.read_text())
+            for rank in self.pids
+            if (path := self.directory / f"rank{rank}.json").exists() and f".{rank}" not in events
+        }
+        named = [note["at"] for note in notes.values() if note.get("raised") == "RankError"]
         if events and named:
-            sys.stdout.write(f"{max(named) - max(events):6.2f} s  {self.directory.name}\n")
+            sys.stdout.write(f"{max(named) - max(events.values()):6.2f} s  {self.directory.name}\n")
         return True
 
 
 def main(directory: Path, names: list[str]) -> None:
     scenarios: dict[str, tuple[int, Any]] = {}
     for file in ("working_together.py", "loading_together.py", "commands_together.py"):
-        found = runpy.run_path(str(Path(__file__).with_name(file)))
-        scenarios |= found["SCENARIOS"]
-        found.get("prepare", lambda _: None)(directory)
+        module = runpy.run_path(str(Path(__file__).with_name(file)))
+        scenarios |= module["SCENARIOS"]
+        module.get("prepare", lambda _: None)(directory)
     gc.collect()
     gc.freeze()  # what is shared by the forks is neither walked nor copied when they end
     waiting = names or list(scenarios)
@@ -118,7 +120,7 @@ def main(directory: Path, names: list[str]) -> None:
             if rank is not None:
                 run_rank(directory / name, rank, scenario)
                 return
-        running = [each for each in running if not each.look()]
+        running = [each for each in running if not each.has_ended()]
         time.sleep(0.02)
 
 

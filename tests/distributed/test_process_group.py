@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,19 +14,31 @@ import torch
 from vllm_module.distributed import run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
-torchrun = runpy.run_path(str(SCRIPT.parents[1] / "support.py"))["torchrun"]
+SUPPORT = runpy.run_path(str(SCRIPT.parents[1] / "support.py"))
 Ranks = list[dict[str, torch.Tensor]]
 
-# Ranks, and the hosts (torchrun agents) they are on.
-LAYOUTS = {"2 on 2 hosts": (2, 2), "3 on one host": (3, 1), "4 on 2 hosts": (4, 2)}
+
+def by_torchrun(directory: Path) -> None:
+    SUPPORT["torchrun"](2, SCRIPT, directory, hosts=2)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+def forked(size: int) -> Callable[[Path], object]:
+    command = [sys.executable, str(SCRIPT)]
+    return lambda directory: subprocess.run([*command, str(directory), str(size)], check=True)
+
+
+STARTS = {
+    "2 on 2 hosts": (2, by_torchrun),
+    "3 on one host": (3, forked(3)),
+    "4 on one host": (4, forked(4)),
+}
+
+
+@pytest.fixture(scope="module", params=STARTS)
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """What the script computes in processes that torchrun starts."""
-    size, hosts = request.param
-    folder = tmp_path_factory.mktemp("processes")
-    torchrun(size, SCRIPT, folder, hosts=hosts)
+    """What the script computes in several processes."""
+    size, run = STARTS[request.param]
+    folder = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), request.param, run)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 

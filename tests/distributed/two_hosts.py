@@ -1,20 +1,21 @@
 """Two hosts, each a network namespace, joined by a link: ``two_hosts.py DIRECTORY``.
 
-Run under ``unshare --map-root-user --net --mount``, so that nothing stays behind. Runs
-``over_a_link.py`` on both, cuts the link while it works, and writes ``codes.json``; exits with 77
-and says why where the namespaces cannot be made.
+Run it under ``unshare --map-root-user --net --mount``, which removes the namespaces at the end.
+It runs ``over_a_link.py`` on both hosts, cuts the link while their ranks work, and writes the
+exit codes to ``codes.json``. Where namespaces cannot be made it prints why and exits with 77.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-start_torchrun = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["start_torchrun"]
+wait_until = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["wait_until"]
 NETWORK = """
 mount -t tmpfs tmpfs /run
 ip netns add other
@@ -35,29 +36,33 @@ def main(directory: Path) -> None:
         if done.returncode:
             sys.stdout.write(f"{command}: {done.stderr}")
             sys.exit(77)
-    script = Path(__file__).with_name("over_a_link.py")
-    common = {"hosts": 2, "address": "10.99.0.1", "port": 29500, "interval": 4}
-    agents = [
-        start_torchrun(4, script, directory, **common, GLOO_SOCKET_IFNAME="here"),
-        start_torchrun(
-            4, script, directory, **common, host=1, GLOO_SOCKET_IFNAME="there",
-            within=("ip", "netns", "exec", "other"),
-        ),
-    ]  # fmt: skip
+    script = str(Path(__file__).with_name("over_a_link.py"))
+    others = ("ip", "netns", "exec", "other")
+    hosts = [
+        subprocess.Popen(
+            [*within, sys.executable, script, str(directory), str(host)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface},
+        )
+        for host, (within, interface) in enumerate([((), "here"), (others, "there")])
+    ]
+
+    def are_working() -> bool:
+        assert all(host.poll() is None for host in hosts), "a host ended early"
+        return len(list(directory.glob("working*"))) == 4
+
     try:
-        end = time.time() + 60
-        while len(list(directory.glob("loading*"))) < 4 and time.time() < end:
-            time.sleep(0.05)
+        wait_until(are_working, "all ranks work")
         subprocess.run(["ip", "link", "set", "here", "down"], check=True)
         (directory / "cut").write_text(str(time.time()))
-        while len(list(directory.glob("rank*.json"))) < 4 and time.time() < end:
-            time.sleep(0.05)
-        codes = [agent.wait(timeout=20) for agent in agents]
+        codes = [host.wait() for host in hosts]  # each ends its ranks, if they hang
         (directory / "codes.json").write_text(json.dumps(codes))
     finally:
-        for agent in agents:
-            agent.kill()
-            sys.stdout.write(agent.communicate()[0])
+        for host in hosts:
+            host.kill()
+            sys.stdout.write(host.communicate()[0])
 
 
 if __name__ == "__main__":

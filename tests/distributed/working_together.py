@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import threading
 import time
@@ -17,9 +18,15 @@ import torch.distributed as dist
 from vllm_module.distributed import exchange, together
 from vllm_module.errors import RankError
 
+wait_until = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["wait_until"]
 SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
-TIMEOUT = 2.0  # of scenarios that are about it
-PATIENCE = 30.0  # of all others: nothing that happens in them takes long
+TIMEOUT = 5.0  # seconds, of scenarios with a rank that hangs
+PATIENCE = 3600.0  # of all others: a rank that waits so long is killed before, and its test fails
+
+# These are seconds in which ranks hear each other, which a busy machine may exceed.
+exchange._PATIENCE = PATIENCE  # type: ignore[misc]
+exchange._FAREWELL = 10.0  # type: ignore[misc]
+exchange._EVIDENCE = 2.0  # type: ignore[attr-defined]
 
 
 def scenario(size: int) -> Callable[[Callable[[Path, int], Any]], Callable[[Path, int], Any]]:
@@ -36,7 +43,23 @@ def scenario(size: int) -> Callable[[Callable[[Path, int], Any]], Callable[[Path
 
 
 def happens(directory: Path) -> None:
-    (directory / f"event{os.getpid()}").write_text(str(time.time()))
+    """Record that this rank is about to fail."""
+    (directory / f"event.{os.environ['RANK']}").write_text(str(time.time()))
+
+
+def await_events(directory: Path, count: int = 1) -> None:
+    """Wait until ``count`` ranks are about to fail."""
+    wait_until(lambda: len(list(directory.glob("event.*"))) >= count, "a rank fails")
+
+
+def await_survivors(directory: Path) -> None:
+    """Wait until all ranks that do not fail have returned or raised."""
+
+    def all_have() -> bool:
+        files = [*directory.glob("rank*.json"), *directory.glob("event.*")]
+        return len(files) == int(os.environ["WORLD_SIZE"])
+
+    wait_until(all_have, "the survivors return or raise")
 
 
 def die(directory: Path) -> NoReturn:
@@ -47,7 +70,7 @@ def die(directory: Path) -> NoReturn:
 
 def hang(directory: Path) -> None:
     happens(directory)
-    time.sleep(TIMEOUT + 6)  # then it is too late
+    await_survivors(directory)  # then it is too late
 
 
 def patience(deeds: Iterable[Any]) -> float:
@@ -55,11 +78,18 @@ def patience(deeds: Iterable[Any]) -> float:
 
 
 def deeds(size: int, **of_ranks: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
+    """Let some ranks do something during their work, and the others finish after it began."""
     timeout = patience(of_ranks.values())
 
     def run(directory: Path, rank: int) -> Any:
-        deed = of_ranks.get(f"rank{rank}")
-        return together(lambda: deed(directory) if deed else rank, timeout=timeout)
+        def work() -> Any:
+            if deed := of_ranks.get(f"rank{rank}"):
+                return deed(directory)
+            if timeout == TIMEOUT:  # which begins when a rank has finished
+                await_events(directory, len(of_ranks))
+            return rank
+
+        return together(work, timeout=timeout)
 
     return run
 
@@ -70,12 +100,14 @@ def refuse(directory: Path) -> None:
 
 
 def stop(directory: Path) -> None:
-    """Be stopped by a signal, as a debugger or a full terminal would, and go on too late."""
+    """Be stopped by a signal, as by a debugger, until it is too late."""
     happens(directory)
     if os.fork() == 0:
-        time.sleep(TIMEOUT + 6)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
+        try:
+            await_survivors(directory)
+        finally:
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -106,6 +138,7 @@ for name, size, ranks in (
 def one_never_comes(directory: Path, rank: int) -> Any:
     if rank == 1:
         hang(directory)
+    await_events(directory)
     return together(lambda: rank, timeout=TIMEOUT)
 
 
@@ -119,6 +152,7 @@ def one_dies_before_it_comes(directory: Path, rank: int) -> Any:
 @scenario(3)
 def one_refuses_and_others_stagger(directory: Path, rank: int) -> Any:
     """The others find out at different times, and none of them waits for one that has left."""
+    exchange._FAREWELL = PATIENCE  # type: ignore[misc]
 
     def work() -> None:
         if rank == 0:
@@ -131,7 +165,7 @@ def one_refuses_and_others_stagger(directory: Path, rank: int) -> Any:
 @scenario(2)
 def one_refuses_before_the_other_comes(directory: Path, rank: int) -> Any:
     if rank == 1:
-        time.sleep(5)
+        wait_until((directory / "rank0.json").exists, "rank 0 has waited long enough")
     exchange._PATIENCE = 0.5  # type: ignore[misc]
     return together(lambda: refuse(directory) if rank == 0 else rank, timeout=PATIENCE)
 
@@ -141,8 +175,10 @@ def collective(deed: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
 
     def run(directory: Path, rank: int) -> Any:
         def work() -> None:
+            (directory / f"waiting{rank}").touch()
             if rank == 1:
-                time.sleep(0.2)
+                wait_until(lambda: len(list(directory.glob("waiting*"))) == 3, "all are there")
+                time.sleep(0.1)  # by then they are likely to be inside
                 deed(directory)
             dist.all_reduce(torch.ones(3))
 
@@ -177,13 +213,13 @@ def two_threads_at_once(directory: Path, rank: int) -> Any:
     first: list[Any] = []
 
     def work() -> int:
-        inside.wait(10)
-        refused.wait(10)
+        inside.wait()
+        refused.wait()
         return rank
 
     thread = threading.Thread(target=lambda: first.extend(together(work, timeout=PATIENCE)))
     thread.start()
-    inside.wait(10)
+    inside.wait()
     said = []
     for group in (None, dist.group.WORLD):
         try:
@@ -192,7 +228,7 @@ def two_threads_at_once(directory: Path, rank: int) -> Any:
             said.append(str(error))
     second = together(lambda: 5, timeout=PATIENCE, group=other)
     refused.set()
-    thread.join(10)
+    thread.join()
     again = together(lambda: 3, timeout=PATIENCE)
     return [said, first, second, again]
 
@@ -207,7 +243,7 @@ def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
             if self.rank == 2:
                 die(directory)
             tell(self, message)
-            time.sleep(0.2)
+            wait_until(lambda: not self.telling, "the message has gone out")
 
         exchange._Peer.tell = tell_one  # type: ignore[method-assign]
     return together(lambda: rank, timeout=PATIENCE)
@@ -215,9 +251,27 @@ def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
 
 @scenario(3)
 def one_is_interrupted_while_it_waits(directory: Path, rank: int) -> Any:
+    """Rank 1 waits for rank 2, which finishes when rank 1 has raised."""
+    hear = exchange._Exchange._hear
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        threading.Thread(target=interrupt).start()
+        return hear(self, *arguments)
+
+    def interrupt() -> None:
+        time.sleep(0.1)  # by then it is likely to wait; it is interrupted in any case
+        happens(directory)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def work() -> None:
+        if rank == 2:
+            wait_until((directory / "rank1.json").exists, "rank 1 is interrupted")
+
     if rank == 1:
-        threading.Timer(0.5, lambda: (happens(directory), os.kill(os.getpid(), 2))).start()
-    return together(lambda: time.sleep(1.5 if rank == 2 else 0), timeout=PATIENCE)
+        # A shell has its background jobs ignore SIGINT, and what they start inherits that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        exchange._Exchange._hear = interrupted  # type: ignore[method-assign]
+    return together(work, timeout=PATIENCE)
 
 
 @scenario(3)
@@ -316,8 +370,12 @@ def results_of_all_kinds(directory: Path, rank: int) -> Any:
     dist.recv(got, src=(rank - 1) % 4)
     busy[0].wait()
     assert got.item() == (rank - 1) % 4
-    time.sleep(0.1)
-    return [t.name for t in threading.enumerate() if t.name.startswith("together")]
+
+    def threads() -> list[str]:
+        return [t.name for t in threading.enumerate() if t.name.startswith("together")]
+
+    wait_until(lambda: not threads(), "its threads end")
+    return threads()
 
 
 @scenario(2)

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from vllm_module import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.config import EngineConfig
 from vllm_module.errors import (
     CheckpointFormatError,
+    MissingWeightError,
     ModelNotReadyError,
     RankError,
     UnexpectedWeightError,
@@ -35,10 +35,9 @@ from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.testing import write_checkpoint
 
 HERE = Path(__file__).parent
-MARGIN = 3.0  # seconds of a machine that does something else meanwhile
 PAGE = 16
 FOLLOWING = runpy.run_path(str(HERE / "following.py"))
-TORCHRUN = runpy.run_path(str(HERE.parent / "support.py"))["torchrun"]
+SUPPORT = runpy.run_path(str(HERE.parent / "support.py"))
 Weights = dict[str, torch.Tensor]
 CONFIG = AutoConfig.for_model(
     "qwen3",
@@ -86,32 +85,46 @@ def alone(folder: Path) -> Iterator[Executor]:
 
 
 @pytest.fixture(scope="module")
-def kept() -> Iterator[list[Executor]]:
+def engines() -> Iterator[list[Executor]]:
     """At most one engine with processes, which is what a process can have."""
     engines: list[Executor] = []
     yield engines
-    for engine in engines:
-        engine.close()
+    close_all(engines)
+
+
+def close_all(engines: list[Executor]) -> None:
+    while engines:
+        engines.pop().close()
 
 
 @pytest.fixture
-def shared(kept: list[Executor], folder: Path) -> Executor:
+def no_engine(engines: list[Executor]) -> None:
+    """No engine of another test, nor its process group."""
+    close_all(engines)
+
+
+def started(engines: list[Executor], folder: Path, size: int) -> Executor:
+    """The engine that is there, if it is of this size, or another."""
+    if not engines or engines[0].size != size:
+        close_all(engines)
+        engines.append(executor(folder, size))
+        engines[0].start(256)
+    return engines[0]
+
+
+@pytest.fixture
+def shared(engines: list[Executor], folder: Path) -> Executor:
     """Two ranks, for tests that leave them well and with the checkpoint's weights."""
-    if not kept:
-        kept.append(executor(folder, 2))
-        kept[0].start(256)
-    return kept[0]
+    return started(engines, folder, 2)
 
 
 @pytest.fixture
-def own(kept: list[Executor], folder: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
+def ended(
+    engines: list[Executor], folder: Path, request: pytest.FixtureRequest
+) -> Iterator[Executor]:
     """As many ranks as a test asks for, which ends them."""
-    while kept:
-        kept.pop().close()
-    made = executor(folder, request.param)
-    made.start(64)
-    yield made
-    made.close()
+    yield started(engines, folder, request.param)
+    close_all(engines)
 
 
 def step(lengths: list[int], counts: list[int]) -> StepInputs:
@@ -138,16 +151,17 @@ def logits(made: Executor) -> torch.Tensor:
     return made.run(PREFILL).clone()
 
 
-def wait_until_gone(pids: list[int], patience: float) -> None:
-    end = time.monotonic() + patience
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < end, f"{alive} are still there"
-        time.sleep(0.02)
+def wait_until_gone(pids: list[int]) -> None:
+    SUPPORT["wait_until"](lambda: not alive(pids), f"{pids} end")
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def is_alive(pid: int) -> bool:
     try:
-        # Who reaps an orphan is not ours to say: a zombie has ended.
+        # A zombie has ended; not every system removes those whose parent is dead.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
@@ -169,6 +183,16 @@ def test_two_ranks_compute_what_one_computes(alone: Executor, shared: Executor) 
         expected = alone.run(inputs)
         assert expected.abs().max() > 0.5
         torch.testing.assert_close(shared.run(inputs), expected, rtol=0, atol=1e-4)
+
+
+def test_one_rank_alone_needs_no_processes(shared: Executor, alone: Executor) -> None:
+    """Beside another engine too; a second one with processes is refused."""
+    before = workers()
+    assert (alone.rank, alone.size) == (0, 1)
+    logits(alone)
+    assert workers() == before
+    with pytest.raises(RuntimeError, match="the first rank leads"):
+        alone.follow()
 
 
 def test_pages_are_as_many_as_fit_and_can_be_used(shared: Executor, folder: Path) -> None:
@@ -293,104 +317,101 @@ def test_a_rank_that_cannot_wake_up_says_why(shared: Executor, folder: Path) -> 
     torch.testing.assert_close(logits(shared), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("own", [2], indirect=True)
-def test_a_worker_that_is_killed_is_named(own: Executor) -> None:
+@pytest.mark.parametrize("ended", [2], indirect=True)
+def test_a_worker_that_is_killed_is_named(ended: Executor) -> None:
     """A driver that waits for it in a step raises at once; the engine has ended then."""
     pids = workers()
     os.kill(pids[0], signal.SIGSTOP)  # the step waits for it
     threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
     named = rf"rank 1 \(pid {pids[0]}\) was killed by signal 9"
-    start = time.monotonic()
     with pytest.raises(RankError, match=named) as raised:
-        logits(own)
-    assert time.monotonic() - start < 0.5 + 1 + MARGIN
+        logits(ended)
     assert raised.value.ranks == (1,)
-    wait_until_gone(pids, 0)
+    assert not alive(pids)
     assert not dist.is_initialized()
-    for call in (lambda: logits(own), own.sleep, lambda: own.update_weights(weights(0))):
+    for call in (lambda: logits(ended), ended.sleep, lambda: ended.update_weights(weights(0))):
         with pytest.raises(RuntimeError, match=f"the engine has ended: RankError: {named}"):
             call()
-    own.close()
+    ended.close()
 
 
-@pytest.mark.parametrize("own", [3], indirect=True)
-def test_a_worker_that_ends_meanwhile_is_named(own: Executor) -> None:
+@pytest.mark.parametrize("ended", [3], indirect=True)
+def test_a_worker_that_ends_meanwhile_is_named(ended: Executor) -> None:
     """The other workers end even if the driver asks for nothing; then it is told."""
     pids = workers()
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGTERM)
-    wait_until_gone(pids, 1 + MARGIN)
+    wait_until_gone(pids)
     with pytest.raises(RankError, match=rf"rank \d \(pid {pids[1]}\) was killed by signal 15"):
-        own.sleep()
+        ended.sleep()
 
 
+@pytest.mark.usefixtures("no_engine")
 def test_what_a_worker_raises_in_a_step_is_raised(
-    kept: list[Executor], folder: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The driver says which rank, and what; the worker prints where."""
-    while kept:
-        kept.pop().close()
     made = executor(folder, 2)  # here, where what it prints is captured
     made.start(64)
     pids, inputs = workers(), step([5], [5])
     inputs.rows = FOLLOWING["Elsewhere"](inputs.rows)
-    start = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1: IndexError: index 1000000 is") as raised:
         made.run(inputs)
-    assert time.monotonic() - start < 1 + MARGIN
     assert raised.value.ranks == (1,)
-    wait_until_gone(pids, 0)
+    assert not alive(pids)
     printed = capfd.readouterr().err
     assert printed.count("Traceback") == 1
     assert "model_runner.py" in printed
 
 
-@pytest.mark.parametrize("own", [2], indirect=True)
-def test_what_the_driver_raises_in_a_step_ends_the_workers(own: Executor) -> None:
+@pytest.mark.parametrize("ended", [2], indirect=True)
+def test_what_the_driver_raises_in_a_step_ends_the_workers(ended: Executor) -> None:
     """They wait for it in vain; the error stays what it is."""
     pids, inputs = workers(), step([5], [5])
     inputs.rows = [10**6]
     with pytest.raises(IndexError, match="index 1000000 is out of bounds"):
-        own.run(inputs)
-    wait_until_gone(pids, 0)
+        ended.run(inputs)
+    assert not alive(pids)
     with pytest.raises(RuntimeError, match="the engine has ended: IndexError: index 1000000"):
-        logits(own)
+        logits(ended)
 
 
-@pytest.mark.parametrize("own", [2], indirect=True)
-def test_close_ends_everything_however_often(own: Executor, folder: Path) -> None:
-    """Within two seconds, a worker that hangs too; threads of torch are as many as before."""
+@pytest.mark.parametrize("ended", [2], indirect=True)
+def test_close_ends_everything_however_often(ended: Executor, folder: Path) -> None:
+    """A worker that hangs too; threads of torch are as many as before."""
     pids, threads = workers(), torch.get_num_threads()
     os.kill(pids[0], signal.SIGSTOP)
     for _ in range(2):
-        start = time.monotonic()
-        own.close()
-        assert time.monotonic() - start < 2
-        wait_until_gone(pids, 0)
+        ended.close()
+        assert not alive(pids)
         assert not dist.is_initialized()
     assert torch.get_num_threads() >= threads
     with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
-        own.start(64)
+        ended.start(64)
     unclosed = executor(folder, 2)
     pids = workers()
     del unclosed
     gc.collect()
-    wait_until_gone(pids, 0)
+    assert not alive(pids)
 
 
+@pytest.mark.usefixtures("no_engine")
 def test_a_checkpoint_that_is_refused_leaves_nothing(
-    kept: list[Executor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What loading raises is raised, once, and the process can try again."""
-    while kept:
-        kept.pop().close()
     with pytest.raises(CheckpointFormatError, match=r"has no config\.json"):
-        executor(tmp_path, 2)
+        executor(tmp_path, 2)  # starts no process
+    incomplete = weights(0)
+    del incomplete["model.norm.weight"]
+    with pytest.raises(MissingWeightError, match=r"model\.norm\.weight"):
+        executor(write_checkpoint(tmp_path, incomplete, config=CONFIG.to_dict()), 2)
     assert not workers()
     assert not dist.is_initialized()
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("device", "message"),
     [("cuda", "3 ranks need a CUDA device each, and there are 2"), ("cuda:1", "is one device")],
@@ -405,16 +426,6 @@ def test_too_few_devices_are_refused_before_anything_starts(
     config = EngineConfig(tensor_parallel_size=3)
     with pytest.raises(ValueError, match=message):
         Executor(ModelConfig(model=str(folder)), LoadConfig(), DeviceConfig(device=device), config)
-
-
-def test_one_rank_alone_needs_no_processes(shared: Executor, alone: Executor) -> None:
-    """Beside another engine too; a second one with processes is refused."""
-    before = workers()
-    assert (alone.rank, alone.size) == (0, 1)
-    logits(alone)
-    assert workers() == before
-    with pytest.raises(RuntimeError, match="the first rank leads"):
-        alone.follow()
 
 
 @contextlib.contextmanager
@@ -438,34 +449,32 @@ def driver(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
 
 
 def test_nothing_is_left_of_a_driver_that_is_ended(folder: Path) -> None:
-    """Ctrl-C, while steps run or workers import, shows in the driver alone; a kill nowhere."""
-    with (
-        driver(folder) as (stepping, its),
-        driver(folder, "idle") as (killed, of_killed),
-        driver(folder) as (importing, of_importing),
-    ):
-        assert len(its) == len(of_killed) == len(of_importing) == 2
-        time.sleep(0.2)
-        os.killpg(importing.pid, signal.SIGINT)
-        wait_until_gone(of_importing, 1 + MARGIN)
+    """Ctrl-C, while workers import or steps run, shows in the driver alone; a kill nowhere."""
+    with driver(folder, "idle") as (killed, of_killed), driver(folder) as (stepping, importing):
+        assert len(of_killed) == len(importing) == 2
+        assert killed.stdout is not None
+        assert stepping.stdout is not None
+        os.killpg(stepping.pid, signal.SIGINT)
+        assert stepping.stdout.readline() == "interrupted\n"
+        assert not is_alive(importing[1])
+        of_stepping = list(map(int, stepping.stdout.readline().split()))
+        assert len(of_stepping) == 2
         for process in (stepping, killed):
-            assert process.stdout is not None
             assert process.stdout.readline() == "started\n"
         os.kill(killed.pid, signal.SIGKILL)
         os.killpg(stepping.pid, signal.SIGINT)
-        wait_until_gone([*its, *of_killed], 1 + MARGIN)
-        for process in (stepping, importing):
-            printed = process.communicate()[1]
-            assert process.returncode in (-signal.SIGINT, 130, 1), printed
-            assert printed.rstrip().endswith("KeyboardInterrupt"), printed
-            assert printed.count("Traceback") == 1, printed
+        wait_until_gone([*of_stepping, *of_killed])
+        printed = stepping.communicate()[1]
+        assert stepping.returncode in (-signal.SIGINT, 130, 1), printed
+        assert printed.rstrip().endswith("KeyboardInterrupt"), printed
+        assert printed.count("Traceback") == 1, printed
         assert killed.communicate()[1] == ""
 
 
 def test_ranks_of_torchrun_follow_the_first(folder: Path, tmp_path: Path, alone: Executor) -> None:
     """Whether the group is there or joined, or is some of the world's; and a failure is named."""
     (tmp_path / "checkpoint").symlink_to(folder)
-    TORCHRUN(2, HERE / "following.py", tmp_path)
+    SUPPORT["torchrun"](2, HERE / "following.py", tmp_path)
     expected = alone.run(FOLLOWING["FIVE"])
     for case in ("joined", "found", "surrounding"):
         computed = torch.load(tmp_path / f"{case}.pt")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import torch
 import torch.distributed as dist
 import typer
 
-from vllm_module.agreement import demand_alike, demand_same_tensors, describe
-from vllm_module.cli.output import REFUSALS, CommandError, describe_refusal
+from vllm_module.cli.output import REFUSALS, CommandError
 from vllm_module.config import LoadConfig, ModelConfig
+from vllm_module.consistency import demand_alike, demand_same_tensors, describe
 from vllm_module.distributed import together
 from vllm_module.errors import RankError
 from vllm_module.model_source import ModelSource
@@ -77,62 +77,53 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def find_alike(model_config: ModelConfig, timeout: float) -> ModelSource:
-    """Return what every rank of the process group finds, if all of them find the same."""
+    """Return the model source that this rank finds; refuse unless every rank finds the same."""
 
     def find() -> tuple[ModelSource, dict[str, str]]:
-        found = ModelSource.find(model_config)
-        with found.open() as checkpoint:
-            return found, describe(found.config, found.dtype, found.rules, checkpoint)
+        source = ModelSource.find(model_config)
+        with source.open() as checkpoint:
+            return source, describe(source.config, source.dtype, source.rules, checkpoint)
 
-    found = on_every_rank(find, timeout)
-    with _one_speaks():
-        demand_alike([description for _, description in found])
-    return found[dist.get_rank()][0]
+    sources, descriptions = zip(*on_every_rank(find, timeout), strict=True)
+    with _one_rank_prints():
+        demand_alike(descriptions)
+    source: ModelSource = sources[dist.get_rank()]
+    return source
 
 
 def same(digests: Sequence[Mapping[str, str]]) -> None:
-    """Refuse, in one rank's words, if tensors differ that every rank keeps whole."""
-    with _one_speaks():
+    """Refuse on every rank if tensors differ that every rank keeps whole."""
+    with _one_rank_prints():
         demand_same_tensors(digests)
 
 
 def on_every_rank(work: Callable[[], T], timeout: float) -> list[T]:
-    """Run ``work`` on every rank of the process group and return all results, by rank.
-
-    If any rank refuses, all do: the first one that can print shows what the first refusal was.
-    """
-    refusal: str | None = None
-
-    def attempt() -> tuple[Any, str | None]:
-        nonlocal refusal
-        try:
-            return work(), None
-        except REFUSALS as error:
-            refusal = describe_refusal(error)
-            return None, refusal
-
-    with _one_speaks(lambda: refusal):
-        outcomes = together(attempt, timeout=timeout)
-    refusals = {rank: message for rank, (_, message) in enumerate(outcomes) if message is not None}
-    if refusals:
-        if dist.get_rank() != 0:
-            raise typer.Exit(1)
-        rank, message = next(iter(refusals.items()))
-        raise CommandError(message if len(refusals) == len(outcomes) else f"rank {rank}: {message}")
-    return [result for result, _ in outcomes]
+    """Run ``work`` on every rank and return all results, by rank; refuse if any rank refuses."""
+    with _one_rank_prints():
+        return together(work, timeout=timeout, refusals=REFUSALS)
 
 
 @contextmanager
-def _one_speaks(refusal: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Let the first rank that is well say which are not; a refusal of this one's is said too."""
-    rank = dist.get_rank()
+def _one_rank_prints() -> Iterator[None]:
+    """Let one rank print why all of them stop.
+
+    It is the first rank, or the next one if that has ended. A refusal of a rank that cannot tell
+    the others is printed by itself.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
     try:
         yield
+    except REFUSALS as error:  # which the others know of
+        if rank:
+            raise typer.Exit(1) from error
+        raise
     except RankError as error:
-        speaker = min(set(range(dist.get_world_size())) - set(error.ranks), default=0)
-        said = [f"rank {rank}: {own}"] if (own := refusal()) is not None else []
-        if rank == speaker:
-            said.append(str(error))
-        if said:
-            raise CommandError("\n".join(said)) from error
+        gone = () if error.recoverable else error.ranks
+        refusal, lines = error.__cause__, []
+        if isinstance(refusal, REFUSALS):
+            lines.append(f"rank {rank}: {str(refusal) or type(refusal).__name__}")
+        if rank == min(set(range(size)).difference(gone), default=0):
+            lines.append(str(error))
+        if lines:
+            raise CommandError("\n".join(lines)) from error
         raise typer.Exit(1) from error

@@ -13,49 +13,90 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from vllm_module.errors import RankError
+from vllm_module.messages import describe_error
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 def together(
-    work: Callable[[], T], *, timeout: float, group: dist.ProcessGroup | None = None
+    work: Callable[[], T],
+    *,
+    timeout: float,
+    group: dist.ProcessGroup | None = None,
+    refusals: tuple[type[Exception], ...] = (),
 ) -> list[T]:
     """Run ``work`` on every rank of the process group and return all ranks' results, by rank.
 
-    Every rank of ``group`` (by default the world) makes the same call. Results are pickled. What
-    ``work`` raises on this rank is raised here, once the others know of it.
+    If ``work`` fails on any rank, every rank raises. Every rank of ``group`` makes the same call.
+
+    Args:
+        work: its results are pickled.
+        timeout: seconds that a rank which has finished waits for the others.
+        group: by default the world.
+        refusals: exceptions of ``work`` that leave the group usable. A rank that raises one waits
+            for the others as if it had finished. A rank that raises another exception leaves: it
+            waits 10 seconds at most for others to come and be told.
 
     Raises:
-        RankError: on every other rank, naming those of the group that raised, whose process
-            ended, or that had not finished ``timeout`` seconds after another had; also where a
-            collective of ``work`` failed, because they left.
+        RankError: other ranks raised, ended, or had not finished in time; it names all of them. It
+            is recoverable if they raised ``refusals``; otherwise destroy the group. A collective of
+            ``work`` that fails because a rank has left raises it as well, and so does a rank that
+            refused, from its refusal, if the ranks did not finish the exchange.
         RuntimeError: another thread of this process is in this call already, with this group.
-
-    Whatever is raised, the group is of no further use then: destroy it. A rank that raised waits
-    for others to come and be told, as long as ``timeout`` but 10 seconds at most.
+        Exception: what ``work`` raised on this rank.
 
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ValueError("this process is not a rank of the group that is to work together")
+        raise ValueError("this process is not a rank of the given process group")
     if size == 1:
         return [work()]
     if "cpu" not in (backends := dist.get_backend_config(group)):
         raise ValueError(
             f"the process group ({backends}) cannot carry messages between CPUs, by which its "
-            "ranks tell each other how they fare: initialize it with "
+            "ranks exchange their outcomes: initialize it with "
             "torch.distributed.init_process_group() or init_process_group('cpu:gloo,cuda:nccl')"
         )
+    refusal: Exception | None = None
+
+    def attempt() -> T | _Refusal:
+        nonlocal refusal
+        try:
+            return work()
+        except refusals as error:
+            refusal = error
+            return _Refusal(f"failed: {describe_error(error)}")
+
     depth = _depth.get()
     with _alone(group, depth):
-        return _carry_out(work, timeout, _Exchange(group, rank, size, depth))
+        exchange = _Exchange(group, rank, size, depth)
+        try:
+            outcomes = _carry_out(attempt, timeout, exchange)
+        except RankError as error:
+            if refusal is None:
+                raise
+            raise error from refusal
+    if refusal is not None:
+        raise refusal
+    failures = {
+        rank: outcome.how for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Refusal)
+    }
+    if failures:
+        raise exchange.error(failures, recoverable=True)
+    return cast(list[T], outcomes)
+
+
+class _Refusal(NamedTuple):
+    """What a rank sends in place of a result."""
+
+    how: str
 
 
 @contextmanager
@@ -89,7 +130,7 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
             exchange.tell(_framed(json.dumps(failures).encode()))
             exchange.leave(_FAREWELL)
             raise exchange.error(failures) from error
-        exchange.tell(_framed(b"-" + _first_lines(error).encode(errors="replace")))
+        exchange.tell(_framed(b"-" + describe_error(error).encode()))
         exchange.tell(_framed(b"{}"))
         exchange.leave(min(timeout, _PATIENCE))
         raise
@@ -113,6 +154,7 @@ _depth: ContextVar[int] = ContextVar("together_depth", default=0)
 _FRAME = 4096  # bytes a rank is ready to receive while it works, even if its interpreter stands
 _TAG = 1 << 20  # the first of eight for each level
 _FOREVER = timedelta(days=365)  # threads wait; nothing but the caller's timeout ends that
+_EVIDENCE = 1.0  # seconds in which it shows that a collective failed because a peer did
 _FAREWELL = 2.0  # seconds in which ranks that give up let the others know
 _PATIENCE = 10.0  # seconds in which others may come and hear what this rank raised
 
@@ -122,7 +164,7 @@ def _pickled(result: object) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         raise TypeError(
-            f"what work returned cannot be sent to the other ranks: {_first_lines(error)}"
+            f"what work returned cannot be sent to the other ranks: {describe_error(error)}"
         ) from error
 
 
@@ -132,17 +174,6 @@ def _framed(message: bytes) -> torch.Tensor:
     frame[:8] = len(message).to_bytes(8, "little")
     frame[8 : 8 + len(message)] = message
     return torch.frombuffer(frame, dtype=torch.uint8)
-
-
-def _first_lines(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception as broken:
-        text = f"(its message is broken: {type(broken).__name__})"
-    lines = text[:2000].splitlines()
-    kept = "\n".join(lines[:12])
-    cut = " ..." if len(text) > 2000 or len(lines) > 12 else ""
-    return type(error).__name__ + (f": {kept}{cut}" if kept else "")
 
 
 class _Peer:
@@ -280,7 +311,7 @@ class _Exchange:
             if failures:
                 failures |= self._hear_out()
         except BaseException as error:  # an interrupt, say: this rank leaves, and lets them know
-            stopped = {self.rank: f"stopped: {_first_lines(error)}"}
+            stopped = {self.rank: f"stopped: {describe_error(error)}"}
             self.tell(_framed(json.dumps(stopped).encode()))
             self.leave(_FAREWELL)
             raise
@@ -290,14 +321,14 @@ class _Exchange:
         self._end_threads(self._peers, _FAREWELL)
         return results
 
-    def error(self, failures: Mapping[int, str]) -> RankError:
+    def error(self, failures: Mapping[int, str], *, recoverable: bool = False) -> RankError:
         lines = (f"{self._name(rank)} {how}" for rank, how in sorted(failures.items()))
-        return RankError("\n".join(lines), failures)
+        return RankError("\n".join(lines), failures, recoverable=recoverable)
 
     def abandoned(self) -> dict[int, str]:
         """Return who failed, if a collective of ``work`` may have, because they left it."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._failed(2)), _FAREWELL / 10)
+            self._changed.wait_for(lambda: bool(self._failed(2)), _EVIDENCE)
             return self._failed(2)
 
     def _name(self, rank: int) -> str:

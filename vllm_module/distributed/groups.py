@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
@@ -171,6 +172,29 @@ def tensor_parallel(
         yield current
     finally:
         _group.reset(token)
+
+
+@contextmanager
+def message_group(timeout: float) -> Iterator[ProcessGroup | None]:
+    """Give the tensor-parallel group of processes, able to carry messages between CPUs.
+
+    It is ``None`` for a single or a simulated rank. If the world has NCCL alone, it is a gloo group
+    of the same ranks, with this timeout in seconds, which the block's end destroys.
+    """
+    group = tensor_parallel_group()
+    if not isinstance(group, ProcessGroup) or group.size == 1:
+        yield None
+        return
+    is_world = group.group in (None, dist.group.WORLD)
+    if not is_world or "cpu" in dist.get_backend_config(group.group):
+        yield group
+        return
+    # Only for the world: all of its processes have to take part in making any group.
+    messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    try:
+        yield ProcessGroup(messages)
+    finally:
+        dist.destroy_process_group(messages)
 
 
 def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:

@@ -155,29 +155,14 @@ class Executor:
             return [getattr(self.worker, name)(*arguments)]
         with self._or_end():
             self._tell(name, *arguments)
-            outcomes, failure = self._together(name, arguments)
-        if failure is not None:
-            raise failure
-        failed = {rank: how for rank, (_, how) in enumerate(outcomes) if how is not None}
-        if failed:
-            raise RankError("\n".join(f"rank {rank}: {failed[rank]}" for rank in failed), failed)
-        return [result for result, _ in outcomes]
+        with self._or_end(unless_refused=True):
+            return self._together(name, arguments)
 
-    def _together(
-        self, name: str, arguments: tuple[Any, ...]
-    ) -> tuple[list[tuple[Any, str | None]], Exception | None]:
-        """Do this rank's part; return all ranks' results, or how they failed, and how this did."""
-        failure: Exception | None = None
-
-        def attempt() -> tuple[Any, str | None]:
-            nonlocal failure
-            try:
-                return getattr(self.worker, name)(*arguments), None
-            except Exception as error:
-                failure = error
-                return None, describe_error(error)
-
-        return together(attempt, timeout=self._timeout, group=self._ranks.control), failure
+    def _together(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """Do this rank's part of :meth:`_everywhere`. A refusal by any worker ends nothing."""
+        work = partial(getattr(self.worker, name), *arguments)
+        group, refusals = self._ranks.control, (Exception,)
+        return together(work, timeout=self._timeout, group=group, refusals=refusals)
 
     def _send(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool
@@ -185,27 +170,24 @@ class Executor:
         """Send weights to the other ranks, and take from what is sent what this rank keeps."""
         with self._or_end():
             self._tell("update_weights", whole)
-        try:
+        with self._or_end(unless_refused=True):
             take = partial(self.worker.update_weights, whole=whole)
             send_weights(weights, group=self._ranks.control, also=take)
-        except BaseException as error:
-            told = isinstance(error, Exception)  # and not an interrupt, in whatever it was doing
-            if told and not (isinstance(error, RankError) and not error.ranks):
-                raise  # a refusal, after which the others wait for what comes next
-            with self._or_end():
-                raise
 
     def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Do another rank's part of what the first one does."""
+        """Do this rank's part of what the first rank does."""
         if name == "run":
             self.worker.run(*arguments)
-        elif name == "update_weights":
-            group = self._ranks.control
-            # The first rank is told of what is raised here.
-            with suppress(Exception), receive_weights(src=0, group=group) as weights:
-                self.worker.update_weights(weights, whole=arguments[0])
-        else:
-            self._together(name, arguments)
+            return
+        try:
+            if name == "update_weights":
+                with receive_weights(src=0, group=self._ranks.control) as weights:
+                    self.worker.update_weights(weights, whole=arguments[0])
+            else:
+                self._together(name, arguments)
+        except Exception as error:
+            if not _is_refusal(error):  # of which the first rank is told
+                raise
 
     def _tell(self, name: str, *arguments: Any) -> None:
         if self._closed is not None:
@@ -227,12 +209,17 @@ class Executor:
         self._refusal = None
 
     @contextmanager
-    def _or_end(self) -> Iterator[None]:
-        """End the engine on all ranks if this one raises something: they are out of step then."""
+    def _or_end(self, *, unless_refused: bool = False) -> Iterator[None]:
+        """End the engine on all ranks if this one raises, because they are out of step then.
+
+        After a refusal they are not, if ranks exchange refusals inside.
+        """
         try:
             yield
         except BaseException as error:
             if self.size == 1 or self._closed is not None:
+                raise
+            if unless_refused and _is_refusal(error):
                 raise
             raised = self._ranks.part(error)
             self._closed = describe_error(raised)
@@ -240,6 +227,13 @@ class Executor:
             if raised is error:
                 raise
             raise raised from error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Tell whether every rank knows of this error and waits for what comes next."""
+    if isinstance(error, RankError):
+        return error.recoverable
+    return isinstance(error, Exception)  # and not an interrupt
 
 
 def _serve(

@@ -9,16 +9,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import connection, resource_tracker
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from vllm_module.errors import RankError
 
 _GRACE = 0.1  # seconds in which others end that ended for the same reason
-_TIMEOUT = 2.0  # seconds until those that were killed are gone
+_TIMEOUT = 30.0  # seconds in which a busy machine removes processes that were killed
 
 
 class Processes:
@@ -50,21 +51,18 @@ class Processes:
         self._release = release
         self._processes: dict[int, BaseProcess] = {}
         self._connections: dict[int, connection.Connection[Any, Any]] = {}
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
         context = multiprocessing.get_context("spawn")
         self._asked, self._ask = context.Pipe(duplex=False)
+        start = threading.Thread(
+            target=self._run, args=(context, count, work, arguments), name="ranks", daemon=True
+        )
         try:
-            try:
-                with _interrupts_kept():
-                    for rank in range(1, count + 1):
-                        self._connections[rank], theirs = context.Pipe()
-                        process = context.Process(
-                            target=_main, args=(theirs, work, (rank, *arguments)), daemon=True
-                        )
-                        with theirs:
-                            process.start()
-                        self._processes[rank] = process
-            finally:  # some may have started
-                threading.Thread(target=self._watch, name="watch ranks", daemon=True).start()
+            start.start()
+            self._started.wait()
+            if self._failure is not None:
+                raise self._failure
             for rank, working in self._connections.items():
                 self._wait(rank, working)
         except BaseException:
@@ -101,8 +99,28 @@ class Processes:
                 self.codes,
             ) from None
 
+    def _run(
+        self, context: SpawnContext, count: int, work: Callable[..., None], arguments: Any
+    ) -> None:
+        """Start the processes and watch them, in a thread, which Ctrl-C does not interrupt."""
+        resource_tracker.ensure_running()  # before Python 3.12, it unblocks what is blocked here
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the processes
+        try:
+            for rank in range(1, count + 1):
+                self._connections[rank], theirs = context.Pipe()
+                process = context.Process(
+                    target=_main, args=(theirs, work, (rank, *arguments)), daemon=True
+                )
+                with theirs:
+                    process.start()
+                self._processes[rank] = process
+        except BaseException as error:
+            self._failure = error
+        self._started.set()
+        self._watch()
+
     def _watch(self) -> None:
-        """Wait for the first that ends, then end the others."""
+        """Wait for the first process that ends, then end the others."""
         sentinels = [process.sentinel for process in self._processes.values()]
         connection.wait([*sentinels, self._asked])
         asked = self._asked.poll()
@@ -119,23 +137,15 @@ class Processes:
         self.ended.set()
 
 
-@contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Keep Ctrl-C from processes that are started here, which inherit what is blocked."""
-    resource_tracker.ensure_running()  # before Python 3.12, its start lets them through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _main(
     here: connection.Connection[Any, Any], work: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Work in a process that was started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    here.send(None)
+    try:
+        here.send(None)
+    except OSError:
+        os._exit(0)  # the parent has ended
     threading.Thread(target=_end_with_parent, args=(here,), daemon=True).start()
     code = 0
     try:

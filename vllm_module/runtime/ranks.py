@@ -24,6 +24,7 @@ _FRAME = 1 << 15  # bytes: most steps travel in one message
 _LAST_WORDS = 1 << 12  # bytes
 _TAG = 1 << 18  # of last words
 _EVIDENCE = 2.0  # seconds in which it comes to light which rank failed
+_END = 10.0  # seconds in which processes that were started here end after one of them has
 _FOREVER = timedelta(days=365)  # an engine may have nothing to do for as long as it likes
 
 _stores: Any = dist  # which has them, but does not tell mypy
@@ -69,8 +70,8 @@ class Ranks:
                 store, rank, world = next(_stores.rendezvous("env://"))
                 # What another engine's ranks left in the store is not for this one's.
                 store = _stores.PrefixStore(f"engine {next(_joined)}", store)
+                self._owns_world = True  # before it is there: joining may be interrupted
                 _init(rank, world, store, device)
-                self._owns_world = True
             present = tensor_parallel_group()
             if _leads_world and isinstance(present, ProcessGroup):
                 present = SimulatedGroup(0, 1)  # that world follows another engine
@@ -117,7 +118,7 @@ class Ranks:
         if not _is_of_others(error):
             return error
         codes: list[str] = []
-        if self._processes is not None and self._processes.ended.wait(_EVIDENCE):
+        if self._processes is not None and self._processes.ended.wait(_END):
             killed = [rank for rank, code in self._processes.codes.items() if code < 0]
             if killed:
                 return RankError("; ".join(map(self._processes.describe, killed)), killed)
@@ -147,7 +148,7 @@ class Ranks:
         self._words = {}
         if self._owns_control:
             dist.destroy_process_group(self.control)
-        if self._owns_world:
+        if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
         self._processes, self.control = None, None
         self._owns_control = self._owns_world = False
@@ -172,8 +173,8 @@ class Ranks:
         threads = max(1, self._threads // size)
         given = size, store.port, threads, *arguments()
         self._processes = Processes(size - 1, work, given, _release_device)
+        _leads_world = self._owns_world = True  # before it is there: joining may be interrupted
         join(0, size, store, self.device, threads)
-        _leads_world = self._owns_world = True
 
     def _join(self, present: Any, size: int) -> None:
         if not isinstance(present, ProcessGroup):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.errors import RankError, WeightReadError
-from vllm_module.messages import printable, printable_name, shorten
+from vllm_module.messages import describe_error, printable_name, shorten
 from vllm_module.weights.handle import Weight, read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
@@ -158,7 +158,7 @@ class _Round:
         except BaseException as error:
             if not self.over:
                 with suppress(Exception):  # ``error`` is what this rank has to say
-                    self.meet(failure=f"failed: {_told(error)}")
+                    self.meet(failure=f"failed: {describe_error(error)}")
             raise
         finally:
             self.over = True
@@ -243,7 +243,7 @@ class _Round:
             name, kind = printable_name(entry.name), type(weight).__name__
             raise WeightReadError(
                 f"{name} ({kind}, {entry.dtype}) cannot be packed into a bucket; send a dense "
-                f"tensor with data: {_told(error)}"
+                f"tensor with data: {describe_error(error)}"
             ) from error
 
     def _reserve(self, nbytes: int) -> None:
@@ -266,17 +266,18 @@ class _Round:
     @contextmanager
     def _collective(self) -> Iterator[None]:
         self._demand_open()
-        self.over = True  # until it is through: who is interrupted inside is out of step
+        self.over = True  # until it returns: a rank interrupted inside is out of step
         try:
             yield
         except BaseException as error:
             self._cut_off()
-            if not isinstance(error, RuntimeError):  # it is no collective's: an interrupt, say
+            if not isinstance(error, RuntimeError):  # an interrupt, and no collective failed
                 raise
             self.failure = RankError(
                 f"{self._name(self.rank)} lost touch with the others while weights were sent: a "
                 "rank ended, or hung longer than the group's timeout. See what it printed, and "
-                f"start anew with another process group. {_AGAIN} torch says: {_told(error)}"
+                f"start anew with another process group. {_AGAIN} torch raised "
+                f"{describe_error(error)}"
             )
             raise self.failure from error
         self.over = False
@@ -301,6 +302,7 @@ class _Round:
                 f"one rank calls send_weights and all others receive_weights, but of {self.size} "
                 f"ranks {len(senders)} send" + (f": {senders}" if senders else ""),
                 senders,
+                recoverable=True,
             )
         self.sender = senders[0]
         device = words[self.sender].device
@@ -317,21 +319,10 @@ class _Round:
         message = "\n".join(f"{self._name(rank)} {how}" for rank, how in failures.items())
         if self.sender in failures:
             return WeightReadError(f"the weights' sender broke off: {message}\n{_AGAIN}")
-        return RankError(f"{message}\n{_AGAIN}", failures)
+        return RankError(f"{message}\n{_AGAIN}", failures, recoverable=True)
 
     def _name(self, rank: int) -> str:
         name = f"rank {rank} of {self.size}"
         if self.group is not None and self.size < dist.get_world_size():
             name += f" (rank {dist.get_global_rank(self.group, rank)} of the world)"
         return name + (" (this one)" if rank == self.rank else "")
-
-
-def _told(error: BaseException) -> str:
-    """Return an error's kind and first lines: any rank can show them, whatever was in them."""
-    try:
-        text = str(error)
-    except Exception as broken:
-        text = f"(its message is broken: {type(broken).__name__})"
-    lines = [printable(line) for line in text[:2000].splitlines()]
-    kept = "\n".join(lines[:12]) + (" ..." if len(text) > 2000 or len(lines) > 12 else "")
-    return type(error).__name__ + (f": {kept}" if kept else "")

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import typer
 
-from vllm_module.agreement import digests
 from vllm_module.cli.options import (
     DeviceOption,
     DType,
@@ -33,6 +32,7 @@ from vllm_module.cli.ranks import (
     under_torchrun,
 )
 from vllm_module.config import ModelConfig
+from vllm_module.consistency import digests
 from vllm_module.distributed import tensor_parallel
 from vllm_module.model_source import ModelSource
 from vllm_module.report import LoadReport

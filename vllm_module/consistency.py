@@ -1,0 +1,128 @@
+"""What ranks compare while they load, each in its own process, so that all have one model."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from vllm_module.config import HFConfig
+from vllm_module.distributed import ProcessGroup, together
+from vllm_module.errors import RankError
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.quantization import Rules
+from vllm_module.tree import locations
+from vllm_module.weights import Checkpoint
+
+T = TypeVar("T")
+
+
+def in_step(
+    work: Callable[[], T],
+    describe: Callable[[T], Mapping[str, str]],
+    timeout: float,
+    group: ProcessGroup | None,
+    compare: Callable[[Sequence[Mapping[str, str]]], None],
+) -> T:
+    """Return what ``work`` returns here; with a ``group``, run it on every rank of the group.
+
+    ``compare`` gets each rank's description of its result. Every rank raises if any rank fails.
+    """
+    if group is None:
+        return work()
+    results = []
+
+    def work_and_describe() -> Mapping[str, str]:
+        results.append(work())
+        return describe(results[0])
+
+    compare(together(work_and_describe, timeout=timeout, group=group.group))
+    return results[0]
+
+
+def demand_same_tensors(digests: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``RankError`` if tensors differ that every rank keeps whole."""
+    names = set(digests[0]).intersection(*digests[1:])
+    demand_alike(
+        [{name: of_rank[name] for name in of_rank if name in names} for of_rank in digests]
+    )
+
+
+def demand_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``RankError`` if descriptions, by rank, differ.
+
+    It names the ranks that differ from the majority, or all if there is none, and the entries.
+    """
+    ranks_of: dict[frozenset[tuple[str, str]], list[int]] = {}
+    for rank, description in enumerate(descriptions):
+        ranks_of.setdefault(frozenset(description.items()), []).append(rank)
+    if len(ranks_of) == 1:
+        return
+    sets = sorted(ranks_of.values(), key=len, reverse=True)
+    tie = len(sets[0]) == len(sets[1])
+    named = sets if tie else sets[1:]
+    ranks = [rank for of_one in named for rank in of_one]
+    differ = "differ" if tie else f"differ{'s' if len(ranks) == 1 else ''} from the others"
+    lines = [f"{' and '.join(map(_ranks, named))} of {len(descriptions)} {differ}:"]
+    for name in dict.fromkeys(name for description in descriptions for name in description):
+        values: dict[str, list[int]] = {}
+        for rank, description in enumerate(descriptions):
+            values.setdefault(description.get(name, "not there"), []).append(rank)
+        if len(values) > 1:
+            shown = "; ".join(f"{_shorten(value)} on {_ranks(of)}" for value, of in values.items())
+            lines.append(f"  {name}: {shown}")
+    if len(lines) > 12:
+        lines[12:] = [f"  and {len(lines) - 12} more"]
+    lines.append("Give every rank the same checkpoint, configuration and dtype.")
+    raise RankError("\n".join(lines), ranks, recoverable=True)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _shorten(value: str) -> str:
+    return value if len(value) <= 50 else f"{value[:20]}..."
+
+
+def describe(
+    config: HFConfig, dtype: torch.dtype, rules: Rules | None, checkpoint: Checkpoint
+) -> dict[str, str]:
+    """Return what determines a model, for ranks to compare before they read a tensor."""
+    entries = config.model_dump()
+    settings = {
+        f"config.json's {name}": json.dumps(entries[name], sort_keys=True, default=repr)
+        for name in sorted(entries)
+    }
+    chosen = {"dtype": str(dtype), "quantization": repr(rules)}
+    return {"checkpoint files": checkpoint.fingerprint, **chosen, **settings}
+
+
+def digests(model: vLLMModule) -> dict[str, str]:
+    """Return a digest of each tensor that this rank keeps whole, by its name."""
+    # Not what is computed from them, such as scales, which may depend on how they are sharded.
+    tensors = {location.path: location.tensor for location in locations(model)}
+    return {
+        f"{name} after loading": _digest(tensor)
+        for name, tensor in tensors.items()
+        if tensor is not None and _is_whole(tensor)
+    }
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, BasevLLMParameter):
+        return True
+    return all(slot.parts == 1 for dim in tensor.dims for slot in dim.slots)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    if not data.numel():
+        return ""
+    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
+    return hashlib.sha256(memory).hexdigest()[:32]
