@@ -210,6 +210,21 @@ def test_whatever_is_raised_can_be_told(outcome: Outcome) -> None:
                 assert len(message[0]) < 2500
 
 
+@pytest.mark.parametrize("outcome", ["some_refuse_and_go_on"], indirect=True)
+def test_a_refusal_that_is_expected_leaves_the_group_usable(outcome: Outcome) -> None:
+    """Every rank raises, those that refused their own error, and the next call works."""
+    one = ["rank 1 of 3 failed: KeyError: 'of 1'", [1], True]
+    two = "rank 0 of 3 failed: ValueError: of 0\nrank 2 of 3 failed: ValueError: of 2"
+    well = ["returned", [0, 1, 2]]
+    other = ["rank 0 of 3 failed: OSError: of 0", [0], False]
+    expected = {
+        0: [one, ["ValueError"], well, ["OSError"]],
+        1: [["KeyError"], [two, [0, 2], True], well, other],
+        2: [one, ["ValueError"], well, other],
+    }
+    assert {rank: note["returned"] for rank, note in outcome.notes.items()} == expected
+
+
 @pytest.mark.parametrize("outcome", ["one_of_a_subgroup_dies"], indirect=True)
 def test_a_subgroup_numbers_its_own_ranks(outcome: Outcome) -> None:
     """Its members name the rank of the group, and of the world; another group is unharmed."""

@@ -339,6 +339,27 @@ def refusals_of_all_kinds(directory: Path, rank: int) -> Any:
     return said
 
 
+@scenario(3)
+def some_refuse_and_go_on(directory: Path, rank: int) -> Any:
+    """After a refusal that is expected, the same group goes on; after another error it does not."""
+    outcomes = []
+    for refusing, kind in (((1,), KeyError), ((0, 2), ValueError), ((), KeyError), ((0,), OSError)):
+
+        def work(ranks: tuple[int, ...] = refusing, kind: type[Exception] = kind) -> int:
+            if rank in ranks:
+                raise kind(f"of {rank}")
+            return rank
+
+        try:
+            result = together(work, timeout=PATIENCE, refusals=(KeyError, ValueError))
+            outcomes.append(["returned", result])
+        except RankError as error:
+            outcomes.append([str(error), list(error.ranks), error.recoverable])
+        except Exception as error:
+            outcomes.append([type(error).__name__])
+    return outcomes
+
+
 @scenario(4)
 def results_of_all_kinds(directory: Path, rank: int) -> Any:
     """Small and large, of different types, time after time, inside each other and in subgroups."""

@@ -191,7 +191,7 @@ def test_one_rank_alone_needs_no_processes(shared: Executor, alone: Executor) ->
     assert (alone.rank, alone.size) == (0, 1)
     logits(alone)
     assert workers() == before
-    with pytest.raises(RuntimeError, match="the first rank leads"):
+    with pytest.raises(RuntimeError, match="rank 0 leads"):
         alone.follow()
 
 

@@ -674,7 +674,7 @@ def test_a_rank_without_memory_for_a_bucket_stops_all(ran: Ran) -> None:
         ("two send", [0, 2], "of 3 ranks 2 send: [0, 2]"),
         ("nobody sends", [], "of 3 ranks 0 send"),
         ("another source", [2], "receives with src=1, but rank 0 sends"),
-        ("another device", [2], "receives on meta, but cpu is sent"),
+        ("another device", [2], "receives on meta, but rank 0 sends on cpu"),
     ],
 )
 def test_calls_that_do_not_belong_together_are_told(
