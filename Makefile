@@ -1,4 +1,4 @@
-# Everything happens in .venv, which the first target that needs it builds from nothing.
+# Every target runs in .venv; the first target that needs it creates it.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,14 +11,14 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s%s\n", $$1, $$2}' Makefile
 
-demo: .venv/demo.stamp  ## make a small checkpoint, load it and generate text
+demo: .venv/demo.stamp  ## train a small checkpoint, load it, generate text, refuse damage
 	$(BIN)/vllm-module demo
 
-# The script and not `python -m pytest`, which would put the root's models/ and kernels/ on sys.path.
+# Not `python -m pytest`, which would put the root's models/ and kernels/ on sys.path.
 test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
 	$(BIN)/pytest -q -n 2 $(ARGS)
 
-laws: .venv/dev.stamp  ## hold the laws at length and print what was tried; EXAMPLES=200 of each
+laws: .venv/dev.stamp  ## check each law of loading on EXAMPLES=200 cases, and faults
 	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),200)
 
 lint: .venv/dev.stamp  ## check style, formatting and types
@@ -26,14 +26,14 @@ lint: .venv/dev.stamp  ## check style, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: .venv/dev.stamp  ## measure loading, quantizing and the engine, on a machine that is otherwise idle
+bench: .venv/dev.stamp  ## measure loading, quantizing and the engine; needs an idle machine
 	$(BIN)/python tests/bench/load.py --out tests/bench/results/load.json
 	$(BIN)/python tests/bench/routing.py --out tests/bench/results/routing.json
 	$(BIN)/python tests/bench/quantization.py --out tests/bench/results/quantization.json
 	$(BIN)/python tests/bench/engine.py --out tests/bench/results/engine.json
 
 SECONDS ?= 60
-fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints for SECONDS=60, split among its kinds of input
+fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints, for SECONDS=60 in all
 	@mkdir -p build/fuzz
 	for kind in file folder config; do \
 		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 3)) build/fuzz || exit 1; \

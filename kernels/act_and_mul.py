@@ -9,9 +9,9 @@ from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, greates
 from vllm_module.kernels.operators import as_rows, expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.quantized_rows import empty_rows, group_of, quantize_rows, store_quantized
 
-_TILE = 2048  # elements of the result that a program works on: 16 a thread, of both halves
-# Bytes of a row's half that a program can hold, to find one scale for all of it; half as many where
-# gelu's error function takes registers too.
+_TILE = 2048  # elements of the result for each program: 16 a thread, from both halves
+# Bytes of half a row that a program can hold in registers, to find one scale for all of it; for
+# gelu half as many, since its error function takes registers too.
 _HELD = 65536
 
 
@@ -22,8 +22,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         x: ``[..., 2 * columns]``, floating point.
 
     Returns:
-        ``[..., columns]``, as ``x``. On CUDA it is computed in float32 and rounded once; in plain
-        torch, the gate's activation is rounded before it multiplies.
+        ``[..., columns]``, as ``x``. CUDA computes in float32 and rounds once; plain torch rounds
+        the activated gate before it multiplies.
 
     Raises:
         ValueError: an odd number of features, or a dtype that is not floating point.
@@ -33,9 +33,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """Return ``gelu(gate) * up``; ``approximate`` by ``"tanh"`` or not at all, ``"none"``.
+    """Return ``gelu(gate) * up``, exact or approximated by ``"tanh"``.
 
-    Shapes and errors as for :func:`silu_and_mul`.
+    Shapes and errors are those of :func:`silu_and_mul`.
     """
     return _act_and_mul(_checked(x, WIDE_FLOATS), _gelu(approximate))
 
@@ -46,16 +46,16 @@ def silu_and_mul_quantize(
     group: int | None = None,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation as :func:`~vllm_module.kernels.quantize.quantize` gives it.
+    """Return ``silu(gate) * up``, quantized as by :func:`~vllm_module.kernels.quantize.quantize`.
 
     Args:
         x: as for :func:`silu_and_mul`, but not float64.
         dtype: float8_e4m3fn or float8_e5m2.
-        group: columns that share a scale, a power of two; all of a row unless given.
-        scale: float32 ``[]`` or ``[1]``, by which all is divided; else scales come of the result.
+        group: columns that share a scale, a power of two; by default a whole row.
+        scale: a static scale, float32 ``[]`` or ``[1]``; by default scales are computed.
 
     Returns:
-        ``[..., columns]`` in ``dtype``, and float32 ``[rows, groups]``, what it was divided by.
+        ``[..., columns]`` in ``dtype``, and its scales, float32 ``[rows, groups]``.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit each other.
@@ -72,7 +72,7 @@ def gelu_and_mul_quantize(
     group: int | None = None,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation in eight bits; see gelu_and_mul and silu_and_mul_quantize."""
+    """Return :func:`gelu_and_mul`, quantized as by :func:`silu_and_mul_quantize`."""
     group = group_of(_checked(x, FLOATS).shape[-1] // 2, dtype, group, scale, x)
     return _act_and_mul_quantize(x, _gelu(approximate), dtype, group, scale)
 
@@ -126,9 +126,9 @@ def act_and_mul_quantize_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Activate, multiply and quantize in a Triton kernel."""
     columns = x.shape[-1] // 2
-    most = _HELD // 2 if activation == "gelu" else _HELD
-    held = min(group, columns) * x.element_size() <= most
-    if not (columns and held and can_convert(dtype, x)):
+    limit = _HELD // 2 if activation == "gelu" else _HELD
+    fits = min(group, columns) * x.element_size() <= limit
+    if not (columns and fits and can_convert(dtype, x)):
         return quantize_rows(act_and_mul_triton(x, activation), dtype, group, static)
     y, scale = act_and_mul_quantize_fake(x, activation, dtype, group, static)
     _launch(x, activation, y, scale, group, static)
@@ -143,17 +143,17 @@ def _launch(
     group: int = 0,
     static: torch.Tensor | None = None,
 ) -> None:
-    """Write ``y``, and ``scale`` where it is wanted, both contiguous."""
+    """Write ``y``, and ``scale`` if given; both are contiguous."""
     if not x.numel():
         return
     x, (inner, outer_stride, inner_stride) = as_rows(x)
     rows, columns = x.shape[0] * x.shape[1], x.shape[2] // 2
-    whole = next_power_of_2(columns)
-    shared = min(next_power_of_2(group), whole)  # by columns of a tile
-    tile = max(min(_TILE, whole), shared)
-    together = max(1, _TILE // tile)
-    assert rows + together < 2**31  # a row's number is divided in 32 bits, many times as fast
-    _tiles[(-(-rows // together), -(-columns // tile))](
+    padded = next_power_of_2(columns)
+    shared = min(next_power_of_2(group), padded)  # columns of a tile that share a scale
+    tile = max(min(_TILE, padded), shared)
+    tile_rows = max(1, _TILE // tile)
+    assert rows + tile_rows < 2**31  # row indices are divided in 32 bits, which is far faster
+    _tiles[(-(-rows // tile_rows), -(-columns // tile))](
         x,
         y,
         scale,
@@ -165,22 +165,22 @@ def _launch(
         inner_stride,
         1 if scale is None else scale.shape[1],
         ACTIVATION=activation,
-        ROWS=together,
+        ROWS=tile_rows,
         COLUMNS=tile,
         GROUP=shared if group else tile,
-        MOST=greatest(y.dtype),
-        num_warps=min(16, max(4, together * tile // 1024)),
+        MAX=greatest(y.dtype),
+        num_warps=min(16, max(4, tile_rows * tile // 1024)),
     )
 
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """Return what activates float32 numbers; no step overflows where the result does not."""
+    """Activate float32 numbers; no step overflows unless the result does."""
     if ACTIVATION == "silu":
         return gate / (1 + tl.exp(-gate))
     if ACTIVATION == "gelu":
         return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
-    # (1 + tanh(z)) / 2 is the sigmoid of 2 z, whose exponential is 0 or infinite at the ends.
+    # (1 + tanh(z)) / 2 is sigmoid(2 z), whose exponential may be 0 or infinite without harm.
     z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1 + tl.exp(-2 * z))
 
@@ -201,9 +201,9 @@ def _tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX: tl.constexpr,
 ):
-    """One program some rows, or a part of one."""
+    """Write a tile: some rows, or part of one."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -216,11 +216,11 @@ def _tiles(
     places = row[:, None] * columns + column[None, :]
     if scale_ptr is None:
         tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=inside)
-    else:  # what is quantized is the result as it would have been written
+    else:  # round first, as if the result had been written before it is quantized
         y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         group = tl.program_id(1) * (COLUMNS // GROUP)
         store_quantized(
-            y, inside, places, row, rows, group, groups, y_ptr, scale_ptr, static_ptr, GROUP, MOST
+            y, inside, places, row, rows, group, groups, y_ptr, scale_ptr, static_ptr, GROUP, MAX
         )
 
 

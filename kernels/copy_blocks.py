@@ -14,25 +14,25 @@ from vllm_module.kernels.operators import (
     triton,
 )
 
-_CHUNK = 16384  # bytes of a page that a program copies
+_CHUNK = 16384  # bytes of a page for each program
 
 
 def copy_blocks(kv_cache: torch.Tensor, block_mapping: torch.Tensor) -> None:
-    """Copy whole pages, of all layers and of keys and values, in one launch.
+    """Copy whole pages of all layers, keys and values alike, in one launch.
 
     Args:
-        kv_cache: ``[..., pages, page_size, kv_heads, head_size]``, at most two dimensions before
-            the pages (``[layers, 2, ...]``), of any dtype. The same pages are copied at each index
-            of those. A page is one piece of memory, in whatever order its dimensions are. Written
+        kv_cache: ``[..., pages, page_size, kv_heads, head_size]`` of any dtype, with at most two
+            dimensions before the pages (``[layers, 2, ...]``). The same pages are copied at each
+            index of these. A page must be one piece of memory, its dimensions in any order. Written
             in place.
-        block_mapping: int64 ``[pairs, 2]``: the page that is copied, and the page it replaces.
+        block_mapping: int64 ``[pairs, 2]``: the page to copy, and the page to overwrite.
 
     Raises:
-        ValueError: shapes, strides, dtypes or devices that do not fit; a page beyond the cache, a
-            page that is written twice, or written and copied; pages that share memory. Where
-            values are not checked (:func:`~vllm_module.kernels.operators.checks_values`), a pair
-            with a page beyond the cache copies nothing; and a page that is written twice, or that
-            is copied from one that is written, may come to have parts of both.
+        ValueError: shapes, strides, dtypes or devices that do not fit; pages that share memory. On
+            values, if :func:`~vllm_module.kernels.operators.checks_values` is true: a page beyond
+            the cache, written twice, or both written and copied. Otherwise a pair with a page
+            beyond the cache copies nothing, and a page written twice or also copied may get parts
+            of both.
 
     """
     _check_pages(kv_cache)
@@ -54,25 +54,25 @@ def _check_pages(kv_cache: torch.Tensor) -> None:
             "kv_cache must have the shape [pages, page_size, kv_heads, head_size] with at most two "
             f"dimensions before the pages, got {list(kv_cache.shape)}"
         )
-    shape, strides, piece = kv_cache.shape[-3:], kv_cache.stride()[-3:], 1
+    shape, strides, dense = kv_cache.shape[-3:], kv_cache.stride()[-3:], 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride != piece:
+        if size > 1 and stride != dense:
             raise ValueError(
                 f"a page of kv_cache must be one piece of memory, and its {list(shape)} have the "
                 f"strides {list(strides)}"
             )
-        piece *= size
+        dense *= size
 
 
 def check_mapping(block_mapping: torch.Tensor, sources: int, destinations: int) -> None:
-    """Raise ``ValueError`` for a page beyond the cache it is in, or written more than once."""
+    """Raise ``ValueError`` for a page beyond its cache, or written more than once."""
     for column, pages in enumerate((sources, destinations)):
         named = block_mapping[:, column]
         outside = named[(named < 0) | (named >= pages)]
         if outside.numel():
-            what = ("copies", "writes")[column]
+            verb = ("copies", "writes")[column]
             raise ValueError(
-                f"block_mapping {what} page {int(outside[0])}, and the cache has {pages} pages"
+                f"block_mapping {verb} page {int(outside[0])}, and the cache has {pages} pages"
             )
     written, times = named.unique(return_counts=True)
     if (times > 1).any():
@@ -109,7 +109,7 @@ def copy_blocks_triton(kv_cache: torch.Tensor, block_mapping: torch.Tensor) -> N
 
 
 def _as_pages(kv_cache: torch.Tensor) -> torch.Tensor:
-    """Return ``[outer, inner, pages, elements]``, a page's elements in the order of memory."""
+    """Return ``[outer, inner, pages, elements]``, the elements of a page in memory order."""
     while kv_cache.dim() < 6:
         kv_cache = kv_cache.unsqueeze(0)
     size = kv_cache.shape[-3:].numel()
@@ -137,10 +137,10 @@ def _copy(
     inside = (source >= 0) & (source < pages) & (destination >= 0) & (destination < pages)
     plane = tl.program_id(1).to(tl.int64) * inner_stride
     plane += tl.program_id(2).to(tl.int64) * outer_stride
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    mask = inside & (place < size)
-    held = tl.load(cache_ptr + plane + source * page_stride + place, mask=mask)
-    tl.store(cache_ptr + plane + destination * page_stride + place, held, mask=mask)
+    offset = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = inside & (offset < size)
+    data = tl.load(cache_ptr + plane + source * page_stride + offset, mask=mask)
+    tl.store(cache_ptr + plane + destination * page_stride + offset, data, mask=mask)
 
 
 _copy_blocks = operator(copy_blocks_reference, copy_blocks_triton, nothing, ("kv_cache",))

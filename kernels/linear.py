@@ -1,4 +1,4 @@
-"""Multiplying by a weight that is not quantized."""
+"""Products with weights that are not quantized."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.operators import next_power_of_2
 
-_LARGE = 1 << 19  # multiplications; of fewer, a call of oneDNN costs what it gains
+_LARGE = 1 << 19  # multiplications; for fewer, calling oneDNN costs what it gains
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
 
-    In float32 on a CPU, torch itself multiplies by MKL, which on AMD's processors reaches half or
-    less of what oneDNN does (``tests/bench/engine.py``); in inference mode the larger products go
-    to oneDNN here, as torch's own bfloat16 does. Both are as precise. Rows are padded, where there
-    are more than 64 by an eighth at most: oneDNN makes and keeps a program for every number of
-    them, in some 0.5 ms.
+    In inference mode, large float32 products on a CPU go to oneDNN. Torch would use MKL, which on
+    AMD's processors reaches at most half the speed of oneDNN (``tests/bench/engine.py``) and the
+    same precision. Rows are padded, by at most an eighth beyond 64 rows: oneDNN compiles and keeps
+    a program for every number of rows, in about 0.5 ms.
 
     Args:
         x: ``[..., input]``.
@@ -43,19 +42,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded(rows: int) -> int:
-    most = next_power_of_2(rows)
-    step = max(8, most // 16)
-    return most if rows <= 8 else -(-rows // step) * step
+    power = next_power_of_2(rows)
+    step = max(8, power // 16)
+    return power if rows <= 8 else -(-rows // step) * step
 
 
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether oneDNN would be faster, and may: the rest is for torch to do, or to refuse."""
+    """Return whether oneDNN is faster and gives the same; torch does or refuses all else."""
     return (
         _HAS_ONEDNN
-        and not torch.compiler.is_compiling()  # which chooses libraries by itself
+        and not torch.compiler.is_compiling()  # the compiler chooses libraries itself
         and weight.dim() == 2
         and x.numel() * weight.shape[0] > _LARGE
-        and torch.is_inference_mode_enabled()  # or derivatives would be lost, of all kinds
+        and torch.is_inference_mode_enabled()  # oneDNN keeps no derivatives
         and not torch.is_autocast_enabled("cpu")
         and _is_plain(x)
         and _is_plain(weight)
@@ -66,7 +65,7 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    # It fails on some strides, and those of a bias it ignores.
+    # oneDNN fails on some strides, and ignores those of a bias.
     return (
         x.is_cpu
         and x.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""What every operation shares: two implementations under one name, and refusals by the numbers."""
+"""What all operations share: one name for two implementations, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # it is made for Linux alone; elsewhere there is no CUDA device either
+    except ImportError:  # Triton exists for Linux alone; elsewhere there is no CUDA device either
 
         class triton:  # noqa: D101 - stands for the module
             jit = staticmethod(lambda function=None, **_: function or (lambda inner: inner))
@@ -50,14 +50,14 @@ def operator(
     """Register ``torch.ops.vllm_module.<name>``: one operation with two implementations.
 
     Args:
-        reference: the operation in plain torch, called ``<name>_reference``; it serves every device
-            but CUDA, and its annotations are the operator's schema.
-        kernel: launches Triton kernels; it serves CUDA, with the tensors' device current.
-        fake: returns empty tensors as the operation would, for meta tensors and ``torch.compile``.
-        mutates: names of arguments that are written to.
+        reference: the operation in plain torch, called ``<name>_reference``. It runs on every
+            device but CUDA, and its annotations are the operator's schema.
+        kernel: launches Triton kernels. It runs on CUDA, with the tensors' device current.
+        fake: returns empty outputs, for meta tensors and ``torch.compile``.
+        mutates: names of the arguments that are written.
 
     Returns:
-        What calls it, or the reference where a gradient will be asked for.
+        A function that calls the operator, or the reference where a gradient is needed.
 
     """
     name = reference.__name__.removesuffix("_reference")
@@ -89,7 +89,7 @@ def _on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
 
 
 def nothing(*_: object, **__: object) -> None:
-    """Write nothing: the fake of what only writes to its arguments."""
+    """Do nothing: the fake of an operation that only writes its arguments."""
 
 
 def expect(
@@ -102,10 +102,10 @@ def expect(
     """Raise ``ValueError`` unless ``tensor`` has this shape, dtype and device.
 
     Args:
-        name: what the operation calls it.
-        shape: its sizes, ``None`` for any of one; ``None`` for any shape.
-        dtypes: those it may have; any unless given.
-        beside: a tensor on whose device it must be.
+        name: of the operation's argument.
+        shape: the sizes, ``None`` for any size; ``None`` for any shape.
+        dtypes: those allowed; by default any.
+        beside: a tensor on the expected device.
 
     """
     sizes = tensor.shape
@@ -128,14 +128,14 @@ def _fits(sizes: Sequence[int], shape: Sequence[int | None]) -> bool:
 
 
 def expect_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` if elements of ``tensor``, which is written, share a place in memory.
+    """Raise ``ValueError`` if elements of ``tensor`` share memory, as an expanded tensor's do.
 
-    So do those of an expanded tensor; programs would write them in any order. Nothing is checked
-    where torch.compile traces, which cannot sort strides.
+    Programs would write them in any order. Nothing is checked while torch.compile traces: it cannot
+    sort strides.
     """
     if torch.compiler.is_compiling() or tensor.is_contiguous():
         return
-    reach = 1  # places that the dimensions of smaller strides cover
+    reach = 1  # elements of memory that the dimensions of smaller strides cover
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride < reach and size > 1 and tensor.numel():
             raise ValueError(
@@ -146,11 +146,11 @@ def expect_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def checks_values(tensor: torch.Tensor) -> bool:
-    """Whether indices that a tensor holds are to be checked before they are used.
+    """Return whether to check the indices that a tensor holds before they are used.
 
-    On the CPU they always are. On a device that means waiting for it, so only if the environment
-    has ``VLLM_MODULE_CHECKS=1``, and not while a CUDA graph is captured; no kernel writes out of
-    bounds either way. What has no values is not checked.
+    On the CPU they are always checked. On a device the host would have to wait, so they are checked
+    only with ``VLLM_MODULE_CHECKS=1`` in the environment, and never while a CUDA graph is captured.
+    No kernel writes out of bounds either way. Tensors without values are not checked.
     """
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
@@ -162,12 +162,11 @@ def checks_values(tensor: torch.Tensor) -> bool:
 
 
 def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Return ``x [..., columns]`` as a kernel walks it, copied only where there is no other way.
+    """Return ``x [..., columns]`` as rows for a kernel, copied only if strides require it.
 
     Returns:
-        ``[outer, inner, columns]``, whose last stride is 1, and how to find row ``r``: at
-        ``r // inner * outer_stride + r % inner * inner_stride``, as ``(inner, outer_stride,
-        inner_stride)``.
+        ``[outer, inner, columns]``, whose last stride is 1; and ``(inner, outer_stride,
+        inner_stride)``: row ``r`` is at ``r // inner * outer_stride + r % inner * inner_stride``.
 
     """
     if x.stride(-1) != 1:

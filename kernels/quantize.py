@@ -1,4 +1,4 @@
-"""Eight-bit weights: numbers that share a scale, block by block."""
+"""Quantizing to eight bits: the elements of a block share a scale."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vllm_module.kernels.operators import (
     triton,
 )
 
-# Elements converted at a time: on the CPU what fits a cache, elsewhere what fills the device.
+# Elements converted at a time: as many as fit a CPU's cache, or as many as fill another device.
 _CPU_CHUNK, _CHUNK = 1 << 19, 1 << 23
-# Elements of a program: of a block that it holds whole, at most, and of part of one.
+# Elements of a tile: at most, if a program holds whole blocks, and of a part of a block.
 _WHOLE, _PART = 32768, 4096
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -30,21 +30,21 @@ def quantize(
 ) -> None:
     """Quantize ``wide`` symmetrically, in float32, block by block.
 
-    A block's scale is its largest absolute value over the greatest of ``quantized.dtype`` (at least
-    the smallest normal float32, so that zeros stay zeros); an element is ``wide / scale``, rounded
-    to even. A number that is not finite makes its block's scale so. The bits are the same on every
-    device.
+    A block's scale is its largest absolute value, divided by the largest number of
+    ``quantized.dtype``, and at least the smallest normal float32, so that zeros stay zeros. An
+    element is ``wide / scale``, rounded to even. If a number is not finite, neither is its block's
+    scale. The bits are the same on every device.
 
     Args:
         wide: ``[rows, columns]``, floating point.
         quantized: ``[rows, columns]``, float8_e4m3fn, float8_e5m2 or int8; written.
         scale: float32 ``[ceil(rows / block[0]), ceil(columns / block[1])]``; written.
-        block: rows and columns that share a scale; ``(1, columns)`` for a scale a token, ``(1,
-            128)`` for groups of its features.
+        block: rows and columns that share a scale: ``(1, columns)`` for a scale for each token,
+            ``(1, 128)`` for a scale for each group of 128 features.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; elements of what is
-            written that share memory.
+        ValueError: shapes, dtypes or devices that do not fit each other; written elements that
+            share memory.
 
     """
     _check(wide, quantized, scale, block)
@@ -55,9 +55,9 @@ def quantize(
 def quantize_static(
     wide: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
 ) -> None:
-    """Quantize ``wide`` by scales that are given; what is beyond the greatest number becomes it.
+    """Quantize ``wide`` by given scales; numbers out of range saturate.
 
-    Shapes and errors as for :func:`quantize`, but that ``scale`` is read.
+    Shapes and errors are those of :func:`quantize`; ``scale`` is read.
     """
     _check(wide, quantized, scale, block)
     _quantize_static(wide, quantized, scale, *block)
@@ -85,17 +85,17 @@ def quantize_reference(
 ) -> None:
     """Quantize in plain torch; see :func:`quantize`."""
     block = block_rows, block_columns
-    most = greatest(quantized.dtype)
+    limit = greatest(quantized.dtype)
     for first, count, pieces in _stripes(wide, block):
         amax = wide.new_zeros((count, scale.shape[1]), dtype=torch.float32)
         values = None
         for top, rows in pieces:
-            values = None  # or two copies would be held at a time
+            values = None  # frees the last copy before the next is made
             values = _in_blocks(wide[top : top + rows], block)
             amax = torch.maximum(amax, _amax(values))
         stripe = scale[first : first + count]
-        # By a tensor: CUDA would multiply by a number's reciprocal.
-        stripe.copy_((amax / torch.full_like(amax, most)).clamp_(min=_TINY))
+        # Divide by a tensor: for a number, CUDA would multiply by its reciprocal.
+        stripe.copy_((amax / torch.full_like(amax, limit)).clamp_(min=_TINY))
         divisor = stripe[:, None, :, None].float()
         for top, rows in pieces:
             if values is None or len(pieces) > 1:
@@ -104,7 +104,7 @@ def quantize_reference(
             values.div_(divisor)
             if not quantized.dtype.is_floating_point:
                 values.round_()
-            values.clamp_(-most, most)
+            values.clamp_(-limit, limit)
             flat = values.view(-1, values.shape[2] * values.shape[3])
             quantized[top : top + rows].copy_(flat[:rows, : wide.shape[1]])
 
@@ -129,27 +129,27 @@ def dequantize(
 def _stripes(
     matrix: torch.Tensor, block: tuple[int, int]
 ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Yield rows of blocks that are worked on together: the first, how many, and their rows.
+    """Yield rows of blocks to convert together: the first, their count, and pieces of their rows.
 
-    The rows come in pieces (first row, rows) small enough to be converted at a time.
+    A piece (first row, rows) is small enough to convert at once.
     """
     rows, columns = matrix.shape
     if not matrix.numel():
         return
     chunk = _CPU_CHUNK if matrix.is_cpu else _CHUNK
-    fitting = max(1, chunk // columns)
-    together = max(1, fitting // block[0])
-    for first in range(0, -(-rows // block[0]), together):
-        begin, end = first * block[0], min((first + together) * block[0], rows)
-        step = max(fitting, 1) if together == 1 and block[0] > fitting else end - begin
+    chunk_rows = max(1, chunk // columns)
+    count = max(1, chunk_rows // block[0])
+    for first in range(0, -(-rows // block[0]), count):
+        begin, end = first * block[0], min((first + count) * block[0], rows)
+        step = chunk_rows if count == 1 and block[0] > chunk_rows else end - begin
         pieces = [(top, min(step, end - top)) for top in range(begin, end, step)]
         yield first, -(-(end - begin) // block[0]), pieces
 
 
 def _in_blocks(rows: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return a float32 copy as ``[blocks, rows of one, blocks, columns of one]``, padded by zero.
+    """Return a float32 copy ``[blocks, block rows, blocks, block columns]``, padded with zeros.
 
-    Rows that are part of a single block are all of its rows.
+    Rows that are part of a single block are not padded.
     """
     height, width = rows.shape
     down, across = math.ceil(height / block[0]), math.ceil(width / block[1])
@@ -163,7 +163,7 @@ def _in_blocks(rows: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def _amax(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of each block; of its numbers, no second copy is made."""
+    """Return the largest absolute value of each block, without copying ``values``."""
     if values.shape[0] == values.shape[2] == 1:  # several times faster
         least, most = values.aminmax()
         return torch.maximum(most, -least).view(1, 1)
@@ -181,8 +181,8 @@ def quantize_static_reference(
     rows, columns = wide.shape
     each = scale.repeat_interleave(block_rows, 0)[:rows]
     each = each.repeat_interleave(block_columns, 1)[:, :columns]
-    most = greatest(quantized.dtype)
-    values = (wide.float() / each).clamp_(-most, most)
+    limit = greatest(quantized.dtype)
+    values = (wide.float() / each).clamp_(-limit, limit)
     quantized.copy_(values if quantized.dtype.is_floating_point else values.round_())
 
 
@@ -253,7 +253,7 @@ def _launch(
     *,
     WHOLE: bool,
 ) -> None:
-    """Quantize tile by tile: by scales of a tile's own numbers, of ``amax``, or those given."""
+    """Quantize tile by tile; scales come from the tile (WHOLE), from ``amax``, or are given."""
     _quantize_tiles[(_tiles(wide, block, tile),)](
         wide,
         quantized,
@@ -269,30 +269,30 @@ def _launch(
         TALL_1=block[0] == 1,
         TILE_ROWS=tile[0],
         TILE_COLUMNS=tile[1],
-        MOST=greatest(quantized.dtype),
+        MAX=greatest(quantized.dtype),
         num_warps=_warps(tile),
     )
 
 
 def _part(rows: int, columns: int) -> tuple[int, int]:
-    """Return the rows and columns of a tile of ``rows`` and ``columns``."""
+    """Return the rows and columns of a tile that covers part of a block."""
     across = min(next_power_of_2(columns), _PART)
     return min(next_power_of_2(rows), _PART // across), across
 
 
 def _tiles(wide: torch.Tensor, block: tuple[int, int], tile: tuple[int, int]) -> int:
-    """Return how many tiles there are: parts of blocks, or rows of blocks of one row each."""
+    """Return the number of tiles: each is part of a block, or several blocks of one row."""
     (rows, columns), (tall, broad) = wide.shape, block
     down = -(-rows // tile[0]) if tall == 1 else -(-rows // tall) * -(-tall // tile[0])
     return down * -(-columns // broad) * -(-broad // tile[1])
 
 
 def _warps(tile: tuple[int, int]) -> int:
-    """Return how many warps work on a tile: about 32 of its elements a thread."""
+    """Return the warps of a tile: about 32 elements for each thread."""
     return min(16, max(1, tile[0] * tile[1] // 1024))
 
 
-# Kernels. Absolute values are compared as integers, whose order is theirs and puts NaN last.
+# Kernels compare absolute values by their bits: as integers they have the same order, NaN last.
 
 
 @triton.jit
@@ -301,24 +301,24 @@ def absolute_bits(x):
 
 
 @triton.jit
-def scale_from_bits(bits, MOST: tl.constexpr):
+def scale_from_bits(bits, MAX: tl.constexpr):
     """Return the scale of a block whose largest absolute value has these bits."""
-    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MOST, tl.float32))
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MAX, tl.float32))
     tiny = 1.1754943508222875e-38
     return tl.maximum(scale, tiny, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def scaled_to(x, scale, MOST: tl.constexpr, dtype: tl.constexpr):
+def scaled_to(x, scale, MAX: tl.constexpr, dtype: tl.constexpr):
     """Return ``x / scale`` (float32, of one shape) in eight bits, rounded to even."""
     y = tl.div_rn(x, scale)
-    y = tl.minimum(y, MOST, propagate_nan=tl.PropagateNan.ALL)
-    y = tl.maximum(y, -MOST, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(y, MAX, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.maximum(y, -MAX, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.int8:
-        y = (y + 12582912.0) - 12582912.0  # 1.5 * 2**23: the sum has no place for a fraction
+        y = (y + 12582912.0) - 12582912.0  # a sum with 1.5 * 2**23 has no bits for a fraction
     else:
-        # GPUs before Hopper cut to float16 first, and half-way numbers seem of what is just beyond.
-        # So a bit that no FP8 number has stays to tell whether any after it is set.
+        # GPUs before Hopper truncate to float16 first, so that numbers just beyond a tie look like
+        # ties. One bit below FP8's precision therefore keeps whether any later bit is set.
         bits = y.to(tl.int32, bitcast=True)
         y = ((bits | ((bits & 0x1FFFF) + 0x1FFFF)) & -0x20000).to(tl.float32, bitcast=True)
     return y.to(dtype)
@@ -334,9 +334,9 @@ def _tile(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Return a program's rows and columns, which of them there are, and what blocks they are in.
+    """Return a program's rows, columns, mask, block rows, their mask, and block column.
 
-    Blocks of one row each are as many as the rows; others are one.
+    A tile of blocks of one row has a block for each row; any other lies in one block.
     """
     parts = tl.cdiv(broad, TILE_COLUMNS)
     all_across = tl.cdiv(columns, broad) * parts
@@ -360,7 +360,7 @@ def _tile(
 
 @triton.jit
 def _largest_bits(x, TALL_1: tl.constexpr):
-    """Return the bits of the greatest absolute value of each of a tile's blocks."""
+    """Return the bits of the largest absolute value of each block of a tile."""
     bits = tl.max(absolute_bits(x), axis=1)
     if not TALL_1:
         bits = tl.max(bits, axis=0, keep_dims=True)
@@ -389,11 +389,11 @@ def _quantize_tiles(
     TALL_1: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX: tl.constexpr,
 ):
-    """Quantize a tile; its scales are written where they are not given.
+    """Quantize a tile, and write its scales unless they are given.
 
-    Every tile of a block that ``amax`` is of writes the same one.
+    With ``amax``, all tiles of a block write the same scale.
     """
     row, column, inside, block, exists, across = _tile(
         rows, columns, tall, broad, TALL_1, TILE_ROWS, TILE_COLUMNS
@@ -402,16 +402,16 @@ def _quantize_tiles(
     x = x.to(tl.float32)
     scale_ptrs = scale_ptr + block * scale_row + across * scale_column
     if WHOLE:
-        scale = scale_from_bits(_largest_bits(x, TALL_1), MOST)
+        scale = scale_from_bits(_largest_bits(x, TALL_1), MAX)
         tl.store(scale_ptrs, scale, mask=exists)
     elif amax_ptr is not None:
         bits = tl.load(amax_ptr + block * amax_row + across * amax_column, mask=exists, other=0)
-        scale = scale_from_bits(bits, MOST)
+        scale = scale_from_bits(bits, MAX)
         tl.store(scale_ptrs, scale, mask=exists)
     else:
         scale = tl.load(scale_ptrs, mask=exists, other=1.0)
     scale = tl.broadcast_to(scale[:, None], x.shape)
-    y = scaled_to(x, scale, MOST, quantized_ptr.dtype.element_ty)
+    y = scaled_to(x, scale, MAX, quantized_ptr.dtype.element_ty)
     tl.store(quantized_ptr + row * quantized_row + column * quantized_column, y, mask=inside)
 
 
@@ -431,14 +431,14 @@ def _largest(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Raise each block's amax to that of a tile; the order in which tiles come is no matter."""
+    """Raise each block's ``amax`` to that of a tile, in any order of tiles."""
     row, column, inside, block, exists, across = _tile(
         rows, columns, tall, broad, TALL_1, TILE_ROWS, TILE_COLUMNS
     )
     x = tl.load(wide_ptr + row * wide_row + column * wide_column, mask=inside, other=0.0)
     bits = _largest_bits(x.to(tl.float32), TALL_1)
-    held = amax_ptr + block * amax_row + across * amax_column
-    tl.atomic_max(held, bits, mask=exists, sem="relaxed")
+    amax_ptrs = amax_ptr + block * amax_row + across * amax_column
+    tl.atomic_max(amax_ptrs, bits, mask=exists, sem="relaxed")
 
 
 _quantize = operator(quantize_reference, quantize_triton, nothing, ("quantized", "scale"))

@@ -1,7 +1,7 @@
-"""Rows that are quantized before they are written, by what computes them.
+"""Quantizing rows in the kernel that computes them.
 
-No operation: :mod:`~vllm_module.kernels.rms_norm` and :mod:`~vllm_module.kernels.act_and_mul` share
-it for the operations of theirs that quantize.
+This is no operation of its own: :mod:`~vllm_module.kernels.rms_norm` and
+:mod:`~vllm_module.kernels.act_and_mul` share it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from vllm_module.kernels.quantize import (
 def group_of(
     columns: int, dtype: torch.dtype, group: int | None, scale: torch.Tensor | None, x: torch.Tensor
 ) -> int:
-    """Return how many columns share a scale, 0 if it is the same for all that there is.
+    """Return how many columns share a scale; 0 for a static scale, which is one for everything.
 
     Args:
         columns: of a row.
-        dtype: that of what is quantized.
-        group: columns that share a scale; all of a row unless given.
-        scale: the static scale, if there is one.
-        x: the input, on whose device it must be.
+        dtype: to quantize to.
+        group: columns that share a scale; by default a whole row.
+        scale: the static scale, if any.
+        x: the input; the scale must be on its device.
 
     Raises:
-        ValueError: what does not fit.
+        ValueError: arguments that do not fit each other.
 
     """
     if dtype not in FP8:
@@ -52,7 +52,7 @@ def group_of(
 def empty_rows(
     y: torch.Tensor, dtype: torch.dtype, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``y [..., columns]`` is quantized into, and float32 ``[rows, groups]``."""
+    """Return empty tensors for ``y [..., columns]`` quantized and its scales ``[rows, groups]``."""
     quantized = torch.empty(y.shape, dtype=dtype, device=y.device)
     rows = y.shape[:-1].numel()
     groups = -(-y.shape[-1] // group) if group else 1
@@ -62,7 +62,7 @@ def empty_rows(
 def quantize_rows(
     y: torch.Tensor, dtype: torch.dtype, group: int, static: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize what has been written; a static scale is returned once for each row."""
+    """Quantize ``y``; a static scale is returned once for each row."""
     quantized, scale = empty_rows(y, dtype, group)
     if y.numel() == 0:
         return quantized, scale if static is None else scale.copy_(static)
@@ -87,20 +87,21 @@ def store_quantized(
     scale_ptr,
     static_ptr,
     GROUP: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     """Store a tile ``[ROWS, COLUMNS]`` in eight bits, and its scales.
 
-    ``y`` is float32 and 0 where not ``inside``; ``group`` is the index of the tile's first one.
+    ``y`` is float32, and 0 outside the mask ``inside``. ``group`` is the index of the tile's first
+    group.
     """
     GROUPS: tl.constexpr = y.shape[1] // GROUP
     y = tl.reshape(y, [y.shape[0], GROUPS, GROUP])
     if static_ptr is None:
-        scale = scale_from_bits(tl.max(absolute_bits(y), axis=2), MOST)
+        scale = scale_from_bits(tl.max(absolute_bits(y), axis=2), MAX)
     else:
         scale = tl.zeros([y.shape[0], GROUPS], tl.float32) + tl.load(static_ptr)
     index = group + tl.arange(0, GROUPS)
     kept = (row < rows)[:, None] & (index < groups)[None, :]
     tl.store(scale_ptr + row[:, None] * groups + index[None, :], scale, mask=kept)
-    y = scaled_to(y, tl.broadcast_to(scale[:, :, None], y.shape), MOST, y_ptr.dtype.element_ty)
+    y = scaled_to(y, tl.broadcast_to(scale[:, :, None], y.shape), MAX, y_ptr.dtype.element_ty)
     tl.store(y_ptr + places, tl.reshape(y, inside.shape), mask=inside)

@@ -17,7 +17,7 @@ from vllm_module.kernels.operators import (
 )
 from vllm_module.kernels.quantize import scaled_to
 
-_TILE = 2048  # elements of keys, and as many of values, that a program stores
+_TILE = 2048  # elements of keys for each program, and as many of values
 
 
 def reshape_and_cache(
@@ -29,26 +29,25 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Store each token's key and value in its slot.
+    """Store each token's key and value in its cache slot.
 
-    A cache of eight bits holds them divided by a scale, in float32, rounded to even; what is beyond
-    its greatest number becomes that. Of tokens that have one slot, any may be the one it keeps. The
-    bits are the same on every device.
+    For an eight-bit cache they are divided by a scale in float32 and rounded to even; numbers out
+    of range saturate. If tokens share a cache slot, it keeps one of them. The bits are the same on
+    every device.
 
     Args:
         key, value: ``[tokens, kv_heads, head_size]``, floating point.
-        k_cache, v_cache: ``[pages, page_size, kv_heads, head_size]``, floating point or, in eight
-            bits, float8_e4m3fn, float8_e5m2 or int8; written in place. They may be views of one
-            tensor.
-        slot_mapping: int64 or int32 ``[tokens]``, ``page * page_size + offset``; what is negative
-            stores nothing.
-        k_scale, v_scale: float32 ``[1]`` or ``[kv_heads]``, of a cache of eight bits; 1 unless
-            given.
+        k_cache, v_cache: ``[pages, page_size, kv_heads, head_size]``, floating point, or
+            float8_e4m3fn, float8_e5m2 or int8; written in place. They may be views of one tensor.
+        slot_mapping: the cache slot of each token, int64 or int32 ``[tokens]``: ``page * page_size
+            + offset``. A token with a negative one is not stored.
+        k_scale, v_scale: float32 ``[1]`` or ``[kv_heads]``, for an eight-bit cache; by default 1.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit each other; elements of a cache that
-            share memory; a slot beyond the cache, which stores nothing where values are not checked
-            (:func:`~vllm_module.kernels.operators.checks_values`).
+            share memory; a cache slot beyond the cache, if
+            :func:`~vllm_module.kernels.operators.checks_values` is true. Otherwise such a token is
+            not stored.
 
     """
     expect("key", key, (None, None, None), FLOATS)
@@ -65,10 +64,10 @@ def reshape_and_cache(
             expect(name, scale, (count,), (torch.float32,), key)
     if tokens and checks_values(slot_mapping):
         pages, page_size = k_cache.shape[:2]
-        greatest_slot = int(slot_mapping.max())
-        if greatest_slot >= pages * page_size:
+        largest = int(slot_mapping.max())
+        if largest >= pages * page_size:
             raise ValueError(
-                f"slot_mapping has slot {greatest_slot}, and the cache has {pages * page_size}: "
+                f"slot_mapping has cache slot {largest}, and the cache has {pages * page_size}: "
                 f"{pages} pages of {page_size}"
             )
     _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
@@ -141,13 +140,13 @@ def reshape_and_cache_triton(
         PAGE_SIZE=page_size,
         ROWS=rows,
         COLUMNS=columns,
-        MOST=greatest(k_cache.dtype),
+        MAX=greatest(k_cache.dtype),
         num_warps=4,
     )
 
 
 def _stride(scale: torch.Tensor | None) -> int:
-    """Return what lies between the scales of two heads: nothing, where they have one."""
+    """Return the stride between the scales of two heads; 0 if they share one."""
     return 0 if scale is None or len(scale) == 1 else scale.stride(0)
 
 
@@ -157,11 +156,11 @@ def _store(
     value_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    slot_ptr,
+    slot_mapping_ptr,
     k_scale_ptr,
     v_scale_ptr,
     rows,
-    slots,
+    cache_slots,
     key_token,
     key_head,
     key_column,
@@ -176,7 +175,7 @@ def _store(
     v_cache_offset,
     v_cache_head,
     v_cache_column,
-    slot_stride,
+    slot_mapping_stride,
     k_scale_stride,
     v_scale_stride,
     HEADS: tl.constexpr,
@@ -184,46 +183,47 @@ def _store(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX: tl.constexpr,
 ):
-    """Store some rows, of one token and head each; sizes that divide are constants."""
+    """Store some rows, one for each token and head; divisors are constants."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
     token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-    slot = tl.load(slot_ptr + token * slot_stride, mask=row < rows, other=-1).to(tl.int64)
-    kept = (slot >= 0) & (slot < slots)
-    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-    inside = kept[:, None] & (column < HEAD_SIZE)[None, :]
+    cache_slot = tl.load(slot_mapping_ptr + token * slot_mapping_stride, mask=row < rows, other=-1)
+    cache_slot = cache_slot.to(tl.int64)
+    stored = (cache_slot >= 0) & (cache_slot < cache_slots)
+    page, offset = cache_slot // PAGE_SIZE, cache_slot % PAGE_SIZE
+    mask = stored[:, None] & (column < HEAD_SIZE)[None, :]
 
-    # Both are read before either is written, so that their reads overlap.
-    places = (token * key_token + head * key_head)[:, None] + column[None, :] * key_column
-    key = tl.load(key_ptr + places, mask=inside)
-    places = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
-    value = tl.load(value_ptr + places, mask=inside)
+    # Both are loaded before either is stored, so that the loads overlap.
+    key_at = (token * key_token + head * key_head)[:, None] + column[None, :] * key_column
+    key = tl.load(key_ptr + key_at, mask=mask)
+    value_at = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
+    value = tl.load(value_ptr + value_at, mask=mask)
 
-    key = _held(key, k_scale_ptr, head * k_scale_stride, MOST, k_cache_ptr.dtype.element_ty)
-    value = _held(value, v_scale_ptr, head * v_scale_stride, MOST, v_cache_ptr.dtype.element_ty)
+    key = _converted(key, k_scale_ptr, head * k_scale_stride, MAX, k_cache_ptr.dtype.element_ty)
+    value = _converted(value, v_scale_ptr, head * v_scale_stride, MAX, v_cache_ptr.dtype.element_ty)
 
-    rows_at = page * k_cache_page + offset * k_cache_offset + head * k_cache_head
-    places = rows_at[:, None] + column[None, :] * k_cache_column
-    tl.store(k_cache_ptr + places, key, mask=inside)
-    rows_at = page * v_cache_page + offset * v_cache_offset + head * v_cache_head
-    places = rows_at[:, None] + column[None, :] * v_cache_column
-    tl.store(v_cache_ptr + places, value, mask=inside)
+    key_at = page * k_cache_page + offset * k_cache_offset + head * k_cache_head
+    key_at = key_at[:, None] + column[None, :] * k_cache_column
+    tl.store(k_cache_ptr + key_at, key, mask=mask)
+    value_at = page * v_cache_page + offset * v_cache_offset + head * v_cache_head
+    value_at = value_at[:, None] + column[None, :] * v_cache_column
+    tl.store(v_cache_ptr + value_at, value, mask=mask)
 
 
 @triton.jit
-def _held(x, scale_ptr, places, MOST: tl.constexpr, dtype: tl.constexpr):
-    """Return rows as a cache of this type holds them."""
-    if x.dtype == dtype:  # the bits of a NaN stay too
+def _converted(x, scale_ptr, scale_at, MAX: tl.constexpr, dtype: tl.constexpr):
+    """Return rows in the cache's dtype, divided by their scales if that has eight bits."""
+    if x.dtype == dtype:  # keeps the bits of NaN too
         return x
     x = x.to(tl.float32)
     if dtype.primitive_bitwidth != 8:
         return x.to(dtype)
-    scale = tl.full(places.shape, 1.0, tl.float32)
+    scale = tl.full(scale_at.shape, 1.0, tl.float32)
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + places)
-    return scaled_to(x, tl.broadcast_to(scale[:, None], x.shape), MOST, dtype)
+        scale = tl.load(scale_ptr + scale_at)
+    return scaled_to(x, tl.broadcast_to(scale[:, None], x.shape), MAX, dtype)
 
 
 _reshape_and_cache = operator(

@@ -1,4 +1,4 @@
-"""Root mean square normalization (arXiv:1910.07467), with what is fused around it."""
+"""Root mean square normalization (arXiv:1910.07467), with adding and quantizing fused in."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, greates
 from vllm_module.kernels.operators import as_rows, expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.quantized_rows import empty_rows, group_of, quantize_rows, store_quantized
 
-_MOST_COLUMNS = 65536
-_HELD = 65536  # bytes of a row that a program holds in its registers; twice as many spill
-_BLOCK = 8192  # columns that it reads at a time of a longer one
-_PER_PROGRAM = 4096  # elements that it works on where rows are short
+_MAX_COLUMNS = 65536
+_HELD = 65536  # bytes of a row that fit a program's registers; twice as many spill
+_BLOCK = 8192  # columns that a program reads at a time of a longer row
+_PER_PROGRAM = 4096  # elements for each program, if rows are short
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -42,8 +42,8 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of ``x + residual``, and the sum, which is the new residual.
 
-    The sum is rounded before it is normalized; arguments are left as they are. Shapes and errors
-    as for :func:`rms_norm`; ``residual`` has the shape of ``x``.
+    The sum is rounded before it is normalized. Arguments are not written. Shapes and errors are
+    those of :func:`rms_norm`; ``residual`` has the shape of ``x``.
     """
     _check(x, residual, weight, WIDE_FLOATS)
     return _fused_add_rms_norm(x, residual, weight, eps)
@@ -58,18 +58,18 @@ def rms_norm_quantize(
     group: int | None = None,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the norm in eight bits, as :func:`~vllm_module.kernels.quantize.quantize` gives it.
+    """Return the norm, quantized as by :func:`~vllm_module.kernels.quantize.quantize`.
 
     Args:
         x, weight, eps: as for :func:`rms_norm`, but not float64.
         residual: as for :func:`fused_add_rms_norm`, or ``None``.
         dtype: float8_e4m3fn or float8_e5m2.
-        group: columns that share a scale, a power of two; all of a row unless given.
-        scale: float32 ``[]`` or ``[1]``, by which all is divided; else scales come of the norm.
+        group: columns that share a scale, a power of two; by default a whole row.
+        scale: a static scale, float32 ``[]`` or ``[1]``; by default scales are computed.
 
     Returns:
-        the quantized norm ``[..., columns]``; float32 ``[rows, groups]``, what it was divided by;
-        and the new residual, if there was one.
+        The quantized norm ``[..., columns]``; its scales, float32 ``[rows, groups]``; and the new
+        residual, or ``None`` without one.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit each other.
@@ -89,8 +89,8 @@ def _check(
 ) -> None:
     if x.dim() == 0:
         raise ValueError("x must have columns, got the shape []")
-    if x.shape[-1] > _MOST_COLUMNS:
-        raise ValueError(f"x must have at most {_MOST_COLUMNS} columns, got {x.shape[-1]}")
+    if x.shape[-1] > _MAX_COLUMNS:
+        raise ValueError(f"x must have at most {_MAX_COLUMNS} columns, got {x.shape[-1]}")
     expect("x", x, None, dtypes)
     if residual is not None:
         expect("residual", residual, x.shape, dtypes, x)
@@ -99,7 +99,7 @@ def _check(
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalize in plain torch; see :func:`rms_norm`."""
-    if x.dtype == weight.dtype == torch.float32:  # torch's own rounds once, at the end
+    if x.dtype == weight.dtype == torch.float32:  # torch's own norm rounds once, at the end
         return F.rms_norm(x, weight.shape, weight, eps).contiguous()
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -185,12 +185,12 @@ def _launch(
     group: int = 0,
     static: torch.Tensor | None = None,
 ) -> None:
-    """Write ``y``, and ``total`` and ``scale`` where they are wanted, all contiguous."""
+    """Write ``y``, and ``total`` and ``scale`` if given; all are contiguous."""
     if not x.numel():
         return
     x, (inner, *x_strides) = as_rows(x)
     residual_strides = [0, 0]
-    if residual is not None:  # of the same shape, so with the same inner size
+    if residual is not None:  # it has the same shape, so the same inner size
         residual, (_, *residual_strides) = as_rows(residual)
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     tile = next_power_of_2(columns)
@@ -210,9 +210,9 @@ def _launch(
             num_warps=8,
         )
         return
-    together = max(1, _PER_PROGRAM // tile)
-    assert rows + together < 2**31  # a row's number is divided in 32 bits, many times as fast
-    _held_rows[(-(-rows // together),)](
+    tile_rows = max(1, _PER_PROGRAM // tile)
+    assert rows + tile_rows < 2**31  # row indices are divided in 32 bits, which is far faster
+    _held_rows[(-(-rows // tile_rows),)](
         x,
         residual,
         weight.contiguous(),
@@ -227,18 +227,18 @@ def _launch(
         *residual_strides,
         1 if scale is None else scale.shape[1],
         eps,
-        ROWS=together,
+        ROWS=tile_rows,
         COLUMNS=tile,
         GROUP=min(next_power_of_2(group), tile) if group else tile,
-        MOST=greatest(y.dtype),
-        # About 32 elements a thread: enough bytes on their way, and few enough registers.
-        num_warps=min(16, max(4, together * tile // 1024)),
+        MAX=greatest(y.dtype),
+        # About 32 elements a thread: enough loads in flight, and few enough registers.
+        num_warps=min(16, max(4, tile_rows * tile // 1024)),
     )
 
 
 @triton.jit
 def _load_sum(x_ptr, residual_ptr, x_places, residual_places, inside, dtype: tl.constexpr):
-    """Return ``x``, plus the residual if there is one, rounded to ``dtype``, in float32."""
+    """Return ``x``, plus the residual if any, rounded to ``dtype``, as float32."""
     x = tl.load(x_ptr + x_places, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + residual_places, mask=inside, other=0.0).to(tl.float32)
@@ -248,7 +248,7 @@ def _load_sum(x_ptr, residual_ptr, x_places, residual_places, inside, dtype: tl.
 
 @triton.jit
 def _weighted(x, inverse, weight, dtype: tl.constexpr):
-    """Return ``x * inverse``, rounded to ``dtype``, times the weight, all in float32."""
+    """Return ``x * inverse``, rounded to ``dtype``, times the weight, as float32."""
     return weight.to(tl.float32) * (x * inverse).to(dtype).to(tl.float32)
 
 
@@ -273,9 +273,9 @@ def _held_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX: tl.constexpr,
 ):
-    """One program some rows, each of which it reads once."""
+    """Normalize some rows, each read once."""
     narrow: tl.constexpr = (
         x_ptr.dtype.element_ty if total_ptr is None else total_ptr.dtype.element_ty
     )
@@ -294,12 +294,12 @@ def _held_rows(
     y = _weighted(x, inverse, weight, narrow)
     if scale_ptr is None:
         tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=inside)
-    else:  # what is quantized is the norm as it would have been written
+    else:  # round first, as if the norm had been written before it is quantized
         same: tl.constexpr = narrow == weight_ptr.dtype.element_ty
         y = y.to(narrow if same else tl.float32).to(tl.float32)
-        y = tl.where(inside, y, 0.0)  # 0 * inf, if eps and all squares are 0
+        y = tl.where(inside, y, 0.0)  # padding is 0 * inf if eps and all squares are 0
         store_quantized(
-            y, inside, places, row, rows, 0, groups, y_ptr, scale_ptr, static_ptr, GROUP, MOST
+            y, inside, places, row, rows, 0, groups, y_ptr, scale_ptr, static_ptr, GROUP, MAX
         )
 
 
@@ -319,7 +319,7 @@ def _long_rows(
     eps,
     BLOCK: tl.constexpr,
 ):
-    """One program a row that registers cannot hold: it is read again, from the cache."""
+    """Normalize one row that registers cannot hold: it is read twice, from the cache."""
     narrow: tl.constexpr = (
         x_ptr.dtype.element_ty if total_ptr is None else total_ptr.dtype.element_ty
     )

@@ -15,8 +15,7 @@ from vllm_module.kernels.operators import (
     triton,
 )
 
-# Pairs that a program turns, 16 a thread: of one token's heads in decoding, or of several tokens'.
-_PER_PROGRAM = 2048
+_PER_PROGRAM = 2048  # pairs that a program rotates, 16 a thread
 
 
 def rotary_embedding(
@@ -28,14 +27,15 @@ def rotary_embedding(
 ) -> None:
     """Rotate pairs of each head's first features by the angles of its token, in place.
 
-    It is computed in float32 and rounded once. Features beyond the first ``2 * pairs`` stay.
+    It is computed in float32 and rounded once. Features beyond the first ``2 * pairs`` are kept.
 
     Args:
         query: ``[tokens, heads, head_size]``, floating point; written.
-        key: ``[tokens, kv_heads, head_size]``, written. It may be another part of the query's
-            storage; no element may be in both.
+        key: ``[tokens, kv_heads, head_size]``, written. Query and key may be views of one tensor
+            that share no element.
         cos, sin: float32 ``[tokens, pairs]`` or ``[tokens, 1, pairs]``.
-        is_neox_style: pairs are halves apart (GPT-NeoX, Llama); else neighbours (GPT-J).
+        is_neox_style: whether a pair is one feature of each half (GPT-NeoX, Llama), or two
+            neighbours (GPT-J).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit each other; elements of one tensor
@@ -51,7 +51,7 @@ def rotary_embedding(
     expect("cos", cos, (tokens, None), (torch.float32,), query)
     expect("sin", sin, cos.shape, (torch.float32,), query)
     if 2 * cos.shape[1] > head_size:
-        raise ValueError(f"cos turns {2 * cos.shape[1]} features of heads that have {head_size}")
+        raise ValueError(f"cos rotates {2 * cos.shape[1]} features, and heads have {head_size}")
     _rotary_embedding(query, key, cos, sin, is_neox_style)
 
 
@@ -70,9 +70,9 @@ def rotary_embedding_reference(
         else:
             first, second = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
         a, b = first.float(), second.float()
-        turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
-        first.copy_(turned[0])
-        second.copy_(turned[1])
+        rotated = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
 
 
 def rotary_embedding_triton(
@@ -82,20 +82,21 @@ def rotary_embedding_triton(
     sin: torch.Tensor,
     is_neox_style: bool,
 ) -> None:
-    """Rotate both in one Triton kernel; see :func:`rotary_embedding`."""
+    """Rotate query and key in one Triton kernel; see :func:`rotary_embedding`."""
     pairs = cos.shape[1]
     if not pairs:
         return
     tile = next_power_of_2(pairs)
-    together = max(1, _PER_PROGRAM // tile)
+    tile_heads = max(1, _PER_PROGRAM // tile)
     tokens, heads, _ = query.shape
     kv_heads = key.shape[1]
-    # Heads are numbered, and their numbers divided, in 32 bits, which is many times as fast.
-    assert tokens * max(heads, kv_heads) + together < 2**31
-    of_query, of_key = -(-tokens * heads // together), -(-tokens * kv_heads // together)
-    if not of_query + of_key:
+    # The heads of all tokens have indices that are divided in 32 bits, which is far faster.
+    assert tokens * max(heads, kv_heads) + tile_heads < 2**31
+    query_programs = -(-tokens * heads // tile_heads)
+    key_programs = -(-tokens * kv_heads // tile_heads)
+    if not query_programs + key_programs:
         return
-    _rotate_both[(of_query + of_key,)](
+    _rotate_both[(query_programs + key_programs,)](
         query,
         key,
         cos,
@@ -103,22 +104,22 @@ def rotary_embedding_triton(
         tokens,
         heads,
         kv_heads,
-        of_query,
+        query_programs,
         *query.stride(),
         *key.stride(),
         cos.stride(1),
         sin.stride(1),
         PAIRS=pairs,
-        COS_TOKEN=cos.stride(0),  # constants, for what they are divisible by: often 8 and not 16
+        COS_TOKEN=cos.stride(0),  # a constant, since it is often divisible by 8 and not by 16
         SIN_TOKEN=sin.stride(0),
-        HEADS=together,
+        HEADS=tile_heads,
         TILE=tile,
         NEOX=is_neox_style,
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["tokens", "of_query"])
+@triton.jit(do_not_specialize=["tokens", "query_programs"])
 def _rotate_both(
     query_ptr,
     key_ptr,
@@ -127,7 +128,7 @@ def _rotate_both(
     tokens,
     heads,
     kv_heads,
-    of_query,
+    query_programs,
     query_token,
     query_head,
     query_feature,
@@ -143,9 +144,9 @@ def _rotate_both(
     TILE: tl.constexpr,
     NEOX: tl.constexpr,
 ):
-    """One program some heads of the query, or of the key, whichever tokens they are of."""
+    """Rotate some heads of the query or of the key, of any tokens."""
     program = tl.program_id(0)
-    if program < of_query:
+    if program < query_programs:
         _rotate(
             query_ptr, cos_ptr, sin_ptr, program, tokens, heads,
             query_token, query_head, query_feature, cos_pair, sin_pair,
@@ -153,7 +154,7 @@ def _rotate_both(
         )  # fmt: skip
     else:
         _rotate(
-            key_ptr, cos_ptr, sin_ptr, program - of_query, tokens, kv_heads,
+            key_ptr, cos_ptr, sin_ptr, program - query_programs, tokens, kv_heads,
             key_token, key_head, key_feature, cos_pair, sin_pair,
             PAIRS, COS_TOKEN, SIN_TOKEN, HEADS, TILE, NEOX,
         )  # fmt: skip
@@ -193,15 +194,15 @@ def _rotate(
         second = tl.load(second_ptr, mask=inside, other=0.0).to(tl.float32)
         tl.store(first_ptr, (first * cos - second * sin).to(x_ptr.dtype.element_ty), mask=inside)
         tl.store(second_ptr, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=inside)
-    else:  # neighbours are read together, and parted in registers
+    else:  # neighbours are loaded together, and split in registers
         feature = tl.arange(0, 2 * TILE)[None, :]
-        places = heads_ptr + feature * x_feature
+        pair_ptrs = heads_ptr + feature * x_feature
         inside = (token < tokens) & (feature < 2 * PAIRS)
-        x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(pair_ptrs, mask=inside, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, [HEADS, TILE, 2]))
-        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
-        turned = tl.reshape(turned, [HEADS, 2 * TILE]).to(x_ptr.dtype.element_ty)
-        tl.store(places, turned, mask=inside)
+        rotated = tl.join(first * cos - second * sin, second * cos + first * sin)
+        rotated = tl.reshape(rotated, [HEADS, 2 * TILE]).to(x_ptr.dtype.element_ty)
+        tl.store(pair_ptrs, rotated, mask=inside)
 
 
 _rotary_embedding = operator(

@@ -1,4 +1,4 @@
-"""Multiplying by an eight-bit weight with scales."""
+"""Products with eight-bit weights and their scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl,
 from vllm_module.kernels.quantize import dequantize, quantize_static_triton, quantize_triton
 
 _FP8 = torch.float8_e4m3fn
-_SUMMED = 256  # output features of a program that adds up splits
+_SUMMED = 256  # output features for each program that adds up splits
 
 
 def scaled_matmul(
@@ -27,23 +27,22 @@ def scaled_matmul(
     quantize_input: bool = True,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply by a weight in eight bits, adding in float32.
+    """Multiply by an eight-bit weight, with sums in float32.
 
-    On a GPU that multiplies FP8 (compute capability 8.9 and later), input to an FP8 weight is
-    rounded to FP8 too: by the static scale, or else by scales of each token's own, one for each of
-    the weight's block columns. Elsewhere, without ``quantize_input`` and by INT8, it stays as it
-    is.
+    If the weight is FP8 and the GPU multiplies FP8 (compute capability 8.9), the input is quantized
+    to FP8 too: by the static scale, or by a scale for each token and block of the weight's columns.
+    On other devices, with INT8 weights or without ``quantize_input``, the input is not quantized.
 
     Args:
-        x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, quantized already.
+        x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.
         weight: ``[output, input]``, float8_e4m3fn or int8.
         scale: float32 ``[ceil(output / block[0]), ceil(input / block[1])]``.
         block: rows and columns of the weight that share a scale.
         bias: ``[output]``, of the output's dtype.
-        input_scale: float32, of one element, the static scale of ``x``. Of ``x`` that is quantized
-            already, its scales: one, ``[tokens, 1]`` or ``[tokens, ceil(input / block[1])]``.
+        input_scale: float32. The static scale of ``x``, one element. If ``x`` is already quantized,
+            its scales: one, ``[tokens, 1]`` or ``[tokens, ceil(input / block[1])]``.
         quantize_input: whether ``x`` may be quantized.
-        dtype: the output's; that of ``x`` unless given, as it must be if ``x`` is quantized.
+        dtype: of the output; by default that of ``x``. Required if ``x`` is already quantized.
 
     Returns:
         ``[..., output]``.
@@ -140,9 +139,9 @@ def scaled_matmul_triton(
     if config.splits > 1:
         parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
     any_scale = scale if x_scale is None else x_scale
-    span = K if groups <= 1 else block_columns  # what steps start over at the end of
-    broad = config.columns * (2 if config.two else 1)
-    _multiply[(-(-M // config.rows) * -(-N // broad), config.splits)](
+    span = K if groups <= 1 else block_columns  # input features that steps divide
+    columns = config.columns * (2 if config.two else 1)
+    _multiply[(-(-M // config.rows) * -(-N // columns), config.splits)](
         rows,
         weight,
         scale,
@@ -195,11 +194,11 @@ class _Config(NamedTuple):
     """How a product is cut into programs, and a program into steps.
 
     Attributes:
-        rows: tokens of a program's tile.
-        columns: output features of one.
-        depth: input features that a step adds.
+        rows: tokens of a tile.
+        columns: output features of a tile.
+        depth: input features of a step.
         splits: programs that share the input features of a tile.
-        two: whether a program has two tiles beside each other.
+        two: whether a program computes two neighbouring tiles.
 
     """
 
@@ -213,16 +212,16 @@ class _Config(NamedTuple):
 
 
 def _config(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> _Config:
-    """Return the configuration for ``M`` rows of ``x``, by the bucket that ``M`` is in.
+    """Return the configuration for ``M`` rows of ``x``, which depends on the bucket of ``M``.
 
-    Up to 128 tokens, what takes time is reading the weight. Tiles are small, and K is split until
-    there are programs for all of a GPU; by the weight's shape alone, so that a token's products
-    are added up in one order, whatever the other tokens, if all are 128 at most. Two programs on
-    each of 132 processors have 64 KiB of the weight on its way to one. Beyond, it is the tensor
-    cores, and what the L2 cache delivers to them: tiles are large, and the order is another.
+    Up to 128 tokens, reading the weight takes the time. Tiles are small, and K is split until there
+    are programs for the whole GPU: two for each of 132 multiprocessors, with 64 KiB of the weight
+    in flight. Splits depend on the weight's shape alone, so that in a batch of up to 128 tokens the
+    order of a token's sums does not depend on the other tokens. Beyond, the tensor cores and the L2
+    cache limit the speed: tiles are large, and sums have another order.
     """
     fp8, grouped = x.dtype == _FP8, block[1] < K
-    slow = x.dtype == torch.float32 or K % 16 != 0  # the latter is loaded byte by byte
+    slow = x.dtype == torch.float32 or K % 16 != 0  # an odd K is loaded byte by byte
     depth = 32 if slow else 128 if fp8 or M <= 64 else 64
     depth = max(32, min(depth, next_power_of_2(block[1])))
     if M <= 128:
@@ -235,7 +234,9 @@ def _config(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> 
         return _Config(64, 64, depth, 4, 3)
     if M <= 256 or capability(x) < (9, 0):
         return _Config(64, 128, depth, 4, 4)
-    if M < 1024 or (fp8 and grouped):  # scales of each step leave no registers for a second tile
+    if M < 1024 or (
+        fp8 and grouped
+    ):  # the scales of each step leave no registers for a second tile
         return _Config(128, 128, depth, 8, 3)
     return _Config(128, 128, depth, 8, 4, two=True)
 
@@ -272,20 +273,20 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Multiply tokens by one tile of the weight, or by two beside each other.
+    """Multiply a tile of tokens by one tile of the weight, or with TWO by two neighbouring tiles.
 
-    STEPS is how many steps a group of input features that share a scale takes, 0 if all do. With
-    SWAP the weight is the left operand, which can be widened in registers; and then tokens may be
-    few. Rows beyond the last are read as if they were the last, and not written.
+    STEPS is the number of steps over input features that share a scale; 0 if all share one. With
+    SWAP the weight is the left operand: it can then be widened in registers, and tokens may be
+    few. Rows beyond the last one repeat it, and are not written.
     """
-    # Eight tiles of tokens after each other, for which the weight stays in the cache.
-    BROAD: tl.constexpr = BLOCK_N * 2 if TWO else BLOCK_N
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BROAD)
+    # Eight tiles of tokens follow each other, so that the weight stays in the cache.
+    COLUMNS: tl.constexpr = BLOCK_N * 2 if TWO else BLOCK_N
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, COLUMNS)
     band = tl.program_id(0) // (8 * tiles_n)
-    high = tl.minimum(tiles_m - band * 8, 8)
-    within = tl.program_id(0) % (8 * tiles_n)
-    m = (band * 8 + within % high).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    left = within // high * BROAD
+    band_tiles = tl.minimum(tiles_m - band * 8, 8)
+    index = tl.program_id(0) % (8 * tiles_n)
+    m = (band * 8 + index % band_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    left = index // band_tiles * COLUMNS
     right = left + BLOCK_N
 
     x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_row
@@ -377,9 +378,9 @@ def _scale(
 
 @triton.jit
 def _added(sums, x, weight, x_scale, scale, SWAP: tl.constexpr):
-    """Add a step's product, times its scales.
+    """Add a step's product, times its scales, to the sums.
 
-    Hopper's tensor cores add up FP8 in about 14 bits: never more than a step of 128 features.
+    Hopper's tensor cores sum FP8 products in about 14 bits, so they sum one step of 128 features.
     """
     weight = weight.to(x.dtype)
     if SWAP:
@@ -411,7 +412,7 @@ def _written(
     SWAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write a tile, times scales that are those of all steps."""
+    """Write a tile, times the scales that all steps share."""
     n = first + tl.arange(0, BLOCK_N)
     n = n[:, None] if SWAP else n[None, :]
     if scale is not None:
@@ -439,22 +440,22 @@ def _add_splits(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up what the splits of K have come to, for some features of a token."""
+    """Add up the splits of K, for some features of a token."""
     m = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = n < N
+    mask = n < N
     sums = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         row = split * tl.num_programs(0) + m
-        sums += tl.load(parts_ptr + row * N + n, mask=there, other=0.0)
+        sums += tl.load(parts_ptr + row * N + n, mask=mask, other=0.0)
     n = n.to(tl.int64)
     if not GROUPED:
-        sums *= tl.load(scale_ptr + n // block_rows * scale_row, mask=there, other=0.0)
+        sums *= tl.load(scale_ptr + n // block_rows * scale_row, mask=mask, other=0.0)
         if x_scale_ptr is not None:
             sums *= tl.load(x_scale_ptr + m * x_scale_row)
     if bias_ptr is not None:
-        sums += tl.load(bias_ptr + n * bias_stride, mask=there, other=0.0).to(tl.float32)
-    tl.store(y_ptr + m * N + n, sums.to(y_ptr.dtype.element_ty), mask=there)
+        sums += tl.load(bias_ptr + n * bias_stride, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m * N + n, sums.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def _empty(
@@ -468,7 +469,7 @@ def _empty(
     quantize_input: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return an empty product, as a fake."""
+    """Return an empty product."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 

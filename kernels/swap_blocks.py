@@ -1,4 +1,4 @@
-"""Copying pages of a KV cache between the device and host memory."""
+"""Copying pages of a KV cache between device and host memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ def swap_blocks(
 ) -> None:
     """Copy whole pages from one cache to another, on the current stream.
 
-    Between a device and the host it does not wait: until the stream has come so far, the host's
-    memory is not to be read or written. Pages that follow each other in both caches are one copy.
+    A copy between device and host is asynchronous: do not touch the host's memory before the stream
+    has finished it. Pages that follow each other in both caches are copied at once.
 
     Args:
         source: ``[..., pages, page_size, kv_heads, head_size]``, such as ``[layers, 2, ...]``. The
-            same pages are copied at each index of what is before them, where all are contiguous.
-        destination: as ``source`` in all but the number of pages; in memory that is pinned where
-            the other is on a CUDA device. Written in place.
+            same pages are copied at each index of the leading dimensions; at one index, pages must
+            be contiguous.
+        destination: like ``source``, with any number of pages. Written in place. If one cache is on
+            a CUDA device, the other must be there too or in pinned memory.
         block_mapping: int64 ``[pairs, 2]`` on the CPU: a page of ``source``, and the page of
-            ``destination`` that it replaces.
+            ``destination`` to overwrite.
 
     Raises:
-        ValueError: shapes, dtypes, strides or memory that do not fit, and caches that share it; a
+        ValueError: shapes, dtypes, strides or memory that do not fit; caches that share memory; a
             page beyond its cache or written twice.
 
     """
@@ -60,13 +61,13 @@ def swap_blocks(
         )
     check_mapping(block_mapping, source.shape[-4], destination.shape[-4])
     for first, onto, count in _runs(block_mapping):
-        pages, places = source.narrow(-4, first, count), destination.narrow(-4, onto, count)
-        for page, place in zip(_planes(pages), _planes(places), strict=True):
-            place.copy_(page, non_blocking=True)
+        old, new = source.narrow(-4, first, count), destination.narrow(-4, onto, count)
+        for source_plane, plane in zip(_planes(old), _planes(new), strict=True):
+            plane.copy_(source_plane, non_blocking=True)
 
 
 def _planes(cache: torch.Tensor) -> list[torch.Tensor]:
-    """Return ``[pages, page_size, kv_heads, head_size]`` at each index of what is before them."""
+    """Return ``[pages, page_size, kv_heads, head_size]`` at each index before the pages."""
     planes = [cache]
     for _ in range(cache.dim() - 4):
         planes = [part for plane in planes for part in plane.unbind()]
@@ -74,7 +75,7 @@ def _planes(cache: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _runs(block_mapping: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return the runs of pages that follow each other: where from, where to and how many."""
+    """Return runs of consecutive pages: the first source page, the first destination, the count."""
     runs: list[tuple[int, int, int]] = []
     for source, destination in block_mapping.tolist():
         if runs:

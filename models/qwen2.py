@@ -5,16 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_module.layers import layer_sliding_window
-from vllm_module.models.llama import LlamaAttention, LlamaForCausalLM
+from vllm_module.models.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 
 
 class Qwen2Attention(LlamaAttention):
-    sliding_window = staticmethod(layer_sliding_window)
-
     @staticmethod
     def qkv_bias(config: Any) -> bool:
         return True
 
+    @staticmethod
+    def sliding_window(config: Any, layer_idx: int) -> int | None:
+        return layer_sliding_window(config, layer_idx)
+
+
+class Qwen2DecoderLayer(LlamaDecoderLayer):
+    attention_class = Qwen2Attention
+
+
+class Qwen2Model(LlamaModel):
+    layer_class = Qwen2DecoderLayer
+
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    attention = Qwen2Attention
+    model_class = Qwen2Model

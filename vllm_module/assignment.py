@@ -77,7 +77,8 @@ def misfit(
     shape = torch.Size(weight.shape)
     if not (tensor.accepts(slot, shape) if is_typed(tensor) else shape == tensor.shape):
         return f"expected shape {expected_shape(tensor, slot)}, got {list(weight.shape)}"
-    dtype = location.stored_dtype
+    conversion = location.conversion
+    dtype = tensor.dtype if conversion is None else conversion.dtype
     if weight.dtype != dtype and not (_converts(weight.dtype) and _converts(dtype)):
         return f"expected dtype {dtype} or one that converts to it, got {weight.dtype}"
     if needs_data and isinstance(weight, torch.Tensor) and weight.is_meta:

@@ -5,8 +5,8 @@ group to the child that the component names; the children do the same with the r
 fused layer declares ``shard_names``, and the module above finds it under each of them, so no model
 needs a mapping table.
 
-All names are routed, and all that is wrong is refused in one report, before a byte is read
-(``load.py``). Only tensors that a stream yields one by one are copied as they come.
+All names are routed, and all that is wrong is refused in one report, before bytes are read
+(``load.py``). The exception are tensors from an iterator, which are copied as they arrive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_module.load import Group, Load, Weights
 from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
 from vllm_module.routes import Child, Skip, Slot, routes_of, tensor_at
-from vllm_module.tree import LoadState, Location, Node
+from vllm_module.tree import LoadState, Location
 
 
 class vLLMModule(nn.Module):
@@ -34,12 +34,13 @@ class vLLMModule(nn.Module):
     A subclass declares what a checkpoint calls its weights, where that is not the attribute's name:
 
     Attributes:
-        shard_names: components of checkpoint names that this layer fuses into its own parameters.
-            Each names a slot of them.
-        stored_beside: this layer's own tensors that a checkpoint stores beside it, not below it.
-        weight_aliases: other components under which a checkpoint has a child, slot or tensor.
-        skipped_weights: components that are not loaded, each with the rule as its reason.
-        conversions: by parameter, what converts a checkpoint's tensor that is kept in another form.
+        shard_names: components that this layer fuses: ``["q_proj", "k_proj", "v_proj"]``. Each is
+            the name of one slot of its parameters.
+        stored_beside: own tensors that a checkpoint stores one level higher: ``"attn.sinks"`` as
+            ``"sinks"``.
+        weight_aliases: from a checkpoint's component to the child, slot or tensor that it means.
+        skipped_weights: from a component that is not loaded to the reason.
+        conversions: from a parameter's name to what converts the checkpoint's tensor for it.
 
     """
 
@@ -50,62 +51,63 @@ class vLLMModule(nn.Module):
     conversions: Mapping[str, Conversion] = MappingProxyType({})
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load a whole checkpoint and return the names of the parameters and buffers filled.
+        """Load a whole checkpoint and return the names of the parameters and buffers it fills.
 
-        ``weights`` are pairs of name and tensor or handle: a mapping, a collection of pairs, or an
-        iterator, which is streamed. Names are relative to this module. Every slot of every
-        parameter must be filled exactly once, and every tensor must find its place. A collection
-        is checked whole before anything is written.
+        ``weights`` are pairs of name and tensor or handle, as a mapping, a collection or an
+        iterator; names are relative to this module. Every slot must be filled exactly once. What is
+        missing, unexpected, duplicated or misshapen is one ``WeightLoadError`` (or a subclass).
 
-        A subclass may override this method, to rename or change pairs on their way to ``super()``
-        or to call its children itself. Bytes may be unread when an inner call returns: work on
-        loaded values belongs into :meth:`process_weights_after_loading`. An override that passes
-        on a generator makes a stream of a collection, and a stream is read while it is checked.
-
-        Raises ``WeightLoadError`` (or its subclass by kind): one report of everything that is
-        missing, unexpected, duplicated or misshapen.
+        An override may rename or change pairs for ``super()``, or call its children itself. It
+        should pass on a list: from a generator, tensors are written before all names are checked.
+        Values may not be there yet when ``super()`` returns: compute with them in
+        :meth:`process_weights_after_loading`. A stream calls an override once for each pair.
         """
-        if isinstance(weights, Group):  # from the module above
-            self._route(weights, weights.node, Load.current())
+        if isinstance(weights, Group):  # from the module above, which needs no names back
+            self._route(weights, Load.current())
             return set()
         with Load.of(self, weights) as load, load.names_of(self) as names:
-            for group in load.groups(self, weights):
-                self._route(group, group.node, load)
+            for group in load.groups(self, weights):  # one, or of a stream one for each pair
+                self._route(group, load)
         return names
 
-    def _route(self, weights: Group, here: Node, load: Load) -> None:
+    def _route(self, weights: Group, load: Load) -> None:
         """Hand each name to the child, slot, tensor or rule that its first component names."""
-        routes = routes_of(here)
-        groups: dict[Node, Group] = {}
+        node = weights.node
+        routes = routes_of(node)  # "weight" is the key of a tensor, "q_proj." of a name with more
+        groups: dict[str, Group] = {}
         for name, weight in weights:
             component, dot, rest = name.partition(".")
             match routes.get(component + dot):
-                case None:  # a tensor of this module, or a name that is refused
-                    load.assign(name, weight, Location(here, name), None)
-                case Child() as child:  # found under its shard_names and aliases too
-                    group = groups.get(child.node)
+                case None:  # a tensor of this module; if it has none of this name, a refusal
+                    load.assign(name, weight, Location(node, name), slot=None)
+                case Child() as child:  # all slots of a fused child go there in one group
+                    group = groups.get(child.component)
                     if group is None:
-                        group = groups[child.node] = Group(child.node)
-                    group.append((child.keeps + rest, weight))
-                case Slot() as slot:  # of a parameter of this fused layer
-                    load.assign(name, weight, tensor_at(here, rest), slot.name)
+                        below = node.child(child.attr, child.component)
+                        group = groups[child.component] = Group(below)
+                    group.append((child.prefix + rest, weight))
+                case Slot() as slot:  # of this fused layer's parameter ``rest``
+                    load.assign(name, weight, tensor_at(node, rest), slot.name)
+                case Location() as location:  # a tensor of this module, by its alias
+                    load.assign(name, weight, location, slot=None)
                 case Skip(reason):
-                    load.skip(here, name, reason)
-                case Location() as tensor:  # under an alias
-                    load.assign(name, weight, tensor, None)
-        for node, group in groups.items():
-            if isinstance(node.module, vLLMModule):
-                node.module.load_weights(group)
-            else:  # a plain module, such as nn.ModuleList: this one routes for it
-                self._route(group, node, load)
+                    load.skip(node, name, reason)
+        for group in groups.values():
+            child_module = group.node.module
+            if isinstance(child_module, vLLMModule):
+                child_module.load_weights(group)
+            else:  # a plain module, such as nn.ModuleList, is routed for by this one
+                self._route(group, load)
 
     def process_weights_after_loading(self) -> None:
         """Compute from the loaded weights what the module runs with.
 
-        Called once by each load and update that filled a tensor of this module or of one below,
-        when all of them are filled, and after the modules below. It computes everything anew, in
-        place, so that a captured CUDA graph sees it. To refuse the checkpoint, raise a
-        ``WeightLoadError`` whose message begins with the name of the tensor.
+        A load or update that fills a tensor of this module or of one below calls it once, after the
+        same of all modules below, when every tensor of theirs and its own holds values. For a
+        module without modules of ours below, that is as soon as its last tensor is filled; else it
+        is at the end. An override computes everything again, in place, so that a captured CUDA
+        graph sees it. To refuse the checkpoint, it raises a ``WeightLoadError`` whose message
+        begins with the name of the tensor.
         """
 
     @property
@@ -121,20 +123,24 @@ class vLLMModule(nn.Module):
         the model refuses to run until a :meth:`load_weights` succeeds.
         """
         with Load.of(self, weights, "update") as load, load.names_of(self) as names:
-            self.load_weights(weights)
+            self.load_weights(weights)  # takes part in this load
         return names
 
     def plan_weights(self, weights: Weights) -> LoadPlan:
-        """Return what :meth:`load_weights` would do, by the same recursion, reading nothing."""
+        """Return what :meth:`load_weights` would do, by the same recursion, reading nothing.
+
+        What would be refused is in the plan's report. An iterator is used up.
+        """
         with Load.of(self, weights, "plan") as load:
-            self.load_weights(weights)
+            self.load_weights(weights)  # takes part in this load
         return LoadPlan(self, load.report, load.assigned)
 
     def expected_weights(self) -> dict[str, torch.Tensor]:
         """Return what a whole checkpoint holds for this module: a meta tensor for each name.
 
-        Slots of fused parameters stand under their own names, tied tensors under the first. It is
-        the same on every rank. What an overridden ``load_weights`` renames is not seen.
+        Shapes are the checkpoint's, the same on every rank. Each slot has its own name; a tied
+        tensor is listed once, by the name that comes first. What an overridden ``load_weights``
+        renames is not seen.
         """
         return tree.expected_weights(self)
 
@@ -145,20 +151,20 @@ class vLLMModule(nn.Module):
     def sleep(self) -> None:
         """Release the memory of all weights: back to meta, until :meth:`load_weights` fills them.
 
-        Tied tensors stay tied, as far as both ends are below. Memory that something else refers
-        to, such as a captured CUDA graph, is not released.
+        Tied tensors stay tied if all modules that hold them are below this one. Memory that
+        something else refers to, such as a captured CUDA graph, is not released.
         """
         readiness.sleep(self)
 
     @property
     def load_report(self) -> LoadReport | None:
-        """What the last successful load through this module did with every name."""
+        """What the last successful load, called on this module, did with every name."""
         return self.load_state.report
 
     def __init__(self) -> None:
         super().__init__()
         self.load_state = LoadState()
-        readiness.guard(self)
+        readiness.guard(self)  # no forward pass before the weights are loaded
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -167,12 +173,13 @@ class vLLMModule(nn.Module):
 
 
 def _within_load(override: Any) -> Any:
-    """Wrap an overridden ``load_weights``, so that what it loads is accounted for."""
+    """Wrap an overridden ``load_weights``: it takes part in a load, and returns what it filled."""
 
     @wraps(override)
     def load_weights(self: vLLMModule, weights: Weights) -> set[str]:
         with Load.of(self, weights) as load, load.names_of(self) as names:
             pairs = weights.items() if isinstance(weights, Mapping) else weights
+            # A Group is for the base class alone: super() has to return names.
             pairs = list(pairs) if isinstance(weights, Group) else pairs
             if isinstance(override(self, pairs), GeneratorType):
                 raise TypeError(f"{type(self).__name__}.load_weights must not be a generator")

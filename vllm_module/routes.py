@@ -14,15 +14,19 @@ from vllm_module.tree import Location, Node, loads_itself
 
 
 class Child(NamedTuple):
-    """Names go to the child at ``node``, which is given ``keeps`` and the rest of each name.
+    """Names go to a child, which is given ``prefix`` and the rest of each name.
 
-    ``keeps`` is empty for names below the child. For a slot of a fused child it is ``"q_proj."``,
-    so that the child sees which slot a name is for; for a tensor that is stored beside the child it
-    is the tensor's name.
+    Attributes:
+        attr: the child's name in its parent.
+        component: what a checkpoint calls the child: ``attr`` or an alias.
+        prefix: empty for names below the child; ``"q_proj."`` for a slot of a fused child, which
+            has to know the slot; the tensor's name for one that is stored beside the child.
+
     """
 
-    node: Node
-    keeps: str
+    attr: str
+    component: str
+    prefix: str
 
 
 class Slot(NamedTuple):
@@ -64,13 +68,20 @@ def _built(node: Node) -> Routes:
     claims = tensor_names(node)  # components; each may be claimed once
     for attr, child in module._modules.items():
         if child is not None:
-            claims += _add_child(routes, Node(child, node, attr), attr)
+            claims.append(attr)
+            routes[f"{attr}."] = Child(attr, attr, "")
+            # Not loads_itself: a call for each of many experts would show in every small update.
+            if "load_state" in child.__dict__:
+                claims += (*child.shard_names, *child.stored_beside)
+                for slot in child.shard_names:
+                    routes[f"{slot}."] = Child(attr, attr, f"{slot}.")
+                for tensor in child.stored_beside:
+                    routes[tensor] = Child(attr, attr, tensor)
     if loads_itself(module):
+        claims += (*module.shard_names, *module.skipped_weights)
         for slot in module.shard_names:
-            claims.append(slot)
             routes[f"{slot}."] = Slot(slot)
         for name, reason in module.skipped_weights.items():
-            claims.append(name)
             routes[name] = routes[f"{name}."] = Skip(reason)
         if module.weight_aliases:
             claims += _add_aliases(routes, node, module.weight_aliases)
@@ -83,35 +94,17 @@ def _built(node: Node) -> Routes:
     return routes
 
 
-def _add_child(routes: Routes, below: Node, attr: str) -> list[str]:
-    """Add the ways to a child, and return the components that it claims."""
-    routes[f"{attr}."] = Child(below, "")
-    child: Any = below.module
-    if not loads_itself(child):
-        return [attr]
-    for slot in child.shard_names:
-        routes[f"{slot}."] = Child(below, f"{slot}.")
-    for tensor in child.stored_beside:
-        routes[tensor] = Child(below, tensor)
-    return [attr, *child.shard_names, *child.stored_beside]
-
-
 def _add_aliases(routes: Routes, node: Node, aliases: Mapping[str, str]) -> list[str]:
     """Add a second way to what each alias stands for, and return the aliases that have one."""
-    own, declared = tensor_names(node), dict(routes)
+    declared = {name: Location(node, name) for name in tensor_names(node)} | routes
     claims = []
     for alias, name in aliases.items():
-        if name in own:
-            routes[alias] = Location(node, name)
-        for key in (name, f"{name}."):
-            route = declared.get(key)
-            if isinstance(route, Child) and not route.keeps:
-                # The checkpoint's names below the child begin with the alias; so do reports.
-                route = Child(Node(route.node.module, node, name, stored_as=alias), "")
-            if route is not None:
-                routes[alias + key[len(name) :]] = route
-        if name in own or name in declared or f"{name}." in declared:
-            claims.append(alias)
+        found = {key: declared[key] for key in (name, f"{name}.") if key in declared}
+        for key, route in found.items():
+            if isinstance(route, Child) and not route.prefix:
+                route = Child(name, alias, "")
+            routes[alias + key[len(name) :]] = route
+        claims += [alias] if found else []
     return claims
 
 

@@ -57,7 +57,7 @@ class Node:
         module: the module itself.
         parent: the node above; ``None`` for the root.
         name: the module's attribute name in its parent.
-        stored_as: the component that a checkpoint has for it, where that is another.
+        component: what a checkpoint calls the module, if not ``name``.
 
     Attributes:
         path: from the root to the module; empty, or ends with a dot.
@@ -70,7 +70,8 @@ class Node:
     """
 
     __slots__ = (
-        "conversions", "module", "owner", "parent", "path", "prefix", "routes", "stored_beside",
+        "_children", "conversions", "module", "owner", "parent", "path", "prefix", "routes",
+        "stored_beside",
     )  # fmt: skip
 
     def __init__(
@@ -78,14 +79,15 @@ class Node:
         module: nn.Module,
         parent: Node | None = None,
         name: str = "",
-        stored_as: str | None = None,
+        component: str | None = None,
     ) -> None:
         self.module, self.parent = module, parent
         self.path = self.prefix = ""
         if parent is not None:
             self.path = self.prefix = f"{parent.path}{name}."
-            if stored_as is not None or parent.prefix != parent.path:
-                self.prefix = f"{parent.prefix}{stored_as or name}."
+            if component not in (None, name) or parent.prefix != parent.path:
+                self.prefix = f"{parent.prefix}{component or name}."
+        self._children: dict[str, Node] = {}
         self.owner: Node = self
         self.conversions: Mapping[str, Conversion] = {}
         self.stored_beside: Any = ()
@@ -106,6 +108,14 @@ class Node:
     def above(self) -> str:
         """What the names of weights that are stored beside the module begin with."""
         return "" if self.parent is None else self.parent.prefix
+
+    def child(self, attr: str, component: str) -> Node:
+        """Return the node of the child ``attr``, which a checkpoint calls ``component``."""
+        node = self._children.get(component)
+        if node is None:
+            module: Any = self.module._modules[attr]
+            node = self._children[component] = Node(module, self, attr, component)
+        return node
 
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""

@@ -1,4 +1,4 @@
-"""How tests/bench/kernels.py checks cases, times them and prints what came of it."""
+"""How tests/bench/kernels.py checks cases, times them and prints the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import triton
-from kernel_cases import OPERATIONS, Case, Peer
+from kernel_case import Case, Peer
+from kernel_cases import OPERATIONS
 
 COLD = 8  # times the L2 cache, what the inputs of one case have together at least
 MOST_SETS = 256
@@ -49,20 +50,20 @@ TARGETS = {
 
 
 def tensors(result: Any) -> list[torch.Tensor]:
-    """Return what there is of an operation's results."""
+    """Return the tensors of a result that have elements."""
     results = [result] if isinstance(result, torch.Tensor) else result
     return [x for x in results if x is not None and x.numel()]
 
 
 def made(case: Case, seed: int) -> tuple[Any, ...]:
-    """Return inputs, the same for the same seed, since an operation may write to them."""
+    """Make a case's inputs, the same for the same seed, since an operation may write to them."""
     torch.manual_seed(seed)
     with torch.device(DEVICE):
         return case.make()
 
 
 def poisoned(operation: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-    """Call with new memory full of NaN, so that what is not written shows."""
+    """Call with new memory full of NaN, so that unwritten elements show."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*deterministic", UserWarning)
         before = torch.get_deterministic_debug_mode()
@@ -83,7 +84,7 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def check(case: Case, seed: int) -> dict[str, float]:
-    """Return the errors of an operation and of its reference; raise where it is wrong."""
+    """Return the errors of an operation and of its reference; raise if the operation is wrong."""
     inputs = made(case, seed)
     results = poisoned(case.ours, inputs)
     if case.writes:
@@ -114,7 +115,7 @@ def check(case: Case, seed: int) -> dict[str, float]:
 
 
 def clock(call: Callable[..., Any], sets: list[tuple[Any, ...]], seconds: float) -> dict[str, Any]:
-    """Return how long a call takes on the device, in seconds, in replays of a graph of all sets."""
+    """Time a call on the device, in seconds, by replaying a graph of calls on all sets."""
     for _ in range(2):
         call(*sets[0])  # compiles
     torch.cuda.synchronize()
@@ -124,7 +125,7 @@ def clock(call: Callable[..., Any], sets: list[tuple[Any, ...]], seconds: float)
             results.append(call(*inputs))  # kept: none is written where another was
 
     def replays(count: int) -> list[float]:
-        """Replay without a wait, so that the host is ahead and the device never idle."""
+        """Replay without waiting, so that the device is never idle."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         graph.replay()
         for begin, end in events:
@@ -142,7 +143,7 @@ def clock(call: Callable[..., Any], sets: list[tuple[Any, ...]], seconds: float)
 
 
 def measure_ceilings(size: int = 8192, copied: int = 2 << 30) -> dict[str, Any]:
-    """Measure what the device reaches: bytes copied, and products of large matrices."""
+    """Measure the rates of the device: bytes copied, and products of large matrices."""
     with torch.device(DEVICE):
         source = torch.randint(256, (copied,), dtype=torch.uint8)
         a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
@@ -177,7 +178,7 @@ def sets_of(case: Case, l2: int, seed: int) -> list[tuple[Any, ...]]:
 
 
 def time_case(case: Case, ceilings: dict[str, Any], seed: int, quick: bool) -> dict[str, Any]:
-    """Time an operation and torch's ways of it, those that work and give the same."""
+    """Time an operation and its peers that work and give the same."""
     seconds = 0.02 if quick else 0.05
     floor = max(case.moved / ceilings["copy"], case.flops / ceilings[case.rate])
     sets = sets_of(case, ceilings["l2"], seed)
@@ -210,7 +211,7 @@ def time_peer(
 
 
 def cases_of(operation: str, quick: bool) -> list[Case]:
-    """Return its cases; if ``quick``, two timed ones of each bucket and every check."""
+    """Return an operation's cases; if ``quick``, two timed cases of each bucket and every check."""
     kept: list[Case] = []
     for case in OPERATIONS[operation](False):
         alike = [x.bucket for x in kept].count(case.bucket)
@@ -220,7 +221,7 @@ def cases_of(operation: str, quick: bool) -> list[Case]:
 
 
 def each(cases: list[Case], what: str, work: Callable[[Case], dict[str, Any]]) -> None:
-    """Print a line of JSON of what was found of each case, or how it failed."""
+    """Print a line of JSON for each case: its result, or how it failed."""
     for case in cases:
         try:
             found = work(case)
@@ -235,7 +236,7 @@ def each(cases: list[Case], what: str, work: Callable[[Case], dict[str, Any]]) -
 
 
 def row(result: dict[str, Any]) -> str:
-    """Return the line of a case, and add to it what it is in ratios."""
+    """Return the printed line of a result, and add the ratios to the result."""
     time_s, floor = result["time"]["median"], result["floor"]
     peers = {n: p["median"] for n, p in result["peers"].items() if "median" in p}
     result["fraction_of_floor"] = floor / time_s
@@ -253,7 +254,7 @@ def row(result: dict[str, Any]) -> str:
 
 
 def summary(results: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each bucket: the worst and the middle of its cases."""
+    """Return a line for each bucket, with its worst and median case."""
     lines = [f"{'':38} cases  of the floor  of torch's best  target on an H200"]
     timed = [result for result in results if "time" in result]
     for bucket in dict.fromkeys(result["bucket"] for result in timed):
@@ -276,7 +277,7 @@ def summary(results: list[dict[str, Any]]) -> list[str]:
 
 
 def child(arguments: list[str], seconds: float) -> tuple[list[dict[str, Any]], int]:
-    """Run a process of this program; print its times as they come, and return all it found."""
+    """Run this program in a process; print times as they come, and return results and status."""
     command = [sys.executable, str(Path(__file__).with_name("kernels.py")), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     alarm = threading.Timer(max(1.0, seconds), process.kill)
@@ -324,7 +325,7 @@ def main(description: str) -> None:
 
 
 def whole(options: argparse.Namespace) -> int:
-    """Check all operations side by side, which compiles kernels, and then time one by one."""
+    """Check all operations in parallel, which compiles kernels, and then time one after another."""
     end = time.monotonic() + 60 * options.minutes
     operations = [options.only] if options.only else list(OPERATIONS)
     shared = ["--seed", str(options.seed), *["--quick"] * options.quick]
@@ -354,7 +355,7 @@ def whole(options: argparse.Namespace) -> int:
               "seed": options.seed, "failed": failed}  # fmt: skip
 
     def write(**more: Any) -> None:
-        """Write what there is: the next operation may take the machine down."""
+        """Write the report so far: the next operation may crash the machine."""
         if options.out:
             report.update(more, results=list(results.values()))
             options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ import torch
 from checkpoints import plausible, write_qwen3
 
 from vllm_module import ModelConfig, QuantizationConfig
-from vllm_module.cli.demo_checkpoint import PARAGRAPH, write_checkpoint
+from vllm_module.cli.demo.checkpoint import PARAGRAPH, write_checkpoint
 from vllm_module.kernels.quantize import quantize
 from vllm_module.model_source import read_config
 from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, online_rules

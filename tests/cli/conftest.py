@@ -1,4 +1,4 @@
-"""A tiny checkpoint that transformers saved, copies of it to damage, and the command line."""
+"""A tiny checkpoint that transformers saved, copies of it to edit, and the command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """What a command left behind."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -40,14 +40,14 @@ class Result(NamedTuple):
 
     @property
     def json(self) -> dict[str, Any]:
-        """Standard output, which holds one JSON object and nothing else."""
+        """The JSON object that is all of standard output."""
         value: dict[str, Any] = json.loads(self.out)
         return value
 
 
 @pytest.fixture(autouse=True)
 def _no_terminal_and_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what the surroundings say of either."""
+    """Remove the variables by which either is recognized."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def with_text(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Add a tokenizer whose every token is a letter."""
+    """Add a tokenizer that has one token for each letter."""
     path = tmp_path_factory.mktemp("text")
     shutil.copytree(folder, path, dirs_exist_ok=True)
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""What all commands share: help, exit codes, errors, pipes."""
+"""What all commands share: help, exit codes, errors, pipes and encodings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from vllm_module.cli import load_command, main, plan_command
+from vllm_module.cli import main
+from vllm_module.cli.commands import load, plan
 from vllm_module.cli.output import by_number, size
 
 Run = Callable[..., Any]
@@ -30,7 +31,7 @@ def test_version(run: Run) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_and_the_keys_of_json(run: Run, command: str) -> None:
-    """Each command's help ends with a line to try, and says what --json prints."""
+    """Each command's help has an example, and says what --json prints."""
     result = run(command, "--help")
     assert result.code == 0
     assert f"Example: vllm-module {command}" in " ".join(result.out.split())
@@ -43,7 +44,7 @@ def test_help_has_an_example_and_the_keys_of_json(run: Run, command: str) -> Non
 
 
 def test_json_keys_are_documented(run: Run, folder: Path) -> None:
-    """Every key that is printed at the top level stands in the help."""
+    """The help names every top-level key of the JSON."""
     for command, options in (
         ("inspect", []),
         ("plan", []),
@@ -52,12 +53,12 @@ def test_json_keys_are_documented(run: Run, folder: Path) -> None:
         ("bench", ["--input-len", 4, "--output-len", 2, "--num-prompts", 1]),
     ):
         text = run(command, "--help").out
-        found = run(command, folder, *options, "--json").json
-        assert [key for key in found if key not in text] == []
+        printed = run(command, folder, *options, "--json").json
+        assert [key for key in printed if key not in text] == []
 
 
 def test_wrong_usage_is_2(run: Run, folder: Path) -> None:
-    """Unknown commands and options, and sizes that are none."""
+    """The exit code is 2 for unknown commands, missing arguments and invalid values."""
     for arguments in (
         ["frob"],
         ["plan"],
@@ -74,12 +75,12 @@ def test_wrong_usage_is_2(run: Run, folder: Path) -> None:
 def test_checkpoints_that_cannot_be_used_are_1(
     run: Run, edited: Callable[..., Path], tmp_path: Path, command: str
 ) -> None:
-    """A refusal is one message in full on standard error, whatever the command."""
+    """Every command prints one whole message on standard error, and the exit code is 1."""
     prompt = ["--prompt-ids", "1"] if command == "generate" else []
 
     def refused(path: object) -> str:
-        where = ["--checkpoint", path] if command == "demo" else [path]
-        result = run(command, *where, *prompt)
+        source = ["--checkpoint", path] if command == "demo" else [path]
+        result = run(command, *source, *prompt)
         assert result.code == 1
         (begin,) = [i for i in range(len(result.err)) if result.err.startswith("error: ", i)]
         assert begin == 0
@@ -102,7 +103,7 @@ def test_checkpoints_that_cannot_be_used_are_1(
 
 @pytest.mark.parametrize("command", ["plan", "load"])
 def test_a_size_that_does_not_divide_is_1(run: Run, folder: Path, command: str) -> None:
-    """The message has the numbers."""
+    """The exit code is 1 and the message has the numbers."""
     result = run(command, folder, "--tp", 3)
     assert (result.code, result.out) == (1, "")
     assert result.err == (
@@ -111,26 +112,24 @@ def test_a_size_that_does_not_divide_is_1(run: Run, folder: Path, command: str) 
     )
 
 
-def test_a_bug_of_ours_keeps_its_traceback(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is caught but refusals."""
+def test_a_bug_keeps_its_traceback(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only refusals are caught."""
 
     def broken(*_: object) -> None:
         raise ValueError("ours")
 
-    monkeypatch.setattr(plan_command, "plan_rank", broken)
+    monkeypatch.setattr(plan, "plan_rank", broken)
     with pytest.raises(ValueError, match="ours"):
         run("plan", folder)
 
 
 def test_an_interruption_is_130(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends with a word and no traceback."""
+    """Ctrl-C prints a message and no traceback; the exit code is 130."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(load_command, "load_rank", interrupted)
+    monkeypatch.setattr(load, "load_rank", interrupted)
     result = run("load", folder)
     assert (result.code, result.out, result.err) == (130, "", "\nerror: interrupted\n")
 
@@ -138,7 +137,7 @@ def test_an_interruption_is_130(run: Run, folder: Path, monkeypatch: pytest.Monk
 def test_an_interruption_does_not_wait_for_ranks(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that run in threads end with the process, at once."""
+    """The process ends at once, with the ranks that run in its threads."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -146,7 +145,7 @@ def test_an_interruption_does_not_wait_for_ranks(
     ended = []
     go_on = threading.Event()
     rank = threading.Thread(target=go_on.wait, name="rank 1")
-    monkeypatch.setattr(load_command, "load_rank", interrupted)
+    monkeypatch.setattr(load, "load_rank", interrupted)
     monkeypatch.setattr("os._exit", ended.append)
     rank.start()
     try:
@@ -160,7 +159,7 @@ def test_an_interruption_does_not_wait_for_ranks(
 def test_a_closed_pipe_ends_quietly(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`| head` gets its lines, and nothing is printed about the rest."""
+    """With `| head`, nothing is printed on standard error; the exit code is that of SIGPIPE."""
     for command in (["inspect", "--all"], ["plan", "--json"]):
         reading, writing = os.pipe()
         os.close(reading)
@@ -171,10 +170,8 @@ def test_a_closed_pipe_ends_quietly(
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_without_our_characters_gets_the_rest(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An encoding that lacks a character is no reason to fail."""
+def test_a_terminal_that_lacks_a_character(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A character that the encoding lacks is replaced."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stderr", stream)
     assert main(["load", str(folder), "--device", "nonsense"]) == 2
@@ -182,8 +179,8 @@ def test_a_terminal_without_our_characters_gets_the_rest(
     assert "cuda:1 ? or auto" in stream.read()
 
 
-def test_sizes_are_written_for_people() -> None:
-    """Three digits and a decimal unit."""
+def test_sizes() -> None:
+    """A size has three digits and a decimal unit."""
     written = [size(n) for n in (0, 999, 1000, 1234567, 999_600, 2.1e9, 4e15)]
     assert written == ["0 B", "999 B", "1 kB", "1.23 MB", "1 MB", "2.1 GB", "4e+03 TB"]
 

@@ -11,13 +11,13 @@ SHAPE = ("--input-len", 20, "--output-len", 6, "--num-prompts", 5, "--concurrenc
 
 
 def test_what_is_measured(run: Run, folder: Path) -> None:
-    """Rates, latencies and pages of the run that was asked for, without a tokenizer."""
+    """Rates, latencies and pages are of the run with these options, without a tokenizer."""
     result = run("bench", folder, *SHAPE, "--device", "cpu", "--json").json
     assert (result["num_prompts"], result["concurrency"], result["seed"]) == (5, 2, 0)
     assert result["output_tokens_per_second"] == pytest.approx(5 * 6 / result["seconds"])
-    # Five prompts of 20 tokens, and five tokens each after the first, take at most all of the time.
-    spent = 5 * 20 / result["prompt_tokens_per_second"]
-    assert 0 < spent < result["seconds"]
+    # The steps that compute the five prompts take a part of all the time.
+    prompt_seconds = 5 * 20 / result["prompt_tokens_per_second"]
+    assert 0 < prompt_seconds < result["seconds"]
     assert result["decode_tokens_per_second"] > 0
     for key in ("first_token_seconds", "token_seconds"):
         assert 0 < result[key]["median"] <= result[key]["p99"] < result["seconds"]
@@ -27,9 +27,9 @@ def test_what_is_measured(run: Run, folder: Path) -> None:
 
 
 def test_a_table_for_people(run: Run, folder: Path) -> None:
-    """A line for each figure, with units; what there is none of is a dash."""
+    """Each figure has a line and a unit; a figure without a value is a dash."""
     lines = run("bench", folder, *SHAPE).out.splitlines()
-    assert lines[0].startswith("5 x 20 + 6 tokens, 2 at a time")
+    assert lines[0].startswith("5 x (20 + 6) tokens, 2 at a time")
     assert len(lines) == 8
     assert lines[1].startswith("prompt tokens")
     assert lines[1].endswith("/s")
@@ -40,8 +40,11 @@ def test_a_table_for_people(run: Run, folder: Path) -> None:
 
 
 def test_what_cannot_be_measured(run: Run, folder: Path) -> None:
-    """Sequences beyond the context are refused with the numbers; sizes of none are usage."""
+    """Sequences beyond the context are refused with the numbers; a size of 0 is wrong usage."""
     result = run("bench", folder, "--input-len", 60, "--output-len", 5)
     assert (result.code, result.out) == (1, "")
-    assert "have room for 64 tokens of a sequence, fewer than 60 and 5 more" in result.err
+    assert (
+        "at most 64 tokens of a sequence, fewer than --input-len 60 and --output-len 5"
+        in result.err
+    )
     assert run("bench", folder, "--concurrency", 0).code == 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.cli import chat_command
+from vllm_module.cli.commands import chat
 
 Run = Callable[..., Any]
 Say = Callable[..., Any]
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 class Terminal(io.StringIO):
-    """Standard input that takes itself for a terminal."""
+    """Standard input that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -40,15 +40,17 @@ def talking(with_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(talking: Path) -> Callable[..., str]:
-    """Give a function that answers messages of both sides, the first of them the user's."""
+    """Return a function that answers messages: the user's, the assistant's, and so on."""
     llm = LLM(str(talking), kv_cache_memory_bytes=1 << 20, device="cpu")
 
     def answer(*contents: str, system: str | None = None) -> str:
         roles = ("user", "assistant") * len(contents)
-        said: Any = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+        messages: Any = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
         if system is not None:
-            said = [{"role": "system", "content": system}, *said]
-        (output,) = llm.chat(said, SamplingParams(temperature=0, max_tokens=MOST), use_tqdm=False)
+            messages = [{"role": "system", "content": system}, *messages]
+        (output,) = llm.chat(
+            messages, SamplingParams(temperature=0, max_tokens=MOST), use_tqdm=False
+        )
         return output.outputs[0].text
 
     return answer
@@ -56,7 +58,7 @@ def answers(talking: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def say(run: Run, talking: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Say lines to the model."""
+    """Return a function that runs ``chat`` with these lines as standard input."""
 
     def call(*lines: str, options: tuple[Any, ...] = (), kind: type[io.StringIO] = io.StringIO):
         monkeypatch.setattr("sys.stdin", kind("".join(f"{line}\n" for line in lines)))
@@ -66,7 +68,7 @@ def say(run: Run, talking: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
 
 
 def test_a_conversation_goes_on(say: Say, answers: Callable[..., str]) -> None:
-    """Each answer is to all that was said before it; /reset forgets, /exit leaves, as the end."""
+    """An answer depends on all earlier messages; /reset forgets them; /exit and the end leave."""
     first = answers("hi")
     second = answers("hi", first, "tree?")
     fresh = answers("tree?")
@@ -75,17 +77,19 @@ def test_a_conversation_goes_on(say: Say, answers: Callable[..., str]) -> None:
     assert (result.code, result.err) == (0, "")
     assert result.out == f"{first}\n{second}\n{fresh}\n"
     assert say("hi", "/exit", "tree?").out == f"{first}\n"
-    told = say("hi", "/reset", "hi", options=("--system", "x"))
-    assert told.out == 2 * f"{answers('hi', system='x')}\n"
+    instructed = say("hi", "/reset", "hi", options=("--system", "x"))
+    assert instructed.out == 2 * f"{answers('hi', system='x')}\n"
 
 
 def test_a_terminal_is_prompted(say: Say, answers: Callable[..., str]) -> None:
-    """A prompt for each message, and a new line when it is left."""
+    """Each message has a prompt, and leaving prints a new line."""
     assert say("hi", kind=Terminal).out == f"> {answers('hi')}\n> \n"
 
 
-def test_a_message_that_is_refused_is_as_if_not_said(say: Say, answers: Callable[..., str]) -> None:
-    """The refusal says why, the conversation goes on without it, and the exit code tells."""
+def test_a_refused_message_is_not_part_of_the_conversation(
+    say: Say, answers: Callable[..., str]
+) -> None:
+    """The refusal says why, the conversation continues without it, and the exit code is 1."""
     result = say("hi", "x" * 80, "tree?")
     first = answers("hi")
     assert result.out == f"{first}\n{answers('hi', first, 'tree?')}\n"
@@ -95,10 +99,10 @@ def test_a_message_that_is_refused_is_as_if_not_said(say: Say, answers: Callable
     assert say("x" * 80, kind=Terminal).code == 0
 
 
-def test_ctrl_c_stops_an_answer_and_no_more(
+def test_ctrl_c_stops_only_the_answer(
     say: Say, answers: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came of the answer stays in the conversation, and the next message is answered."""
+    """The part that was printed stays in the conversation; the next message is answered."""
     first = answers("hi")
     pieces: list[str] = []
 
@@ -107,7 +111,7 @@ def test_ctrl_c_stops_an_answer_and_no_more(
         if len(pieces) == 3:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(chat_command, "print", interrupted, raising=False)
+    monkeypatch.setattr(chat, "print", interrupted, raising=False)
     before = signal.getsignal(signal.SIGINT)
     assert say("hi", "tree?").code == 0
     assert signal.getsignal(signal.SIGINT) is before
@@ -118,7 +122,7 @@ def test_ctrl_c_stops_an_answer_and_no_more(
 
 
 def test_ctrl_c_at_the_prompt_leaves(say: Say, answers: Callable[..., str]) -> None:
-    """With a new line and no message."""
+    """It prints a new line and no message."""
 
     class Interrupted(Terminal):
         def readline(self, *_: Any) -> str:
@@ -128,8 +132,8 @@ def test_ctrl_c_at_the_prompt_leaves(say: Say, answers: Callable[..., str]) -> N
     assert (result.code, result.out, result.err) == (0, "> \n", "")
 
 
-def test_a_second_ctrl_c_ends_all_of_it(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a step hangs, the first one would not be noticed."""
+def test_a_second_ctrl_c_ends_the_command(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is noticed only after a step, and a step could hang."""
 
     def hangs(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -141,7 +145,7 @@ def test_a_second_ctrl_c_ends_all_of_it(say: Say, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_checkpoint_without_a_template_is_refused(run: Run, with_text: Path) -> None:
-    """By what it lacks, before its weights are read."""
+    """The message says what is missing, before weights are read."""
     result = run("chat", with_text)
     assert (result.code, result.out) == (1, "")
     assert "has no chat template" in result.err
@@ -156,7 +160,7 @@ def test_a_checkpoint_without_a_template_is_refused(run: Run, with_text: Path) -
     ],
 )
 def test_wrong_usage(run: Run, with_text: Path, options: list[str], message: str) -> None:
-    """Exit code 2, what is wrong, and where to read on."""
+    """The exit code is 2; the message says what is wrong and names the help."""
     result = run("chat", with_text, *options)
     assert (result.code, result.out) == (2, "")
     assert message in result.err

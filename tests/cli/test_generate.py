@@ -17,7 +17,7 @@ MOST = 8
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """Transformers' greedy tokens."""
+    """Return transformers' greedy tokens."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = []
     for ids in IDS:
@@ -37,7 +37,7 @@ def arguments(*ids: list[int]) -> list[str]:
 def test_tokens_are_those_of_transformers(
     run: Run, folder: Path, expected: list[list[int]], tp_size: int
 ) -> None:
-    """In one process and in two, alone and in a batch, without a tokenizer."""
+    """They are the same in one process and in two, alone and in a batch, without a tokenizer."""
     result = run("generate", folder, "--tp", tp_size, *arguments(*IDS), "--json").json
     assert [each["ids"] for each in result["completions"]] == expected
     assert [each["prompt_ids"] for each in result["completions"]] == IDS
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_transformers(
 
 
 def test_several_prompts_are_told_apart(run: Run, folder: Path, expected: list[list[int]]) -> None:
-    """Each is printed when it is done, under its number."""
+    """Each is printed when it is complete, after its number."""
     result = run("generate", folder, *arguments(*IDS))
     lines = [f"[{i}] {','.join(map(str, ids))}" for i, ids in enumerate(expected, start=1)]
     assert result.out.splitlines() == lines
@@ -61,7 +61,7 @@ def test_several_prompts_are_told_apart(run: Run, folder: Path, expected: list[l
 def test_a_stop_token_ends_a_prompt(
     run: Run, folder: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """generation_config.json names it; JSON says that it was the reason."""
+    """generation_config.json names the token; in JSON, ``stopped`` is true."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     stop = expected[0][2]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
@@ -74,7 +74,7 @@ def test_a_stop_token_ends_a_prompt(
 def test_text_comes_token_by_token(
     run: Run, with_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single prompt is printed with what follows it, in pieces; the pieces are the text."""
+    """A single prompt is printed, and then its text in pieces that together are the text."""
     prompt = ("--prompt", "tree", "--max-new-tokens", "12")
     whole = run("generate", with_text, *prompt, "--json").json["completions"][0]
     assert whole["prompt"] == "tree"
@@ -84,7 +84,7 @@ def test_text_comes_token_by_token(
     def record(*values: object, end: str = "\n", flush: bool = False) -> None:
         pieces.append("".join(map(str, values)) + end)
 
-    monkeypatch.setattr("vllm_module.cli.generate_command.print", record, raising=False)
+    monkeypatch.setattr("vllm_module.cli.commands.generate.print", record, raising=False)
     assert run("generate", with_text, *prompt).out == "tree"
     assert "".join(pieces) == whole["text"] + "\n"
     assert len([piece for piece in pieces if piece]) > 3
@@ -95,7 +95,7 @@ def test_text_comes_token_by_token(
 
 
 def test_a_seed_draws_the_same_tokens(run: Run, folder: Path, expected: list[list[int]]) -> None:
-    """With a temperature tokens are drawn, by the seed; the most probable one of one is greedy."""
+    """With a temperature, the seed decides which tokens are drawn; --top-k 1 is greedy."""
     drawn = ("--temperature", 1.5, "--top-p", 0.95, *arguments(IDS[0]), "--seed")
     once, again, other = (run("generate", folder, *drawn, seed).out for seed in (7, 7, 8))
     assert once == again != other
@@ -104,7 +104,7 @@ def test_a_seed_draws_the_same_tokens(run: Run, folder: Path, expected: list[lis
 
 
 def test_text_ends_at_a_stop_string(run: Run, with_text: Path) -> None:
-    """Neither the stop string nor a beginning of it is printed."""
+    """No part of the stop string is printed."""
     prompt = ("--prompt", "tree", "--max-new-tokens", "12")
     text = run("generate", with_text, *prompt, "--json").json["completions"][0]["text"]
     stop = text[5:8]
@@ -118,7 +118,7 @@ def test_text_ends_at_a_stop_string(run: Run, with_text: Path) -> None:
 def test_a_prompt_that_is_refused_does_not_hold_up_others(
     run: Run, folder: Path, expected: list[list[int]]
 ) -> None:
-    """The others are printed, the refusal names the prompt, and the exit code tells of it."""
+    """The others are printed, the refusal names the prompt, and the exit code is 1."""
     bad = ["--prompt-ids", "1,500"]
     result = run("generate", folder, *bad, *arguments(*IDS))
     assert result.code == 1
@@ -138,7 +138,10 @@ REFUSED = {
     "outside": (["--prompt-ids", "130"], "token 130 is outside of the vocabulary of 130"),
     "long": (["--prompt-ids", LONG], "64 tokens, and with one more a sequence has at most 64"),
     "longer": (["--prompt-ids", "1", "--max-model-len", "65"], "65 exceeds the 64 positions"),
-    "heads": (["--prompt-ids", "1", "--tp", "3"], "4 attention heads cannot be shared evenly by 3"),
+    "ranks": (
+        ["--prompt-ids", "1", "--tp", "2", "--quantization", "fp8_per_block"],
+        "ends inside a scale block of 128",
+    ),
 }
 
 
@@ -146,7 +149,7 @@ REFUSED = {
 def test_what_cannot_be_run_is_refused(
     run: Run, with_text: Path, options: list[str], message: str
 ) -> None:
-    """One message on standard error, and no traceback, of another process's neither."""
+    """There is one message on standard error, and no traceback of this or another process."""
     result = run("generate", with_text, *options)
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith("error: ")
@@ -171,7 +174,7 @@ USAGE = {
 
 @pytest.mark.parametrize(("options", "message"), USAGE.values(), ids=USAGE)
 def test_wrong_usage(run: Run, folder: Path, options: list[str], message: str) -> None:
-    """Exit code 2, what is wrong, and where to read on."""
+    """The exit code is 2; the message says what is wrong and names the help."""
     result = run("generate", folder, *options)
     assert (result.code, result.out) == (2, "")
     assert message in result.err
@@ -179,7 +182,7 @@ def test_wrong_usage(run: Run, folder: Path, options: list[str], message: str) -
 
 
 def test_text_needs_a_tokenizer(run: Run, folder: Path) -> None:
-    """The refusal says what to give instead."""
+    """The refusal says that token ids can be given instead."""
     result = run("generate", folder, "--prompt", "a")
     assert result.code == 1
     assert "has no tokenizer.json" in result.err

@@ -12,8 +12,8 @@ from vllm_module.weights.file_bytes import FileBytes
 Run = Callable[..., Any]
 
 
-def test_layers_are_folded_and_names_are_whole(run: Run, folder: Path) -> None:
-    """A line stands for the tensors of all layers; --all has one for each."""
+def test_one_line_stands_for_all_layers(run: Run, folder: Path) -> None:
+    """A line stands for the same tensor of all layers; --all prints a line for each tensor."""
     folded, every = run("inspect", folder), run("inspect", folder, "--all")
     assert folded.code == every.code == 0
     assert "Qwen3ForCausalLM (supported)" in folded.out
@@ -53,7 +53,7 @@ def test_only_headers_are_read(run: Run, folder: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_without_config_and_a_single_file(run: Run, folder: Path, tmp_path: Path) -> None:
-    """Tensors can be listed where nothing says what model they are."""
+    """Tensors are listed even if nothing says which model they belong to."""
     file = sorted(folder.glob("*.safetensors"))[0]
     (tmp_path / "model.safetensors").write_bytes(file.read_bytes())
     alone, of_folder = run("inspect", file), run("inspect", tmp_path)
@@ -62,8 +62,8 @@ def test_a_folder_without_config_and_a_single_file(run: Run, folder: Path, tmp_p
     assert run("inspect", file, "--json").json["architecture"] is None
 
 
-def test_an_unknown_or_unreadable_config_is_said(run: Run, edited: Callable[..., Path]) -> None:
-    """The tensors are listed all the same."""
+def test_an_unknown_or_damaged_config(run: Run, edited: Callable[..., Path]) -> None:
+    """The message says so, and the tensors are still listed."""
     unknown = run("inspect", edited(architectures=["RwkvForCausalLM"]))
     assert (unknown.code, "RwkvForCausalLM (not supported)" in unknown.out) == (0, True)
     folder = edited()
@@ -74,11 +74,12 @@ def test_an_unknown_or_unreadable_config_is_said(run: Run, edited: Callable[...,
 
 
 def test_names_cannot_write_to_the_terminal(run: Run, edited: Callable[..., Path]) -> None:
-    """Control characters of a tensor's name are shown as escapes."""
+    """Control characters in names of tensors and in config.json are shown as escapes."""
 
     def rename(tensors: dict[str, object]) -> None:
         tensors["a\x1b[31mb"] = tensors.pop("model.norm.weight")
 
-    result = run("inspect", edited(rename))
+    result = run("inspect", edited(rename, model_type="c\x1b[31md"))
     assert r"a\x1b[31mb" in result.out
+    assert r"c\x1b[31md" in result.out
     assert "\x1b" not in result.out

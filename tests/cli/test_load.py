@@ -14,7 +14,7 @@ Run = Callable[..., Any]
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_each_rank_reads_what_was_planned(run: Run, folder: Path, tp_size: int) -> None:
-    """Bytes read are the plan's, rank by rank, in whatever dtype the model is."""
+    """Each rank reads the bytes of its plan, whatever the dtype of the model."""
     plan = run("plan", folder, "--tp", tp_size, "--json").json
     for dtype in ("auto", "float32"):
         result = run("load", folder, "--tp", tp_size, "--dtype", dtype, "--device", "cpu", "--json")
@@ -33,52 +33,69 @@ def test_each_rank_reads_what_was_planned(run: Run, folder: Path, tp_size: int) 
     assert len(names) == len(set(names)) == 36
 
 
-def test_the_report_is_for_people(run: Run, folder: Path) -> None:
-    """What was loaded, and a line for each rank, with units."""
+def test_the_report(run: Run, folder: Path) -> None:
+    """It says how much was loaded, and has a line with units for each rank."""
     result = run("load", folder, "--tp", 2)
     assert result.code == 0
     lines = result.out.splitlines()
-    assert lines[0].startswith("ranks loaded in this process, one after another")
+    assert lines[0].startswith("The ranks were loaded one after another in this process")
     assert lines[1] == "loaded 36 tensors to 27 parameters"
-    assert lines[2].split() == ["rank", "read", "time", "rate", "peak", "resident"]
+    assert lines[2].split() == ["rank", "read", "time", "rate", "peak", "resident", "(added)"]
     assert [line.split()[0] for line in lines[3:]] == ["0", "1"]
-    assert result.err == ""  # the bar is for terminals
+    assert result.err == ""  # the bar is only for terminals
 
 
 def test_one_rank_alone(run: Run, folder: Path) -> None:
-    """--rank loads that one; one that is not there is wrong usage."""
+    """--rank loads only that rank; a rank that does not exist is wrong usage."""
     every = run("load", folder, "--tp", 2, "--json").json
     alone = run("load", folder, "--tp", 2, "--rank", 1, "--json").json
     assert [rank["rank"] for rank in alone["ranks"]] == [1]
     assert alone["ranks"][0]["bytes_read"] == every["ranks"][1]["bytes_read"]
     result = run("load", folder, "--tp", 2, "--rank", 2)
-    assert (result.code, "rank 2: 0 to 1 are there" in result.err) == (2, True)
+    assert (result.code, "cannot load rank 2; the ranks are 0 to 1" in result.err) == (2, True)
 
 
 def test_a_bar_is_drawn_on_terminals(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has bytes and rate, and standard output stays clean."""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take standard error for a terminal
+    """It has the bytes and the rate, and standard output has only the JSON."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats standard error as a terminal
     result = run("load", folder, "--json")
     assert result.json["ranks"]
     assert "rank 0" in result.err
     assert "kB" in result.err
 
 
-def test_under_torchrun_each_process_loads_its_rank(run: Run, folder: Path, tmp_path: Path) -> None:
-    """The first rank prints for all; a refusal is one message, though every rank has it."""
-    torchrun = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["torchrun"]
-    (tmp_path / "folder").write_text(str(folder))
-    torchrun(2, Path(__file__).with_name("under_torchrun.py"), tmp_path)
-    expected = run("load", folder, "--tp", 2, "--json").json["ranks"]
-    first, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert [result["code"] for result in first.values()] == [0, 0, 1, 2, 0]
-    # What an engine refuses of a prompt is between the first rank and who asked.
-    assert [result["code"] for result in other.values()] == [0, 0, 0, 2, 0]
+@pytest.fixture(scope="module")
+def torchrun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
+    """Run ``under_torchrun.py`` with two ranks; return exit code, output and folder of results."""
+    directory = tmp_path_factory.mktemp("torchrun")
+    (directory / "folder").write_text(str(folder))
+    support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+    script = Path(__file__).with_name("under_torchrun.py")
+    launcher = support["start_torchrun"](2, script, directory, port=support["free_port"]())
+    try:
+        output = launcher.communicate(timeout=support["LIMIT"])[0]
+    finally:
+        launcher.terminate()  # and not kill: it ends its ranks
+    return launcher.returncode, output, directory
+
+
+def test_under_torchrun_each_process_loads_its_rank(
+    run: Run, folder: Path, torchrun: tuple[int, str, Path]
+) -> None:
+    """The first rank prints for all ranks; a refusal is one message, though every rank has it."""
+    _, output, directory = torchrun
+    files = [directory / f"rank{rank}.json" for rank in (0, 1)]
+    assert all(file.exists() for file in files), output
+    first, other = (json.loads(file.read_text()) for file in files)
+    assert [result["code"] for result in first.values()] == [0, 0, 1, 2, 0, 0]
+    # Only the first rank knows that a prompt was refused.
+    assert [result["code"] for result in other.values()] == [0, 0, 0, 2, 0, 0]
     assert {result["out"] + result["err"] for result in other.values()} == {""}
     loaded = json.loads(first["load"]["out"])
     assert loaded["simulated"] is False
+    expected = run("load", folder, "--tp", 2, "--json").json["ranks"]
     assert [r["bytes_read"] for r in loaded["ranks"]] == [r["bytes_read"] for r in expected]
     alone = run("generate", folder, "--prompt-ids", "1,2,3", "--dtype", "float32",
                 "--max-new-tokens", 6).out  # fmt: skip
@@ -86,27 +103,24 @@ def test_under_torchrun_each_process_loads_its_rank(run: Run, folder: Path, tmp_
     assert first["refused"]["err"].count("error: ") == 1
     assert "token 130 is outside" in first["refused"]["err"]
     assert "leave --tp 4 out" in first["usage"]["err"]
-    quantized = json.loads(first["quantized"]["out"])  # each rank's scales are its own
+    quantized = json.loads(first["quantized"]["out"])  # each rank computes its own scales
     assert [r["bytes_read"] for r in quantized["ranks"]] == [r["bytes_read"] for r in expected]
+    assert first["quantized text"]["out"].count(",") == 5
 
 
-def test_torchrun_fails_when_a_rank_dies(folder: Path, tmp_path: Path) -> None:
-    """The rank that is left names the one that was killed, and torchrun's exit code is not 0."""
-    support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
-    (tmp_path / "folder").write_text(str(folder))
-    script = Path(__file__).with_name("dying_under_torchrun.py")
-    launcher = support["start_torchrun"](2, script, tmp_path, port=support["free_port"]())
-    output = launcher.communicate(timeout=support["LIMIT"])[0]
-    assert launcher.returncode == 1, output
+def test_torchrun_fails_when_a_rank_dies(torchrun: tuple[int, str, Path]) -> None:
+    """The other rank names the rank that was killed, and torchrun's exit code is 1."""
+    code, output, directory = torchrun
+    assert code == 1, output
     assert "Signal 9 (SIGKILL)" in output
-    assert not (tmp_path / "rank0.json").exists()
-    left = json.loads((tmp_path / "rank1.json").read_text())
+    assert not (directory / "rank0-dying.json").exists()
+    left = json.loads((directory / "rank1-dying.json").read_text())
     assert (left["code"], left["out"]) == (1, "")
     assert left["err"] == "error: rank 0 of 2 ended, or left: its connection is closed\n"
 
 
 def test_a_device_that_is_not_there(run: Run, folder: Path) -> None:
-    """The message says what there is."""
+    """The message says what is expected."""
     for device in ("meta", "nonsense", *([] if torch.cuda.is_available() else ["cuda"])):
         result = run("load", folder, "--device", device)
         assert result.code == 2

@@ -18,7 +18,7 @@ Run = Callable[..., Any]
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_the_bytes_planned_are_the_bytes_loaded(run: Run, folder: Path, tp_size: int) -> None:
-    """What a plan's byte ranges hold, taken from the files by hand, is what each rank loads."""
+    """The bytes in a plan's byte ranges are the values that each rank loads."""
     plan = run("plan", folder, "--tp", tp_size, "--json").json
     row_bytes = {
         tensor["name"]: tensor["shape"][-1] * 2
@@ -37,15 +37,15 @@ def test_the_bytes_planned_are_the_bytes_loaded(run: Run, folder: Path, tp_size:
             parts[read["parameter"]].append(kept.view(read["shape"]))
         assert set(parts) <= set(dict(model.named_parameters()))
         for name, parameter in model.named_parameters():
-            # Slots in their order; what follows is padding, and may be all there is.
+            # The slots are in order, and padding follows. A rank may hold nothing but padding.
             planned = torch.cat([*parts[name], parameter[:0]])
             assert torch.equal(planned, parameter[: len(planned)])
             assert not parameter[len(planned) :].any()
         assert rank["bytes_read"] == sum(read["bytes"] for read in rank["reads"])
 
 
-def test_slots_lead_to_the_fused_parameter(run: Run, folder: Path) -> None:
-    """The table shows each projection, its part of the bytes, and its slot."""
+def test_slots_of_a_fused_parameter(run: Run, folder: Path) -> None:
+    """The table shows each projection, the range of its bytes, its parameter and its slot."""
     result = run("plan", folder, "--tp", 2)
     assert result.code == 0
     by_rank = result.out.split("rank 1 of 2")
@@ -62,7 +62,7 @@ def test_slots_lead_to_the_fused_parameter(run: Run, folder: Path) -> None:
 
 
 def test_predicted_memory(run: Run, folder: Path) -> None:
-    """Device memory is that of the model's parameters and buffers; staging is for casts only."""
+    """Device memory is that of parameters and buffers; only casts and copies to CUDA are staged."""
     plans = {
         dtype: run("plan", folder, "--tp", 2, "--dtype", dtype, "--json").json["ranks"]
         for dtype in ("bfloat16", "float32")
@@ -71,11 +71,11 @@ def test_predicted_memory(run: Run, folder: Path) -> None:
         config = ModelConfig(model=str(folder), dtype=dtype)  # type: ignore[arg-type]
         models = run_ranks(2, lambda _, c=config: get_model(model_config=c))  # type: ignore[misc]
         for model, rank in zip(models, ranks, strict=True):
-            held = {
+            storages = {
                 t.untyped_storage().data_ptr(): t.nbytes
                 for t in (*model.parameters(), *model.buffers())
             }
-            assert rank["device_bytes"] == sum(held.values())
+            assert rank["device_bytes"] == sum(storages.values())
     assert all(rank["staging_bytes"]["cpu"] == 0 for rank in plans["bfloat16"])
     assert all(rank["staging_bytes"]["cpu"] > 0 for rank in plans["float32"])
     assert all(rank["staging_bytes"]["cuda"] > 0 for rank in plans["bfloat16"])
@@ -84,7 +84,7 @@ def test_predicted_memory(run: Run, folder: Path) -> None:
 def test_problems_are_listed_and_the_exit_code_says_so(
     run: Run, edited: Callable[..., Path]
 ) -> None:
-    """Missing and unexpected tensors are in the output, in the message, and in JSON."""
+    """The message and the JSON name missing, unexpected and misshapen tensors."""
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["model.layers.1.self_attn.q_proj.weight"]
@@ -112,7 +112,7 @@ def test_problems_are_listed_and_the_exit_code_says_so(
 
 
 def test_skipped_tensors_are_named_with_their_rule(run: Run, edited: Callable[..., Path]) -> None:
-    """What a rule leaves out is no problem, and is not silent."""
+    """A skipped tensor is listed, and the exit code is 0."""
 
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.rotary_emb.inv_freq"] = torch.zeros(4)
@@ -124,8 +124,8 @@ def test_skipped_tensors_are_named_with_their_rule(run: Run, edited: Callable[..
     assert list(run("plan", path, "--json").json["skipped"]) == ["model.rotary_emb.inv_freq"]
 
 
-def test_a_group_that_is_no_rectangle_is_folded_without_a_loss() -> None:
-    """Layers with several counts of experts are one group of several patterns."""
+def test_a_group_with_different_numbers_of_experts() -> None:
+    """Layers with different numbers of experts are one group, which two patterns cover exactly."""
     names = [f"layers.{i}.experts.{j}.w" for i, most in ((0, 2), (1, 4)) for j in range(most)]
     other = "layers.0.experts.0.scale"
     assert grouped([*names, other], lambda name: name, len) == [names, [other]]

@@ -1,4 +1,7 @@
-"""One rank's command lines, run under torchrun: ``under_torchrun.py DIRECTORY``."""
+"""Run several command lines as one rank of torchrun: ``under_torchrun.py DIRECTORY``.
+
+In the last one, the first rank kills itself while it loads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.cli import main
+from vllm_module.weights.safetensors import SafetensorsHandle
 
 
 def run(*arguments: str) -> dict[str, object]:
@@ -22,18 +27,29 @@ def run(*arguments: str) -> dict[str, object]:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
+def die(self: SafetensorsHandle, destination: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    directory = Path(sys.argv[1])
+    directory, rank = Path(sys.argv[1]), os.environ["RANK"]
     folder = (directory / "folder").read_text()
     ids = ("--dtype", "float32", "--max-new-tokens", "6", "--prompt-ids")
-    leave, dist.destroy_process_group = dist.destroy_process_group, lambda *_: None  # one for all
+    dist.destroy_process_group = lambda *_: None  # one group for all commands
     results = {
         "load": run("load", folder, "--json"),
         "generate": run("generate", folder, *ids, "1,2,3"),
         "refused": run("generate", folder, *ids, "130"),
         "usage": run("load", folder, "--tp", "4"),
         "quantized": run("load", folder, "--quantization", "fp8_per_tensor", "--json"),
+        "quantized text": run("generate", folder, *ids, "1,2", "--quantization", "fp8_per_channel"),
     }
-    leave()
-    (directory / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+    (directory / f"rank{rank}.json").write_text(json.dumps(results))
+    # When a rank dies, torchrun sends SIGTERM to the others: this one has to write its result.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == "0":
+        SafetensorsHandle.read_into = die  # type: ignore[method-assign]
+    result = run("load", folder, "--device", "cpu")
+    (directory / f"rank{rank}-dying.json").write_text(json.dumps(result))
+    os._exit(int(str(result["code"])))  # the group of a dead rank cannot be destroyed

@@ -1,9 +1,9 @@
-"""Fuzz the reading of checkpoints, guided by what of vllm_module.weights was reached.
+"""Fuzz the reading of checkpoints, guided by coverage of vllm_module.weights.
 
 Run by ``make fuzz``: ``fuzz.py KIND SECONDS FOLDER [OPTION of libFuzzer...]`` with KIND file,
-folder or config. It begins with the corpus of that kind and what FOLDER/KIND has from before. What
-reaches new places is added there, and what breaks goes to FOLDER/KIND-crash-... and the like: keep
-that in the corpus, by a name that tells what it is.
+folder or config. Fuzzing starts from the corpus of that kind and the inputs in FOLDER/KIND, and
+adds an input there when it reaches new code. An input that breaks something is written to
+FOLDER/KIND-crash-... or a similar name: add it to the corpus under a name that describes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     def custom_mutator(data: bytes, most: int, seed: int) -> bytes:
         try:
             return mutate(data, most, seed, atheris.Mutate)
-        except UnicodeEncodeError:  # a lone surrogate that json.dumps was not to escape
+        except UnicodeEncodeError:  # half of a surrogate pair, which json.dumps did not escape
             return atheris.Mutate(data, most)
 
     options = [

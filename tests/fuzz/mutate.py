@@ -1,4 +1,4 @@
-"""Mutations of a checkpoint that keep most of it valid, so that fuzzing gets past the JSON."""
+"""Mutations that keep most of a checkpoint valid, so that fuzzing reaches code after the JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUMBERS = [
 OTHERS: list[Any] = [None, True, False, 1.0, -0.0, 1e300, "", "x", [], {}, [[]], {"": 0}, "\ud800"]
 NAMES = ["w", "v", "", "__metadata__", "a.b", "\0", "\ud800", "é", "\x1b[2J", "weight.__class__"]
 FILES = ["a.safetensors", "b.safetensors", "c.safetensors", "../a.safetensors", "/etc/passwd", ""]
-# What json.dumps does not write, and where in the text it goes.
+# Text that json.dumps does not write.
 TEXTS = ["-0", "1e3", "NaN", "Infinity", "0x1", "01", "9" * 400, "[" * 2000, "\\ud800", "\\u0000"]
 WIDTHS = {"F64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
 
@@ -70,7 +70,7 @@ def mutate_file(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
 
 
 def mutate_folder(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
-    """Mutate one of the parts of a folder, or make the index fit its files."""
+    """Mutate a file of a folder, or make the index match the files."""
     rng = Random(seed)
     parts = [*data.split(CUT, 2), b"", b""][:3]
     kind = rng.randrange(4)
@@ -143,7 +143,7 @@ def _places(tree: Any) -> Any:
 
 
 def lay_out(tree: dict[str, Any], rng: Random) -> bytes:
-    """Give every entry that could be a tensor the offsets that it should have, and the data."""
+    """Set correct offsets for every entry that could be a tensor, and return the data."""
     if rng.random() < 0.3:
         shape = [rng.choice([0, 1, 2, 3, 5]) for _ in range(rng.randrange(5))]
         tree[rng.choice(NAMES)] = {"dtype": rng.choice(DTYPES[:10]), "shape": shape}
@@ -162,7 +162,7 @@ def lay_out(tree: dict[str, Any], rng: Random) -> bytes:
 
 
 def rewrite(text: bytes, rng: Random) -> bytes:
-    """Put in what only text can hold: other numbers, a part twice, space."""
+    """Change the text where a JSON tree cannot: odd numbers, a repeated part, spaces."""
     at = rng.randrange(len(text) + 1)
     stop = rng.randrange(at, min(len(text), at + 40) + 1)
     action = rng.randrange(4)

@@ -1,7 +1,7 @@
-"""What must hold of any bytes that are called a checkpoint; fuzzing and tests ask the same.
+"""What must hold for any bytes given as a checkpoint; fuzzing and tests check the same.
 
-``FILE``, ``FOLDER`` and ``CONFIG`` give the functions by the kind of input. Each raises
-``AssertionError``, or whatever else was not expected, if the bytes broke something.
+``KINDS`` has a function for each kind of input. It raises ``AssertionError``, or any other
+unexpected exception, if the bytes broke something.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from vllm_module.weights import Checkpoint, open_checkpoint
 from vllm_module.weights.handle import SafetensorsHandle
 from vllm_module.weights.safetensors import DTYPES
 
-# Between the index and the files a.safetensors and b.safetensors of a folder.
+# Separates the index and the files a.safetensors and b.safetensors of a folder.
 CUT = b"\n---\n"
 MOST_WORDS = 4000
 
-_watched: list[str] = []  # the folder in which files may be opened, while one is checked
+_watched: list[str] = []  # the only folder in which files may be opened now
 _hooked = False
 
 
@@ -47,7 +47,7 @@ def check_folder(folder: Path, data: bytes) -> None:
 
 
 def check_config(folder: Path, data: bytes) -> None:
-    """Check ``data`` as a configuration: it names a class that exists, or is refused."""
+    """Check ``data`` as a configuration: it names a known class or is refused."""
     (folder / "config.json").write_bytes(data)
     try:
         with _only_inside(folder):
@@ -79,7 +79,7 @@ def _check(folder: Path, files: list[bytes]) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint) -> set[str]:
-    """Every tensor can be read whole and in parts, which give the same, or refuses to be read."""
+    """Check that every tensor reads the same whole and in parts; return the readable names."""
     readable = set()
     for name, handle in checkpoint.items():
         assert handle.name == name
@@ -106,7 +106,7 @@ def _check_tensors(checkpoint: Checkpoint) -> set[str]:
 
 
 def _by_the_library(files: list[bytes]) -> dict[str, tuple[str, list[int], bytes]]:
-    """Read the files by the reference; what it refuses and we accept is a finding."""
+    """Read the files with the reference; an exception means that we accept what it refuses."""
     found = {}
     for data in files:
         for name, tensor in safetensors.deserialize(data):
@@ -130,7 +130,7 @@ def _check_words(error: Exception) -> None:
 def _only_inside(folder: Path) -> Iterator[None]:
     """Fail if any file outside of ``folder`` is opened."""
     global _hooked
-    if not _hooked:  # a hook stays for good: one that does nothing while nothing is watched
+    if not _hooked:  # an audit hook cannot be removed
         sys.addaudithook(_on_event)
         _hooked = True
     _watched.append(os.path.realpath(folder))
@@ -144,7 +144,7 @@ def _on_event(event: str, args: tuple[object, ...]) -> None:
     if _watched and event == "open" and isinstance(args[0], str | bytes | os.PathLike):
         path = os.path.realpath(os.fsdecode(args[0]))
         if path.endswith((".py", ".pyc", ".so")) or os.path.isdir(path):
-            return  # a module that is imported only now
+            return  # an import
         assert path.startswith(_watched[0] + os.sep), f"{path} was opened"
 
 

@@ -1,4 +1,4 @@
-"""Every input that fuzzing kept, checked by the oracle that fuzzing uses."""
+"""The oracle of the fuzzing holds for every input of the corpus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INPUTS = sorted(path for path in (HERE / "corpus").rglob("*") if path.is_file())
 
 @pytest.mark.parametrize("path", INPUTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_an_input_of_the_corpus_breaks_nothing(path: Path, tmp_path: Path) -> None:
-    """It is refused in words that can be shown, or read as the reference implementation does."""
+    """It is refused with a printable message, or read as the reference implementation does."""
     KINDS[path.parent.name](tmp_path, path.read_bytes())
 
 
@@ -26,7 +26,7 @@ def test_the_corpus_is_small() -> None:
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_the_oracle_sees_a_wrong_value(kind: str, tmp_path: Path, monkeypatch) -> None:
-    """What reads one byte from where it is not must not pass."""
+    """A handle that reads from one byte too early is caught."""
     from vllm_module.weights.safetensors import SafetensorsFile
 
     name = {"file": "matrix", "folder": "two-files"}[kind]

@@ -1,6 +1,7 @@
-"""Compile kernels for a GPU that need not be there, as they would be launched.
+"""Compile kernels as they would be launched, on a machine without the GPU.
 
-As a program, compiles every case below for each architecture and prints what came of it as JSON.
+``python tests/kernels/compiling.py 90`` compiles every case below for compute capability 9.0 and
+prints, as JSON, what each compiled kernel needs.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from vllm_module.kernels import dtypes, scaled_matmul
-from vllm_module.kernels import paged_attention_triton as attention_kernels
+from vllm_module.kernels import dtypes, paged_attention_decode, scaled_matmul
 from vllm_module.kernels.act_and_mul import act_and_mul_quantize_triton, act_and_mul_triton
 from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
@@ -37,8 +37,9 @@ from vllm_module.kernels.rms_norm import (
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
 
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_COUNTED = ("HGMMA", "QGMMA", "HMMA", "QMMA", "LDGSTS", "LDG.E.128", "STG.E.128", "STL", "LDL")
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Of PTX: disassembling the machine code takes far longer than compiling it.
+_COUNTED = ("wgmma.mma_async", "mma.sync", "cp.async.cg", "ld.global.v4", "st.global.v4")
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -54,7 +55,7 @@ _TYPES = {
 
 @dataclass
 class Compiled:
-    """What a kernel of one configuration needs of the GPU, and what its machine code has."""
+    """What one configuration of a kernel needs of the GPU, and some instructions it has."""
 
     case: str
     kernel: str
@@ -72,8 +73,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(jit.params):
         value, name = arguments[parameter.name], parameter.name
-        one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or one:
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
@@ -82,8 +83,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
-            if value % 16 == 0 and not free:
+            unaligned = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if value % 16 == 0 and not unaligned:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(jit, signature, constants, attributes)
 
@@ -94,9 +95,9 @@ def compiled(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
-        code = _run("nvdisasm", "-c", file.name)
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+        command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     return Compiled(
         case="",
         kernel=jit.__name__,
@@ -104,20 +105,15 @@ def compiled(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any
         warps=kernel.metadata.num_warps,
         stages=kernel.metadata.num_stages,
         shared=kernel.metadata.shared,
-        registers=int(found["REG"]),
-        spilled=int(found["STACK"]) + int(found["LOCAL"]),
-        instructions={name: count for name in _COUNTED if (count := code.count(f" {name}"))},
+        registers=int(resources["REG"]),
+        spilled=int(resources["STACK"]) + int(resources["LOCAL"]),
+        instructions={n: count for n in _COUNTED if (count := kernel.asm["ptx"].count(n))},
     )
-
-
-def _run(tool: str, *arguments: str) -> str:
-    path = _TOOLS / tool
-    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager
 def launching(instead: Callable[[JITFunction, dict[str, Any], dict[str, Any]], None]) -> Iterator:
-    """Call this, with a kernel, its arguments and its options, for each launch in this context."""
+    """Call ``instead`` with kernel, arguments and options, in place of each launch."""
     run = JITFunction.run
 
     def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -136,7 +132,7 @@ def launching(instead: Callable[[JITFunction, dict[str, Any], dict[str, Any]], N
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Compiled]]:
-    """Compile, in place of running them, the kernels that are launched in this context."""
+    """Compile the kernels that are launched in this context, in place of running them."""
     done: list[Compiled] = []
     with launching(lambda *launch: done.append(compiled(*launch, capability))):
         yield done
@@ -211,7 +207,7 @@ def norm(
     residual: bool = False,
     group: int | None = None,
 ) -> Callable[[], object]:
-    """Normalize rows, with a residual, into FP8 by groups (0: by a static scale), or neither."""
+    """Normalize rows, with or without a residual, and quantize by groups (0: by a static scale)."""
 
     def launch() -> None:
         x, weight = meta(2, rows, columns, dtype=dtype)[0], meta(columns, dtype=dtype)
@@ -233,7 +229,7 @@ def norm_of_heads() -> object:
 
 
 def gated(columns: int, activation: str, group: int | None = None) -> Callable[[], object]:
-    """Multiply by an activated gate, into FP8 by groups (0: by a static scale) where given."""
+    """Multiply by an activated gate, and quantize by groups (0: by a static scale)."""
 
     def launch() -> object:
         x = meta(8192, 2 * columns)
@@ -272,7 +268,7 @@ def copied(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], obj
 def quantized(
     rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, static: bool = False
 ) -> Callable[[], object]:
-    """Quantize by blocks, by scales that are made or given."""
+    """Quantize by blocks, with computed or given scales."""
     scale = meta(-(-rows // block[0]), -(-columns // block[1]), dtype=FP32)
     quantize = quantize_static_triton if static else quantize_triton
     return lambda: quantize(meta(rows, columns), meta(rows, columns, dtype=dtype), scale, *block)
@@ -281,7 +277,7 @@ def quantized(
 def multiplied(
     m: int, n: int, k: int, kind: str, rows: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[], object]:
-    """Multiply ``[m, k]`` by a weight ``[n, k]`` with a scale a row, or a block of ``rows``."""
+    """Multiply ``[m, k]`` by a weight ``[n, k]`` with a scale for each block of ``rows``."""
     block = (1, k) if rows == 1 else (rows, rows)
     groups = -(-k // block[1])
     scale = meta(-(-n // block[0]), groups, dtype=FP32)
@@ -389,9 +385,9 @@ HOPPER: dict[str, Callable[[], object]] = {
 
 
 def main(capability: int) -> None:
-    """Compile every case and print a list of what came of each kernel."""
-    # Tiles depend on it, and meta tensors are on no device that could be asked.
-    for module in (dtypes, scaled_matmul, attention_kernels):
+    """Compile every case and print a list with an entry for each kernel."""
+    # The choice of tiles depends on the capability, and a meta tensor's device has none.
+    for module in (dtypes, scaled_matmul, paged_attention_decode):
         module.capability = lambda _: divmod(capability, 10)
     results = []
     for name, launch in (CASES | HOPPER if capability == 90 else CASES).items():

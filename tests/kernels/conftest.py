@@ -1,4 +1,4 @@
-"""What tests of kernels run under: Triton's interpreter, casts mended, and one rule of error."""
+"""Fixtures for kernel tests: an interpreter with correct casts, and one rule of accuracy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORED = {
 
 
 def widened(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """Return numbers that are stored as integers in float32, others as they are."""
+    """Return numbers that are stored as integers as float32, and others unchanged."""
     if dtype not in STORED:
         return data
     _, integers, floats = STORED[dtype]
@@ -33,7 +33,7 @@ def integers_of(dtype: torch.dtype) -> type:
 
 
 def narrowed(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """Round float32 to even; as on the device, FP8 saturates and stays NaN."""
+    """Round float32 to even; as on the device, FP8 saturates and keeps NaN."""
     if dtype not in STORED:
         return data.astype(interpreter._get_np_dtype(dtype))
     stored, integers, floats = STORED[dtype]
@@ -66,7 +66,7 @@ def arithmetic(original: Callable[..., object]) -> Callable[..., object]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter() -> Iterator[None]:
-    """Make the interpreter's casts and products those of the device."""
+    """Make the interpreter cast and multiply as the device does."""
     builder = interpreter.InterpreterBuilder
     # numpy warns of infinities that a device computes with in silence.
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
@@ -80,7 +80,7 @@ def _interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def as_accurate() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Hold a kernel's error, in norm, to at most twice that of torch in the same precision."""
+    """Allow a kernel at most twice the error, in norm, of torch in the same precision."""
 
     def check(output: torch.Tensor, exact: torch.Tensor, low: torch.Tensor) -> None:
         assert output.shape == exact.shape == low.shape

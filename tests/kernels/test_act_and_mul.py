@@ -70,7 +70,7 @@ VIEWS: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
 @dtypes
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_it_is_as_accurate_as_torch(view, dtype, activation: str, as_accurate) -> None:
-    """Whatever the shape and the strides, the result is float64's as nearly as torch's is."""
+    """For any shape and strides, the result is as near to float64's as torch's is."""
     x = view(dtype)
     y = kernel.act_and_mul_triton(x, activation)
     assert y.dtype == dtype
@@ -80,7 +80,7 @@ def test_it_is_as_accurate_as_torch(view, dtype, activation: str, as_accurate) -
 @activations
 @dtypes
 def test_the_whole_range_of_the_gate(dtype: torch.dtype, activation: str, as_accurate) -> None:
-    """Gates from the least to the greatest number neither overflow nor lose their tails."""
+    """Gates from the smallest to the largest number do not overflow, and keep their tails."""
     most = torch.finfo(dtype).max / 2
     powers = torch.logspace(-6, 38, 400).clamp(max=most)
     gate = torch.cat((powers, -powers, torch.linspace(-12, 12, 200))).to(dtype)
@@ -92,7 +92,7 @@ def test_the_whole_range_of_the_gate(dtype: torch.dtype, activation: str, as_acc
 
 
 def test_rounding_is_once() -> None:
-    """In 16 bits the kernel's result is the nearest to float64's, nearly always."""
+    """In 16 bits, the kernel's result is nearly always the nearest to float64's."""
     x = torch.randn(64, 256).bfloat16()
     nearest = exact(x, "silu").bfloat16()
     once = kernel.act_and_mul_triton(x, "silu") == nearest
@@ -104,7 +104,7 @@ def test_rounding_is_once() -> None:
 @activations
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_the_references(activation: str, bad: float) -> None:
-    """NaN and infinity, in the gate or beside it, give what torch gives, in their own place."""
+    """NaN and infinity, in gate or up, give what torch gives, and only in their own element."""
     x = torch.randn(3, 32)
     x[0, 3] = x[1, 20] = bad
     got, expected = (
@@ -146,7 +146,7 @@ def by_definition(
 def test_fused_quantization_is_that_of_the_result(
     shape, dtype, activation, quantized, group, held, seed
 ) -> None:
-    """Quantizing in the same kernel gives the bits of quantizing the result it would write."""
+    """Quantizing in the kernel gives the bits of quantizing its written result."""
     generator = torch.Generator().manual_seed(seed)
     shape = (*shape[:-1], 2 * shape[-1])
     x = (torch.randn(shape, generator=generator) * 3).to(dtype)
@@ -164,7 +164,7 @@ def test_fused_quantization_is_that_of_the_result(
 
 @pytest.mark.parametrize("group", [None, 16])
 def test_the_public_functions(group: int | None) -> None:
-    """On the CPU they are torch's activations, and scales by their definition."""
+    """On the CPU, they are torch's activations, with scales by their definition."""
     x = torch.randn(2, 3, 80).bfloat16()
     gate, up = x.chunk(2, -1)
     cases = [
@@ -188,7 +188,7 @@ def test_the_public_functions(group: int | None) -> None:
 
 
 def test_nothing_is_written_outside(monkeypatch) -> None:
-    """Of results that lie between others, nothing but their own elements is written."""
+    """A kernel writes nothing around its results."""
     guards = []
 
     def empty(*shape, dtype=None, device=None) -> torch.Tensor:
@@ -213,7 +213,7 @@ def test_nothing_is_written_outside(monkeypatch) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Rows are found where a row's number times its stride does not fit 32 bits."""
+    """Rows are found if their index times the stride exceeds 32 bits."""
     stride = 1 << 30
     memory = torch.frombuffer(mmap.mmap(-1, 2 * (3 * stride + 64)), dtype=torch.bfloat16)
     x = memory.as_strided((4, 64), (stride, 1))
@@ -226,7 +226,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0), (0,), (2, 0, 8)])
 def test_empty(shape: tuple[int, ...]) -> None:
-    """Without rows or columns nothing is launched, and results are as empty as the reference's."""
+    """Without rows or columns, nothing is launched and results are empty, like the reference's."""
     x, half = torch.empty(shape), (*shape[:-1], shape[-1] // 2)
     assert silu_and_mul(x).shape == kernel.act_and_mul_triton(x, "silu").shape == half
     for static, group in ((None, None), (None, 16), (torch.tensor(2.0), None)):
@@ -257,7 +257,7 @@ X = torch.randn(3, 16)
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:
-    """What does not fit is refused with what was expected and what came."""
+    """Arguments that do not fit are refused, with what was expected and what came."""
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -274,7 +274,7 @@ calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 
 @calls
 def test_meta_tensors(call) -> None:
-    """On the meta device results have the shapes and dtypes that they have elsewhere."""
+    """On the meta device, results have the same shapes and dtypes as elsewhere."""
     x = torch.randn(2, 3, 80).bfloat16()
     for one, other in zip(call(x), call(x.to("meta")), strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
@@ -283,7 +283,7 @@ def test_meta_tensors(call) -> None:
 
 @calls
 def test_compiled_whole(call) -> None:
-    """torch.compile takes the calls without a break, and gives the same bits."""
+    """torch.compile traces the calls without a graph break, with the same bits."""
     x = torch.randn(4, 80)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for one, other in zip(compiled(x), call(x), strict=True):
@@ -291,7 +291,7 @@ def test_compiled_whole(call) -> None:
 
 
 def test_operators_are_what_they_say() -> None:
-    """The operators' schemas and fakes hold, by PyTorch's own check."""
+    """The operators' schemas and fakes pass PyTorch's own check."""
     for x in (torch.randn(4, 80), torch.randn(80, 4).t(), torch.randn(3, 4, 80).transpose(0, 1)):
         torch.library.opcheck(OPS.act_and_mul.default, (x, "gelu"))
         torch.library.opcheck(OPS.act_and_mul.default, (x, "silu"))
@@ -301,7 +301,7 @@ def test_operators_are_what_they_say() -> None:
 
 
 def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels cannot convert to FP8, the result is written, and then quantized by torch."""
+    """If kernels cannot convert to FP8, torch quantizes the written result."""
     x = torch.randn(4, 80)
     calls = [
         (x, "silu", dtype, group, static)

@@ -1,4 +1,4 @@
-"""The benchmark of kernels needs a GPU; that its cases and checks are right, none."""
+"""The benchmark of kernels needs a GPU; these tests of its cases and checks do not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def runs() -> ModuleType:
 
 @pytest.fixture
 def _interpreted(monkeypatch: pytest.MonkeyPatch, runs: ModuleType) -> None:
-    """Let public functions launch their kernels, here in the interpreter."""
+    """Make public functions launch their kernels, in the interpreter."""
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm_module.kernels."):
             for operator in [x.removesuffix("_triton") for x in vars(module)]:
@@ -42,7 +42,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch, runs: ModuleType) -> None:
 
 @pytest.fixture
 def _scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have torch._scaled_mm take scales by rows, as on a GPU; on the CPU torch 2.11 does not."""
+    """Let torch._scaled_mm take row scales, as on a GPU; torch 2.11 does not on the CPU."""
 
     def multiply(x, weight, *, scale_a, scale_b, out_dtype, use_fast_accum) -> torch.Tensor:
         assert scale_a.shape == (len(x), 1)
@@ -55,7 +55,7 @@ def _scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_gpu_will_run(runs: ModuleType) -> None:
-    """Every operation is tested here, every case has a name of its own, every target its cases."""
+    """Every operation is tested here, case names are unique, and every target has cases."""
     assert list(runs.OPERATIONS) == NAMES
     cases = [case for name in NAMES for case in runs.OPERATIONS[name](False)]
     assert len({case.name for case in cases}) == len(cases)
@@ -69,14 +69,14 @@ def test_what_a_gpu_will_run(runs: ModuleType) -> None:
 @pytest.mark.usefixtures("_interpreted")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_case_passes_its_check(runs: ModuleType, name: str) -> None:
-    """Kernels pass on small inputs, as they must to be timed on large ones."""
+    """Kernels pass their checks on small inputs."""
     for case in runs.OPERATIONS[name](True):
         runs.check(case, seed=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_result_does_not_pass(runs: ModuleType, name: str) -> None:
-    """An element that is off, or that nobody wrote, fails the check of any operation."""
+    """A wrong or unwritten element fails the check of any operation."""
     case = next(iter(runs.OPERATIONS[name](True)))
 
     for wrong in (torch.nan, 1e4):
@@ -97,7 +97,7 @@ def test_a_wrong_result_does_not_pass(runs: ModuleType, name: str) -> None:
 def test_peers_that_need_no_gpu_give_the_same(
     runs: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch is asked for beside the kernels computes the same function."""
+    """Torch's functions that are timed beside the kernels compute the same."""
     monkeypatch.setattr(
         runs, "clock", lambda call, sets, seconds: {"median": 1.0, "sets": len(sets)}
     )
@@ -118,7 +118,7 @@ def test_peers_that_need_no_gpu_give_the_same(
 
 
 def test_the_clock_calls_on_every_set(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph holds a call on each set of inputs, and its time is shared among them."""
+    """A graph calls the operation once on each set of inputs, which share its time."""
     calls, replays = [], []
     graph = SimpleNamespace(replay=lambda: replays.append(len(calls)))
     event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 30.0)
@@ -136,7 +136,7 @@ def test_the_clock_calls_on_every_set(runs: ModuleType, monkeypatch: pytest.Monk
 def test_what_is_wrong_is_not_timed(
     runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """An operation with a failed check has no times, others have, and the status is 1."""
+    """An operation with a failed check is not timed, others are, and the exit status is 1."""
     asked = []
 
     def child(arguments: list[str], seconds: float) -> tuple[list, int]:
@@ -172,7 +172,7 @@ def test_what_is_wrong_is_not_timed(
 
 @pytest.mark.usefixtures("_scaled_mm")
 def test_ceilings_are_of_right_products(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's rates are bytes read and written and products added, a second."""
+    """The device's rates count bytes read and written, and multiply-adds, for each second."""
     calls = []
 
     def clock(call, sets, seconds: float) -> dict:
@@ -188,7 +188,7 @@ def test_ceilings_are_of_right_products(runs: ModuleType, monkeypatch: pytest.Mo
 
 
 def test_a_summary_says_what_reached_its_target(runs: ModuleType) -> None:
-    """Each bucket has its worst and its middle, and how many of it are as fast as asked for."""
+    """Each bucket shows its worst and median case, and how many reach the target."""
     times = [1.0, 2.0, 1.1]
     results = [
         {"name": "x", "bucket": "copy_blocks", "time": {"median": t}, "floor": 1.0, "moved": 9,
@@ -204,7 +204,7 @@ def test_a_summary_says_what_reached_its_target(runs: ModuleType) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
 def test_without_a_gpu_it_says_so() -> None:
-    """It exits with what is missing, and imports nothing but torch, Triton and its own folder."""
+    """Its exit message says what is missing; it needs only torch, Triton and its own folder."""
     command = [sys.executable, str(BENCH / "kernels.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 1
@@ -212,7 +212,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_it_is_not_taken_for_the_package_named_kernels() -> None:
-    """Transformers, which tries to import kernels, can be imported by the benchmarks beside it."""
+    """The benchmarks beside it can import transformers, which tries to import kernels."""
     code = f"""
 import sys
 sys.path.insert(0, {str(BENCH)!r})

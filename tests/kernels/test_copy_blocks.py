@@ -25,7 +25,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("planes", [(), (2,), (3, 2)])
 def test_each_page_is_copied_in_every_plane_and_others_stay(planes: tuple[int, ...]) -> None:
-    """One call copies the same pages of all layers, of keys and of values; a source may repeat."""
+    """One call copies the same pages of all layers, keys and values; a source may repeat."""
     cache = torch.randn(*planes, 6, *PAGE)
     expected = cache.clone()
     for source, destination in ((4, 0), (1, 5), (4, 2)):
@@ -87,7 +87,7 @@ def test_nothing_to_copy(copy) -> None:
 
 
 def test_offsets_beyond_int32() -> None:
-    """Pages and planes are found where strides alone fit 32 bits."""
+    """Pages and planes are found if their offsets exceed 32 bits."""
     gigabyte, step = 2**30, 2**20
     far = torch.frombuffer(mmap.mmap(-1, 2**34), dtype=torch.int8)
     strides = (gigabyte + step, gigabyte + 4 * step, gigabyte + 16 * step, 10, 5, 1)
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused(cache: torch.Tensor, mapping: list, messag
 
 
 def test_the_operator() -> None:
-    """It is registered with its mutation and a fake, and compiles with the rest of a graph."""
+    """It is registered with its mutation and a fake, and compiles within a graph."""
     mapping = torch.tensor([[1, 0], [2, 3]])
     torch.library.opcheck(
         torch.ops.vllm_module.copy_blocks.default, (torch.randn(2, 4, *PAGE), mapping)

@@ -1,4 +1,4 @@
-"""Products by oneDNN and by torch: as precise, and alike in all that is not speed."""
+"""Products by oneDNN and by torch differ in speed alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_module.kernels.linear import linear
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch) -> Iterator[None]:
-    """Small products too are for oneDNN, and nobody will ask for a gradient."""
+    """Send small products to oneDNN too, in inference mode."""
     monkeypatch.setattr(home, "_LARGE", 0)
     with torch.inference_mode():
         yield
@@ -38,7 +38,7 @@ def cut(shape: tuple[int, ...], step: int, generator: torch.Generator) -> torch.
 )
 @settings(suppress_health_check=["function_scoped_fixture"])
 def test_any_shape_and_strides(outer, columns, rows, biased, step, transposed) -> None:
-    """As near to float64 as torch's own, whatever is empty, cut or turned."""
+    """The result is as near to float64 as torch's, for empty, cut or transposed tensors too."""
     generator = torch.Generator().manual_seed(columns * 71 + rows)
     x = cut((*outer, columns), step, generator)
     weight = cut((rows, columns), step, generator)
@@ -55,7 +55,7 @@ def test_any_shape_and_strides(outer, columns, rows, biased, step, transposed) -
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_onednn_is_what_multiplies(monkeypatch) -> None:
-    """In float32 on the CPU alone, and only where no derivative can be asked for."""
+    """oneDNN is used in float32 on the CPU, and only in inference mode."""
     x, weight = torch.randn(3, 4), torch.randn(5, 4)
     calls = []
     monkeypatch.setattr(home.F, "linear", lambda *args: calls.append(args))
@@ -81,7 +81,7 @@ def test_onednn_is_what_multiplies(monkeypatch) -> None:
 
 
 def test_few_numbers_of_rows_are_multiplied() -> None:
-    """A prompt of any length takes one of few programs, and not many rows for nothing."""
+    """Prompts of any length share few programs, with little padding."""
     sizes = {rows: home._padded(rows) for rows in range(1, 4097)}
     assert all(rows <= padded for rows, padded in sizes.items())
     assert all(padded <= max(8, 1.125 * rows + 7) for rows, padded in sizes.items())
@@ -92,7 +92,7 @@ def test_few_numbers_of_rows_are_multiplied() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
 @torch.inference_mode(False)
 def test_derivatives() -> None:
-    """They are those of torch, backward and forward."""
+    """Derivatives are torch's, backward and forward."""
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     for asked in (x, weight, bias):
         asked.requires_grad_()
@@ -132,21 +132,21 @@ def test_other_dtypes_and_devices_are_refused_by_torch() -> None:
 
 @torch.inference_mode(False)
 def test_it_compiles() -> None:
-    """torch.compile takes it without a break."""
+    """torch.compile traces it without a graph break."""
     x, weight = torch.randn(3, 4), torch.randn(5, 4)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, weight), F.linear(x, weight))
 
 
 def test_strides_of_the_bias_alone() -> None:
-    """A bias that is a part of something is added as it is."""
+    """A bias that is a view of a larger tensor is added correctly."""
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(10)[::2]
     torch.testing.assert_close(linear(x, weight, bias), x @ weight.t() + bias)
 
 
 @pytest.mark.parametrize("rows", [1, 15, 40])
 def test_rows_are_padded(monkeypatch, rows) -> None:
-    """What is multiplied has one of few numbers of rows; the output has those of the input."""
+    """Rows are padded to a few sizes, and the output has the rows of the input."""
     x, weight, seen = torch.randn(rows, 4), torch.randn(5, 4), []
 
     def padded(count: int) -> int:
@@ -159,7 +159,7 @@ def test_rows_are_padded(monkeypatch, rows) -> None:
 
 
 def test_a_bias_of_one_is_for_torch() -> None:
-    """It is added to every column, or refused, as torch does."""
+    """A bias of one element is broadcast or refused, as in torch."""
     x, weight = torch.randn(3, 4), torch.randn(5, 4)
     outcomes = []
     for way in (F.linear, linear):

@@ -1,4 +1,4 @@
-"""What every operation shares: refusals, what is checked when, and kernels without Triton."""
+"""What all operations share: refusals, when values are checked, and importing without Triton."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sizes = st.lists(st.integers(0, 4), max_size=4)
 
 @given(sizes, st.data())
 def test_no_tensor_whose_elements_share_memory_is_written(shape, data) -> None:
-    """Of any sizes and strides, it is refused if two elements have one place."""
+    """For any sizes and strides, a tensor is refused if two elements share memory."""
     strides = [data.draw(st.integers(0, 30)) for _ in shape]
     tensor = torch.zeros(500).as_strided(shape, strides)
     places = torch.arange(500).as_strided(shape, strides)
@@ -35,7 +35,7 @@ def test_no_tensor_whose_elements_share_memory_is_written(shape, data) -> None:
 
 @given(sizes.flatmap(st.permutations), st.data())
 def test_parts_of_a_tensor_are_written(shape, data) -> None:
-    """Whatever is cut out of a contiguous tensor, in steps and in any order, is accepted."""
+    """Any view of a contiguous tensor, in steps and permuted, is accepted."""
     steps = [data.draw(st.integers(1, 3)) for _ in shape]
     whole = torch.zeros([size * step + 1 for size, step in zip(shape, steps, strict=True)])
     part = whole[tuple(slice(1, None, step) for step in steps)]
@@ -43,12 +43,12 @@ def test_parts_of_a_tensor_are_written(shape, data) -> None:
 
 
 def shared(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what is expanded along its second dimension."""
+    """Return a tensor that is expanded along its second dimension."""
     return torch.zeros(shape[0], 1, *shape[2:], dtype=dtype).expand(shape)
 
 
 def test_operations_refuse_to_write_what_shares_memory() -> None:
-    """Each names the argument it would have written in no order."""
+    """Each operation names the argument whose elements share memory."""
     x, angles = torch.zeros(3, 4, 8), torch.zeros(3, 4)
     cache, slots = torch.zeros(5, 2, 4, 8), torch.arange(3)
     pages = torch.tensor([[0, 1]])
@@ -71,21 +71,21 @@ def test_operations_refuse_to_write_what_shares_memory() -> None:
 
 
 def test_pages_that_overlap_are_refused() -> None:
-    """A page must not lie half in the next one."""
+    """Pages that overlap are refused."""
     cache = torch.zeros(40).as_strided((4, 1, 1, 10), (5, 10, 10, 1))
     with pytest.raises(ValueError, match=r"kv_cache is written, .* strides \[5, 10, 10, 1\]"):
         copy_blocks(cache, torch.tensor([[0, 2]]))
 
 
 def test_any_shape_can_be_expected() -> None:
-    """No shape is no demand; dtypes and devices still are."""
+    """Without a shape, dtype and device are still checked."""
     expect("x", torch.zeros(2, 3), None, (torch.float32,))
     with pytest.raises(ValueError, match=r"x must be torch.int8, got torch.float32"):
         expect("x", torch.zeros(2, 3), None, (torch.int8,))
 
 
 def test_values_are_checked_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU always; of tensors that have none, and while a graph is captured, never."""
+    """Values are always checked on the CPU; never on meta or while a graph is captured."""
     assert checks_values(torch.zeros(1))
     assert not checks_values(torch.zeros(1, device="meta"))
     with FakeTensorMode():
@@ -105,7 +105,7 @@ def test_values_are_checked_where_there_are_some(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernels_are_imported_where_there_is_no_triton() -> None:
-    """Without the package, plain torch serves every operation."""
+    """Without Triton, plain torch computes every operation."""
     program = """
 import sys
 sys.modules["triton"] = sys.modules["triton.language"] = None

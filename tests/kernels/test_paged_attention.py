@@ -13,9 +13,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import paged_attention as home
-from vllm_module.kernels import paged_attention_triton as kernel
+from vllm_module.kernels import paged_attention as public
+from vllm_module.kernels import paged_attention_decode, paged_attention_reference
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
+from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
 
 # Tokens of each sequence before this step and in it: whole prompts, single tokens, later chunks
@@ -25,7 +26,7 @@ GARBAGE = [2**31 - 1, -(2**31), -1, 10**6]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 implementations = pytest.mark.parametrize(
-    "attend", [paged_attention, kernel.paged_attention_triton], ids=["torch", "triton"]
+    "attend", [paged_attention, paged_attention_triton], ids=["torch", "triton"]
 )
 
 
@@ -162,7 +163,7 @@ def test_mixed_lengths(page: int, window: int | None, attend) -> None:
 @implementations
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (5, 1), (15, 3), (17, 1)])
 def test_grouped_heads(heads: int, kv_heads: int, attend) -> None:
-    """Consecutive query heads share a key-value head, groups of five and of 17 included."""
+    """Consecutive query heads share a key-value head, in groups of five and of 17 too."""
     make_batch(MIXED, 5, heads, kv_heads).check(attend)
 
 
@@ -186,29 +187,30 @@ def test_lengths_on_and_beside_the_edges_of_tiles_and_pages(attend) -> None:
 @pytest.mark.parametrize("window", [None, 300])
 def test_contexts_are_split_and_summed_up(window: int | None, monkeypatch) -> None:
     """Contexts of several splits attend as densely, also where splits grow with the context."""
-    monkeypatch.setattr(kernel, "SPLIT", 128)
-    monkeypatch.setattr(kernel, "MOST_SPLITS", 4)
+    monkeypatch.setattr(paged_attention_decode, "SPLIT", 128)
+    monkeypatch.setattr(paged_attention_decode, "MAX_SPLITS", 4)
     lengths = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1), (1030, 1)]
     sinks = torch.randn(2)
     batch = make_batch(lengths, 16, 2, 1, sliding_window=window, sinks=sinks)
-    batch.check(kernel.paged_attention_triton)
-    monkeypatch.setattr(kernel, "_PROGRAMS", 7)  # one program a sequence, which walks all splits
-    assert torch.equal(batch.run(kernel.paged_attention_triton), again(batch))
+    batch.check(paged_attention_triton)
+    # With one program a sequence, that program works on all of its splits.
+    monkeypatch.setattr(paged_attention_decode, "_PROGRAMS", 7)
+    assert torch.equal(batch.run(paged_attention_triton), again(batch))
 
 
 def again(batch: Batch) -> torch.Tensor:
     """Run with as many programs as splits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_PROGRAMS", 8192)
-        return batch.run(kernel.paged_attention_triton)
+        patch.setattr(paged_attention_decode, "_PROGRAMS", 8192)
+        return batch.run(paged_attention_triton)
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
-    """Bits are the same alone and among others, in a table of any width."""
+    """A token's bits are the same alone and in a batch, with a block table of any width."""
     lengths = [(700, 1), (0, 9), (12, 1), (130, 40), (0, 1)]
     batch = make_batch(lengths, 16, 2, 1, softcap=4.0)
-    whole = batch.run(kernel.paged_attention_triton)
-    assert batch.block_tables.shape[1] * 16 > kernel.SPLIT  # by parts
+    whole = batch.run(paged_attention_triton)
+    assert batch.block_tables.shape[1] * 16 > paged_attention_decode.SPLIT  # by parts
     starts = batch.query_start_loc.tolist()
     for index, (before, new) in enumerate(lengths):
         needed = -(-(before + new) // 16)
@@ -220,13 +222,13 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
             query_start_loc=torch.tensor([0, new], dtype=torch.int32),
             max_query_len=new,
         )
-        result = alone.run(kernel.paged_attention_triton)
+        result = alone.run(paged_attention_triton)
         assert torch.equal(result, whole[starts[index] : starts[index + 1]])
 
 
 @implementations
 def test_pages_of_nobody_and_rests_of_pages_are_not_read(attend) -> None:
-    """NaN in pages of nobody, past a sequence's end and in its unused entries reaches no output."""
+    """NaN in free pages, past a sequence's end and in unused entries reaches no output."""
     batch = make_batch(MIXED, 7)
     owned = sum(before + new for before, new in MIXED)
     slots = batch.k_cache[..., 0, 0].numel()
@@ -238,7 +240,7 @@ def test_pages_of_nobody_and_rests_of_pages_are_not_read(attend) -> None:
 @implementations
 @pytest.mark.parametrize("window", [1, 3])
 def test_what_a_window_has_left_behind_does_not_matter(window: int, attend) -> None:
-    """What no new token sees any more, values of any size or NaN, changes not one bit."""
+    """Tokens that the window has left, whatever they hold, change no bit."""
     batch = make_batch([(20, 2)], 4, sliding_window=window)
     pages = batch.block_tables[0, :6].long()
     gone = 22 - 2 - window + 1  # tokens that the first new token does not see
@@ -255,7 +257,7 @@ def test_what_a_window_has_left_behind_does_not_matter(window: int, attend) -> N
 
 @implementations
 def test_tokens_of_no_sequence_get_zeros(attend) -> None:
-    """Padding, as sequences of length 0 or tokens after the last sequence, gets zeros."""
+    """Padding, sequences of length 0 and tokens after the last sequence, gets zeros."""
     batch = make_batch([(0, 3), (4, 1)], 4, sinks=torch.randn(4))
     padding = torch.full((5, *batch.query.shape[1:]), torch.nan)
     padded = replace(
@@ -294,7 +296,7 @@ def test_a_step_of_padding_alone(attend) -> None:
 
 @implementations
 def test_nan_stays_in_its_sequence(attend) -> None:
-    """A sequence whose keys are NaN gives NaN, and the others what they gave before."""
+    """A sequence whose keys are NaN gives NaN, and other sequences do not change."""
     batch = make_batch(MIXED, 7)
     before = batch.run(attend)
     batch.k_cache[batch.block_tables[0, 0]] = torch.nan
@@ -332,7 +334,7 @@ def test_views_of_larger_tensors(attend) -> None:
 
 @implementations
 def test_slopes_and_sinks_that_are_views(attend) -> None:
-    """Slopes and sinks of every other head, or one for all heads, are taken by their strides."""
+    """Slopes and sinks may be strided or expanded views."""
     slopes, sinks = torch.rand(8)[::2], torch.randn(1).expand(4)
     make_batch(MIXED, 7, alibi_slopes=slopes, sinks=sinks).check(attend)
 
@@ -377,7 +379,7 @@ def margins(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_wrong_lengths_write_nothing_out_of_bounds(
     page: int, changes: dict[str, Any], margins: list[torch.Tensor]
 ) -> None:
-    """Where values are not checked, starts and lengths that are wrong write to no other memory."""
+    """If values are not checked, wrong starts and lengths write nothing out of bounds."""
     batch = make_batch(MIXED, page)
     batch.block_tables.clamp_(0, len(batch.k_cache) - 1)  # pages that are read are not bounded
     for cache in (batch.k_cache, batch.v_cache):
@@ -385,14 +387,14 @@ def test_wrong_lengths_write_nothing_out_of_bounds(
     margins.clear()
     for name, value in changes.items():
         setattr(batch, name, int32(*value) if isinstance(value, list) else value)
-    output = batch.run(kernel.paged_attention_triton)
+    output = batch.run(paged_attention_triton)
     assert output.shape == batch.query.shape
     assert len(margins) == (2 if page == 4 else 6)  # of the output, parts, and maxima with sums
     assert all(bool((margin == 7).all()) for margin in margins)
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Pages whose first element is beyond 2**31 elements of the cache are found, new and old."""
+    """Pages that start beyond 2**31 elements of the cache are found."""
     page, heads, size, pages = 16, 8, 128, 140_000  # 2.3e9 elements, of which three pages exist
     numbers = pages * page * heads * size
     memory = [mmap.mmap(-1, numbers * 2) for _ in range(2)]
@@ -407,14 +409,14 @@ def test_offsets_beyond_32_bits() -> None:
     tables = small.block_tables.clone()
     tables[[0, 0, 1], [0, 1, 0]] = far.int()
     big = replace(small, k_cache=k_cache, v_cache=v_cache, block_tables=tables)
-    result = big.run(kernel.paged_attention_triton)
-    assert torch.equal(result, small.run(kernel.paged_attention_triton))
+    result = big.run(paged_attention_triton)
+    assert torch.equal(result, small.run(paged_attention_triton))
     del k_cache, v_cache, cache, big
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Draw a step of any kind, of lengths that gather around the edges of tiles."""
+    """Draw a step of any kind, with lengths near the edges of tiles."""
     dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     cache_dtype = draw(st.sampled_from([dtype, dtype, *FP8]))
     length = st.sampled_from([0, 1, 2, 5, 15, 16, 17, 31, 33, 64, 127, 128, 130])
@@ -450,8 +452,8 @@ def batches(draw: st.DrawFn) -> Batch:
 @given(batch=batches())
 @settings(max_examples=50, phases=[Phase.generate])  # shrinking would take minutes
 def test_no_kernel_is_less_accurate_than_torch(batch: Batch, as_accurate) -> None:
-    """Of any step, the kernel's error to float64 is at most twice that of torch in its dtype."""
-    output = batch.run(kernel.paged_attention_triton)
+    """For any step, the kernel's error to float64 is at most twice that of torch in its dtype."""
+    output = batch.run(paged_attention_triton)
     assert output.dtype == batch.query.dtype
     as_accurate(output, batch.expected, batch.low)
 
@@ -464,14 +466,14 @@ def test_large_queries_fit_the_float16_that_eight_bits_are_multiplied_in(dtype) 
     batch.query[0] *= 1e4 if dtype == torch.float16 else 1e6
     batch.query[1] = 0
     exact = replace(batch, query=batch.query.float()).run()
-    output = batch.run(kernel.paged_attention_triton)
+    output = batch.run(paged_attention_triton)
     torch.testing.assert_close(output.float(), exact, rtol=0.02, atol=0.02)
 
 
 def test_scores_of_any_size_do_not_overflow() -> None:
     """Soft-capped and plain scores in the thousands, and sinks, give finite weights."""
     for options in ({"softcap": 50.0}, {}, {"sinks": torch.tensor([3000.0, -3000.0, 0.0, 1e5])}):
-        make_batch(MIXED, 5, scale=500.0, **options).check(kernel.paged_attention_triton, 2e-4)
+        make_batch(MIXED, 5, scale=500.0, **options).check(paged_attention_triton, 2e-4)
 
 
 def test_causal_attention_is_that_of_one_sequence() -> None:
@@ -601,14 +603,14 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_refused_with_the_numbers(name: str) -> None:
-    """What does not fit, or points outside of the cache, is a ValueError that says what came."""
+    """Arguments that do not fit, or point beyond the cache, raise ValueError with what came."""
     make, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         make().run()
 
 
 def test_the_operator_is_traced_and_runs_on_meta() -> None:
-    """torch.compile takes it whole, its fake has the shapes of what it returns, and meta works."""
+    """torch.compile traces it whole, its fake has the right shapes, and it runs on meta."""
     batch = make_batch(MIXED, 7)
     arguments = (*list(vars(batch).values())[:8], None)
     torch.library.opcheck(torch.ops.vllm_module.paged_attention.default, arguments)
@@ -618,18 +620,18 @@ def test_the_operator_is_traced_and_runs_on_meta() -> None:
     assert paged_attention(*on_meta).is_meta
 
 
-@pytest.mark.parametrize("together", [1, 32 * 40, 32 * 70, 32 * 90])
-def test_single_tokens_are_worked_on_in_parts(together: int, monkeypatch) -> None:
-    """However few keys are worked on at once, each token is attended from once."""
-    monkeypatch.setattr(home, "_TOGETHER", together)
+@pytest.mark.parametrize("keys", [1, 32 * 40, 32 * 70, 32 * 90])
+def test_single_tokens_are_worked_on_in_parts(keys: int, monkeypatch) -> None:
+    """Single tokens may be batched in any number."""
+    monkeypatch.setattr(paged_attention_reference, "_KEYS_AT_ONCE", keys)
     lengths = [(context - 1, 1) for context in (30, 1, 40, 30, 7, 2)]
     make_batch(lengths, 7).check(paged_attention)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 def test_pages_are_checked_where_they_are_read_and_nowhere_else(window: int | None) -> None:
-    """As on a GPU, where nothing else refuses them: garbage is let pass, unless it is read."""
-    check = home._check_pages
+    """A wrong page is refused if it would be read, and ignored otherwise."""
+    check = public._check_pages
     page = 4
     batch = make_batch(MIXED, page, sliding_window=window)
     batch.block_tables[4] = -1  # it has nothing new
@@ -646,7 +648,7 @@ def test_pages_are_checked_where_they_are_read_and_nowhere_else(window: int | No
 
 
 def test_nan_of_ones_own() -> None:
-    """A token that sees NaN gives NaN, though what is not seen is wiped."""
+    """A token that sees NaN gives NaN, although unseen values are zeroed."""
     batch = make_batch([(20, 1), (12, 1)], 7, softcap=30.0)
     batch.k_cache[batch.block_tables[0, 0]] = torch.nan
     output = batch.run()
@@ -657,7 +659,7 @@ def test_nan_of_ones_own() -> None:
 @implementations
 @pytest.mark.parametrize("dtype", FP8)
 def test_scales(dtype: torch.dtype, attend) -> None:
-    """What a cache of eight bits holds is multiplied by its scales, one or one for each head."""
+    """An eight-bit cache is multiplied by its scales, one or one for each head."""
     for shape in (1, 2):
         k_scale, v_scale = torch.rand(2, shape) + 0.25
         scales = {"k_scale": k_scale, "v_scale": v_scale}

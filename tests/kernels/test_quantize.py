@@ -20,7 +20,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
 def defined(wide: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple:
-    """Quantize block by block, in the words of the docstring."""
+    """Quantize block by block, as the docstring defines it."""
     rows, columns = wide.shape
     quantized = torch.empty_like(wide, dtype=dtype)
     scale = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
@@ -71,7 +71,7 @@ def test_each_block_is_quantized_by_its_largest_number(
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("block", [(4, 6), (1, 6), (2, 3)])
 def test_what_is_not_finite_shows_in_the_scale(bad: float, block: tuple[int, int]) -> None:
-    """A block with NaN or infinity has a scale that is not finite; the others are as they were."""
+    """A block with NaN or infinity has a scale that is not finite; other blocks do not change."""
     values = torch.randn(4, 6)
     clean = torch.empty(-(-4 // block[0]), -(-6 // block[1]))
     quantize(values, torch.empty(4, 6, dtype=FP8), clean, block)
@@ -98,7 +98,7 @@ def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
 
 
 def test_views_are_written_in_place() -> None:
-    """Parts of larger tensors, with strides of their own, are read and written; the rest stays."""
+    """Strided views of larger tensors are read and written, and the rest stays."""
     values = torch.randn(8, 10).t()[2:8, 1:7]
     whole, scales = torch.zeros(9, 9, dtype=torch.int8), torch.zeros(9, 1)
     quantize(values, whole[2:8, 1:7], scales[2:8], (1, 6))
@@ -120,7 +120,7 @@ def run(wide, dtype, block, how, scale=None):
 
 
 def assert_same(ours: tuple, theirs: tuple) -> None:
-    """Compare bit by bit; NaN has any bits of NaN, and what it becomes as an integer is no law."""
+    """Compare bit by bit, except that NaN may have any bits of NaN, and be any integer."""
     (quantized, scale), (expected, scales) = ours, theirs
     assert torch.equal(scale.isnan(), scales.isnan())
     assert torch.equal(
@@ -140,7 +140,7 @@ BLOCKS = [(1, 200), (1, 128), (128, 128), (130, 200), (40, 200), (50, 70)]
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_the_kernel_gives_the_bits_of_the_reference(block, dtype, wide) -> None:
-    """Whole blocks and parts, blocks that divide nothing, rows of zeros; also by given scales."""
+    """Whole and partial blocks, blocks of odd sizes, rows of zeros; also with given scales."""
     values = torch.randn(130, 200).to(wide)
     values[3] = 0
     values[5] *= 1e-3
@@ -178,7 +178,7 @@ def test_tiles_of_any_size_give_the_same_bits(shape, block, dtype, whole, part, 
 @pytest.mark.parametrize("block", [(4, 6), (1, 6), (2, 3)])
 @pytest.mark.parametrize("whole", [1, 1 << 15])
 def test_the_kernel_shows_what_is_not_finite(bad, block, whole, monkeypatch) -> None:
-    """Its blocks' scales are NaN or infinite as the reference's are, and so are their numbers."""
+    """Scales and numbers are NaN or infinite where the reference's are."""
     monkeypatch.setattr(kernel, "_WHOLE", whole)
     values = torch.randn(4, 6)
     values[2, 4] = bad
@@ -192,7 +192,7 @@ def test_the_kernel_shows_what_is_not_finite(bad, block, whole, monkeypatch) -> 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2, INT8])
 def test_every_number_between_two_is_rounded_to_even(dtype) -> None:
-    """Half-way numbers, and those beside them, for each pair of neighbours."""
+    """Ties, and the numbers beside them, for each pair of neighbours."""
     bits = torch.arange(256, dtype=torch.uint8).view(torch.uint8 if dtype == INT8 else dtype)
     numbers = torch.arange(-127.0, 128) if dtype == INT8 else bits.float()
     numbers = numbers[numbers.isfinite()].sort().values
@@ -207,7 +207,7 @@ def test_every_number_between_two_is_rounded_to_even(dtype) -> None:
 
 
 def test_fp8_is_rounded_once_where_it_is_cut_to_float16_first(monkeypatch) -> None:
-    """What a GPU before Hopper does with float32 on its way to FP8 changes no bit."""
+    """GPUs before Hopper truncate float32 to float16 on the way to FP8; the bits are the same."""
     kept = []
 
     def cut(builder: object, source: object, target: object, *rest: object) -> object:
@@ -236,7 +236,7 @@ def test_fp8_is_rounded_once_where_it_is_cut_to_float16_first(monkeypatch) -> No
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
 def test_a_gpu_without_fp8_takes_the_reference(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels cannot convert to FP8, none is launched; to int8 they can everywhere."""
+    """If kernels cannot convert to FP8, none is launched; int8 works everywhere."""
     values, block = torch.randn(4, 6), (2, 3)
     expected = run(values, dtype, block, kernel.quantize_reference)
     monkeypatch.setattr(dtypes, "capability", lambda tensor: (8, 6))
@@ -251,7 +251,7 @@ def test_a_gpu_without_fp8_takes_the_reference(dtype, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("block", [(1, 6), (2, 3), (6, 6)])
 @pytest.mark.parametrize("whole", [1, 1 << 15])
 def test_the_kernel_walks_views(how: str, block: tuple[int, int], whole, monkeypatch) -> None:
-    """Transposed and cut out of larger tensors, whose rest is NaN and stays as it is."""
+    """Tensors may be transposed views of larger ones, whose rest is NaN and stays."""
     monkeypatch.setattr(kernel, "_WHOLE", whole)
     around = torch.full((10, 9), torch.nan)
     values = around.t()[2:8, 1:7]
@@ -272,7 +272,7 @@ def test_the_kernel_walks_views(how: str, block: tuple[int, int], whole, monkeyp
 @pytest.mark.parametrize("block", [(1, 16), (3, 16)])
 @pytest.mark.parametrize("whole", [1, 1 << 15])
 def test_rows_that_are_far_apart(block: tuple[int, int], whole: int, monkeypatch) -> None:
-    """Rows lie where 32 bits do not reach from the first, read and written."""
+    """Rows are found if their offsets exceed 32 bits, read and written."""
     monkeypatch.setattr(kernel, "_WHOLE", whole)
     apart = 2**30 + 64
     memory = [mmap.mmap(-1, size * (2 * apart + 64)) for size in (2, 1)]
@@ -297,7 +297,7 @@ def test_nothing_to_quantize(shape: tuple[int, int], static: bool) -> None:
 
 @pytest.mark.parametrize("how", [quantize, quantize_static])
 def test_what_does_not_fit_is_refused(how) -> None:
-    """Each tensor is named, with what it must be and what it is."""
+    """Each tensor is named, with what was expected and what came."""
     wide, quantized, scale = torch.randn(4, 6), torch.empty(4, 6, dtype=FP8), torch.ones(2, 2)
     refused = [
         (r"wide must have the shape \[any, any\], got \[4\]", {"wide": wide[:, 0]}),
@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(how) -> None:
 
 @pytest.mark.parametrize("how", [quantize, quantize_static])
 def test_the_operators_are_some(how) -> None:
-    """They have schemas and fakes, and serve meta tensors and torch.compile."""
+    """They have schemas and fakes, and work with meta tensors and torch.compile."""
     wide, quantized, scale = torch.randn(4, 6), torch.zeros(4, 6, dtype=INT8), torch.ones(2, 2)
     how(wide.to("meta"), quantized.to("meta"), scale.to("meta"), (2, 3))
     operator = getattr(torch.ops.vllm_module, how.__name__).default

@@ -28,7 +28,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("page", [1, 3, 5, 16])
 def test_every_token_is_in_its_slot_and_nothing_else_is_written(page: int) -> None:
-    """Slot p of page b holds the token mapped to b * page_size + p, and other slots stay."""
+    """Cache slot b * page_size + p is offset p of page b, and other cache slots stay."""
     k_cache, v_cache = (torch.full((PAGES, page, HEADS, HEAD_SIZE), torch.nan) for _ in range(2))
     slots = torch.randperm(PAGES * page)[: PAGES * page // 2 + 1]
     key, value = torch.randn(2, len(slots), HEADS, HEAD_SIZE)
@@ -42,7 +42,7 @@ def test_every_token_is_in_its_slot_and_nothing_else_is_written(page: int) -> No
 
 @pytest.mark.parametrize("slots", [[-1, 5, -1, 0], [-1, -1, -1, -1], [3, -1, 2, 1]])
 def test_slot_minus_one_stores_nothing(slots: list[int]) -> None:
-    """Padding, mapped to slot -1, is written nowhere, not even to the last slot."""
+    """Padding, mapped to cache slot -1, is not written, not even to the last cache slot."""
     caches = torch.full((2, PAGES, 3, HEADS, HEAD_SIZE), torch.nan)
     key, value = torch.randn(2, 4, HEADS, HEAD_SIZE)
     reshape_and_cache(key, value, *caches, torch.tensor(slots))
@@ -81,7 +81,7 @@ def test_views_and_dtypes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("scales", [([0.5], [3.0]), ([0.5, 7.0], [3.0, 0.25])])
 def test_an_fp8_cache_holds_what_is_divided_by_its_scale(dtype: torch.dtype, scales) -> None:
-    """Keys and values have scales of their own, one or one a head; beyond the range saturates."""
+    """Keys and values have their own scales, one or one for each head; numbers saturate."""
     caches = torch.zeros(2, PAGES, 3, HEADS, HEAD_SIZE).to(dtype)
     key, value = torch.randn(2, 2, HEADS, HEAD_SIZE)
     key[0, 0, 0] = 1e9
@@ -111,7 +111,7 @@ def test_an_fp8_cache_holds_what_is_divided_by_its_scale(dtype: torch.dtype, sca
 def test_the_kernel_gives_the_bits_of_the_reference(
     tokens, heads, head_size, pages, page, new, held, scales, layout, slots, seed
 ) -> None:
-    """Any sizes, dtypes, scales and strides; slots that are negative or beyond the cache."""
+    """Any sizes, dtypes, scales and strides; cache slots that are negative or out of range."""
     torch.manual_seed(seed)
     fused = torch.randn(tokens, (heads + 2) * 2, head_size) * 100
     fused[torch.rand_like(fused) < 0.02] = torch.inf
@@ -143,7 +143,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(
 
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_nan_stays_nan(held: torch.dtype) -> None:
-    """NaN is stored as NaN, and does not become the greatest number."""
+    """NaN is stored as NaN, and does not saturate."""
     key = torch.randn(2, HEADS, HEAD_SIZE)
     key[1, 0, 3] = torch.nan
     caches = torch.zeros(2, PAGES, 3, HEADS, HEAD_SIZE).to(held)
@@ -153,7 +153,7 @@ def test_nan_stays_nan(held: torch.dtype) -> None:
 
 
 def test_a_cache_of_its_tokens_type_holds_their_bits() -> None:
-    """Nothing is converted where nothing need be, and NaN keeps its payload."""
+    """Without a change of dtype nothing is converted, and NaN keeps its payload."""
     key = torch.randint(-(2**15), 2**15, (64, HEADS, HEAD_SIZE), dtype=torch.int16)
     caches = torch.zeros(2, 1, 64, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
     new = key.view(torch.bfloat16)
@@ -163,7 +163,7 @@ def test_a_cache_of_its_tokens_type_holds_their_bits() -> None:
 
 
 def test_offsets_beyond_int32() -> None:
-    """Tokens, heads, pages and places in a page are found where strides alone fit 32 bits."""
+    """Tokens, heads, pages and offsets are found if their products with strides exceed 32 bits."""
     gigabyte, step = 2**30, 2**20
     far = torch.frombuffer(mmap.mmap(-1, 2**34), dtype=torch.int8)
     strides = (gigabyte + step, gigabyte + 4 * step, gigabyte + 16 * step, 1)
@@ -177,7 +177,7 @@ def test_offsets_beyond_int32() -> None:
 
 
 def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels cannot convert to FP8, plain torch does."""
+    """If kernels cannot convert to FP8, plain torch stores."""
     key, slots = torch.randn(2, HEADS, HEAD_SIZE), torch.tensor([4, 0])
     written = []
     for capability in ((8, 9), (8, 6)):
@@ -220,7 +220,7 @@ def arguments(tokens: int = 3, dtype: torch.dtype = torch.float32, device: str =
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict, message: str) -> None:
-    """A wrong shape, dtype, device or slot is a ValueError with the numbers, before any write."""
+    """A wrong shape, dtype, device or cache slot raises ValueError before any write."""
     given_arguments = {**arguments(), **change}
     with pytest.raises(ValueError, match=message):
         reshape_and_cache(**given_arguments)
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(change: dict, message: str) -> None:
 
 
 def test_the_operator() -> None:
-    """It is registered with its mutations and a fake, and compiles with the rest of a graph."""
+    """It is registered with its mutations and a fake, and compiles within a graph."""
     operator = torch.ops.vllm_module.reshape_and_cache.default
     caches = [torch.zeros(PAGES, 3, HEADS, HEAD_SIZE) for _ in range(2)]
     example = {**arguments(), "k_cache": caches[0], "v_cache": caches[1]}
@@ -237,7 +237,7 @@ def test_the_operator() -> None:
 
 
 def test_it_compiles_with_caches_of_one_tensor() -> None:
-    """A layer whose two caches are views of one tensor, compiled, writes what it writes eager."""
+    """Compiled, a layer whose caches are views of one tensor writes the same as eager."""
 
     def layer(qkv: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         key, value = qkv[:, HEADS:].chunk(2, 1)

@@ -35,7 +35,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def fused_qkv(tokens: int, heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the heads between others, of tokens every second of which is not there."""
+    """Return a view of some heads, of every other token."""
     whole = torch.full((2 * tokens, heads + 2, size), torch.nan, dtype=dtype).flatten(1)
     view = whole[::2, size : (heads + 1) * size].unflatten(-1, (heads, size))
     view.copy_(torch.randn(tokens, heads, size))
@@ -60,7 +60,7 @@ views = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 @dtypes
 @views
 def test_it_is_as_accurate_as_torch(view, dtype: torch.dtype, as_accurate) -> None:
-    """Whatever the shape and the strides, the norm is that of float64 as nearly as torch's is."""
+    """For any shape and strides, the norm is as near to float64's as torch's is."""
     x = view(dtype)
     weight = torch.randn(x.shape[-1]).to(dtype)
     y = kernel.rms_norm_triton(x, weight, EPS)
@@ -71,7 +71,7 @@ def test_it_is_as_accurate_as_torch(view, dtype: torch.dtype, as_accurate) -> No
 @dtypes
 @views
 def test_the_sum_is_rounded_and_then_normalized(view, dtype: torch.dtype, as_accurate) -> None:
-    """The new residual is torch's sum bit for bit, and the norm is of it; arguments stay."""
+    """The new residual is torch's sum bit for bit, and is normalized; arguments stay."""
     x, residual = view(dtype), view(dtype)
     kept, weight = (x.clone(), residual.clone()), torch.randn(x.shape[-1]).to(dtype)
     y, total = kernel.fused_add_rms_norm_triton(x, residual, weight, EPS)
@@ -105,7 +105,7 @@ def test_dtypes_promote(others: tuple[torch.dtype, torch.dtype], as_accurate) ->
 @dtypes
 @pytest.mark.parametrize("columns", [300, 2048, 5000])
 def test_rows_that_cannot_be_held(monkeypatch, dtype: torch.dtype, columns: int) -> None:
-    """A row read in parts gives what a row that is held gives, with a residual and quantized."""
+    """A row read in parts gives the result of a row in registers, with residual and quantized."""
     x, residual = torch.randn(2, 3, columns).to(dtype)
     weight = torch.randn(columns).to(dtype)
     held = kernel.fused_add_rms_norm_triton(x, residual, weight, EPS)
@@ -123,7 +123,7 @@ def test_rows_that_cannot_be_held(monkeypatch, dtype: torch.dtype, columns: int)
 
 
 def test_the_longest_row(as_accurate) -> None:
-    """A row of 65536 columns is normalized, and one of more is refused with the numbers."""
+    """A row of 65536 columns is normalized, and a longer one is refused with the numbers."""
     x, weight = torch.randn(1, 65536), torch.randn(65536)
     y = kernel.rms_norm_triton(x, weight, EPS)
     as_accurate(y, exact(x, weight), kernel.rms_norm_reference(x, weight, EPS))
@@ -163,7 +163,7 @@ def by_definition(
 def test_fused_quantization_is_that_of_the_norm(
     shape, dtype, weight, quantized, group, residual, seed
 ) -> None:
-    """Quantizing in the same kernel gives the bits of quantizing the norm that it would write."""
+    """Quantizing in the kernel gives the bits of quantizing its written norm."""
     generator = torch.Generator().manual_seed(seed)
     x, other = (torch.randn(2, *shape, generator=generator) * 5).to(dtype)
     weight = torch.randn(shape[-1], generator=generator).to(weight)
@@ -185,7 +185,7 @@ def test_fused_quantization_is_that_of_the_norm(
 @pytest.mark.parametrize("group", [None, 16])
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_public_functions(group: int | None, residual: bool) -> None:
-    """On the CPU they are the references: norm, sum and scales by their definitions."""
+    """On the CPU, they are the references: norm, sum and scales by their definitions."""
     x, other = torch.randn(2, 3, 5, 40).bfloat16()
     weight = torch.randn(40).bfloat16()
     total = x + other if residual else x
@@ -245,14 +245,14 @@ def test_rows_of_zeros(eps: float) -> None:
 
 
 def test_squares_that_vanish() -> None:
-    """Numbers whose squares are 0 are divided by it, and what is beside the row adds no NaN."""
+    """If all squares are 0 the scale is infinite, and padding beside the row adds no NaN."""
     x, weight = torch.full((1, 40), 1e-30), torch.ones(40)
     _, scale, _ = kernel.rms_norm_quantize_triton(x, None, weight, 0.0, E4M3, 16, None)
     assert torch.equal(scale, torch.full((1, 3), torch.inf))
 
 
 def test_nothing_is_written_outside(monkeypatch) -> None:
-    """Of results that lie between others, nothing but their own elements is written."""
+    """A kernel writes nothing around its results."""
     guards = []
 
     def between(shape, dtype=None, device=None) -> torch.Tensor:
@@ -284,7 +284,7 @@ def test_nothing_is_written_outside(monkeypatch) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Rows are found where a row's number times its stride does not fit 32 bits."""
+    """Rows are found if their index times the stride exceeds 32 bits."""
     stride = 1 << 30
     memory = torch.frombuffer(mmap.mmap(-1, 2 * (3 * stride + 64)), dtype=torch.bfloat16)
     x = memory.as_strided((4, 64), (stride, 1))
@@ -298,7 +298,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0), (0,), (2, 0, 8)])
 def test_empty(shape: tuple[int, ...]) -> None:
-    """Without rows or columns nothing is launched, and results are as empty as the reference's."""
+    """Without rows or columns, nothing is launched and results are empty, like the reference's."""
     x, weight = torch.empty(shape), torch.empty(shape[-1])
     assert rms_norm(x, weight, EPS).shape == shape
     assert kernel.rms_norm_triton(x, weight, EPS).shape == shape
@@ -342,7 +342,7 @@ X, W = torch.randn(3, 16), torch.randn(16)
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:
-    """What does not fit is refused with what was expected and what came."""
+    """Arguments that do not fit are refused, with what was expected and what came."""
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -359,7 +359,7 @@ calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 
 @calls
 def test_meta_tensors(call: Callable[..., object]) -> None:
-    """On the meta device results have the shapes and dtypes that they have elsewhere."""
+    """On the meta device, results have the same shapes and dtypes as elsewhere."""
     x, weight = torch.randn(2, 3, 40).bfloat16(), torch.ones(40)
     real = call(x, weight)
     meta = call(x.to("meta"), weight.to("meta"))
@@ -372,7 +372,7 @@ def test_meta_tensors(call: Callable[..., object]) -> None:
 
 @calls
 def test_compiled_whole(call: Callable[..., object]) -> None:
-    """torch.compile takes the calls without a break, and gives the same bits."""
+    """torch.compile traces the calls without a graph break, with the same bits."""
     x, weight = torch.randn(4, 40), torch.ones(40)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     got, expected = compiled(x, weight), call(x, weight)
@@ -383,7 +383,7 @@ def test_compiled_whole(call: Callable[..., object]) -> None:
 
 
 def test_operators_are_what_they_say() -> None:
-    """The operators' schemas and fakes hold, by PyTorch's own check."""
+    """The operators' schemas and fakes pass PyTorch's own check."""
     weight = torch.ones(40)
     for x in (torch.randn(4, 40), torch.randn(40, 4).t(), torch.randn(3, 4, 40).transpose(0, 1)):
         torch.library.opcheck(OPS.rms_norm.default, (x, weight, EPS))
@@ -394,7 +394,7 @@ def test_operators_are_what_they_say() -> None:
 
 
 def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels cannot convert to FP8, the norm is written, and then quantized by torch."""
+    """If kernels cannot convert to FP8, torch quantizes the written norm."""
     x, weight = torch.randn(4, 40), torch.ones(40)
     calls = [
         (x, residual, weight, EPS, dtype, group, static)

@@ -25,7 +25,7 @@ def angles(tokens: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def exact(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:
-    """Multiply each pair, as a complex number, by its angle's, in float64."""
+    """Multiply each pair, as a complex number, by that of its angle, in float64."""
     pairs = cos.shape[1]
     wide = x.double()
     turning, rest = wide[..., : 2 * pairs], wide[..., 2 * pairs :]
@@ -73,7 +73,7 @@ def fused(tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype)
 def test_parts_of_a_projection_are_rotated_where_they_are(
     as_accurate, tokens, heads, kv_heads, head_size, share, neox, dtype, seed
 ) -> None:
-    """Queries and keys, views of one buffer, are rotated as in float64, and nothing else is."""
+    """Queries and keys that are views of one buffer are rotated, and the rest of it stays."""
     torch.manual_seed(seed)
     qkv, query, key = fused(tokens, heads, kv_heads, head_size, dtype)
     pairs = max(1, int(head_size * share) // 2)
@@ -89,7 +89,7 @@ def test_parts_of_a_projection_are_rotated_where_they_are(
 @styles
 @dtypes
 def test_strides_of_every_dimension(neox: bool, dtype: torch.dtype, as_accurate) -> None:
-    """Heads before tokens, features apart, angles that are columns of a wider table."""
+    """Strides may be in any order, and angles may be columns of a wider table."""
     whole = torch.full((4, 21, 2 * 48), torch.nan).to(dtype)
     query = whole.transpose(0, 1)[:, :3, ::2]
     query.copy_(torch.randn(21, 3, 48))
@@ -106,7 +106,7 @@ def test_strides_of_every_dimension(neox: bool, dtype: torch.dtype, as_accurate)
 
 @styles
 def test_the_reference_is_exact_in_float32(neox: bool, as_accurate) -> None:
-    """The plain-torch twin rotates as complex numbers do, on the CPU by the public function."""
+    """On the CPU, the public function rotates like complex numbers in plain torch."""
     _, query, key = fused(7, 5, 2, 24, torch.float32)
     cos, sin = angles(7, 8)
     kept = query.clone(), key.clone()
@@ -117,7 +117,7 @@ def test_the_reference_is_exact_in_float32(neox: bool, as_accurate) -> None:
 
 @styles
 def test_what_is_not_finite_stays_in_its_pair(neox: bool) -> None:
-    """NaN in a feature, or in an angle, shows in its pair and nowhere else."""
+    """NaN in a feature or an angle stays in its pair."""
     query, key = torch.randn(5, 2, 16), torch.randn(5, 1, 16)
     cos, sin = angles(5, 8)
     query[1, 1, 3] = torch.nan
@@ -132,7 +132,7 @@ def test_what_is_not_finite_stays_in_its_pair(neox: bool) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Tokens are found where a token's number times its stride does not fit 32 bits."""
+    """Tokens are found if their index times the stride exceeds 32 bits."""
     stride = 1 << 30
     memory = torch.frombuffer(mmap.mmap(-1, 2 * (3 * stride + 128)), dtype=torch.bfloat16)
     query = memory.as_strided((4, 1, 64), (stride, 64, 1))
@@ -152,7 +152,7 @@ def test_offsets_beyond_32_bits() -> None:
     [(0, 2, 1, 4), (3, 2, 1, 0), (3, 0, 2, 4), (3, 2, 0, 4)],
 )
 def test_empty(neox: bool, tokens: int, heads: int, kv_heads: int, pairs: int) -> None:
-    """Without tokens, heads or pairs there is nothing to rotate, and the rest is rotated."""
+    """Without tokens, heads or pairs nothing is rotated; a tensor with heads still is."""
     query, key = torch.randn(tokens, heads, 8), torch.randn(tokens, kv_heads, 8)
     cos, sin = angles(tokens, pairs)
     expected = low(query, cos, sin, neox), low(key, cos, sin, neox)
@@ -177,11 +177,11 @@ Q, K, C = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 8)
         ((Q, K, C[:2], C), r"cos must have the shape \[3, any\], got \[2, 8\]"),
         ((Q, K, C.half(), C), r"cos must be torch\.float32, got torch\.float16"),
         ((Q, K, C, C[:, :4]), r"sin must have the shape \[3, 8\], got \[3, 4\]"),
-        ((Q, K, C.repeat(1, 2), C.repeat(1, 2)), "turns 32 features of heads that have 16"),
+        ((Q, K, C.repeat(1, 2), C.repeat(1, 2)), "rotates 32 features, and heads have 16"),
     ],
 )
 def test_bad_input(args: tuple[torch.Tensor, ...], message: str) -> None:
-    """What does not fit is refused with what was expected and what came; nothing is written."""
+    """Arguments that do not fit are refused before anything is written."""
     kept = Q.clone()
     with pytest.raises(ValueError, match=message):
         rotary_embedding(*args)
@@ -189,7 +189,7 @@ def test_bad_input(args: tuple[torch.Tensor, ...], message: str) -> None:
 
 
 def test_meta_tensors() -> None:
-    """On the meta device the call is taken, and nothing is there to be written."""
+    """The call works on the meta device."""
     query, key, cos = (x.to("meta") for x in (Q, K, C))
     assert rotary_embedding(query, key, cos, cos) is None
 
@@ -197,7 +197,7 @@ def test_meta_tensors() -> None:
 @styles
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_whole(neox: bool, backend: str) -> None:
-    """torch.compile takes a projection cut and rotated without a break, and gives the same bits."""
+    """torch.compile traces views and rotation without a graph break, with the same bits."""
 
     def step(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         qkv = x * 2
@@ -214,5 +214,5 @@ def test_compiled_whole(neox: bool, backend: str) -> None:
 
 
 def test_the_operator_is_what_it_says() -> None:
-    """The operator's schema and fake hold, by PyTorch's own check."""
+    """The operator's schema and fake pass PyTorch's own check."""
     torch.library.opcheck(OPERATOR, (Q.clone(), K.clone(), C, C.clone(), True))

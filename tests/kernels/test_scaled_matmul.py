@@ -38,7 +38,7 @@ def launched(x, weight, scale, block, bias=None, input_scale=None, quantize_inpu
 
 @pytest.fixture(params=["few tokens", "split", "many tokens", "two tiles"])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Multiply small matrices as configurations for each bucket do, in small tiles."""
+    """Use the configuration of each bucket, with small tiles."""
     rows, two, splits = {
         "few tokens": (16, False, 1),
         "split": (16, False, 3),
@@ -73,7 +73,7 @@ WEIGHTS = [  # dtype, block of the weight, whether the input is quantized
 def test_the_kernel_multiplies_what_is_quantized(
     as_accurate, bucket, dtype, block, activations, wide
 ) -> None:
-    """Each way of scaling, in each bucket: as exact as the output's dtype can be."""
+    """Each way of scaling, in each bucket, is as exact as torch in the output's dtype."""
     weight, scale = quantized(24, 64, block, dtype)
     x, bias = torch.randn(5, 64).to(wide), torch.randn(24).to(wide)
     x[0] *= 100
@@ -102,7 +102,7 @@ def test_the_kernel_multiplies_what_is_quantized(
 )
 @settings(max_examples=15)
 def test_any_sizes_and_blocks(tokens, outputs, inputs, block, how) -> None:
-    """Nothing has to divide anything; the configuration is the one that is shipped."""
+    """With the shipped configurations, no size has to divide another."""
     dtype, rounds = how
     weight, scale = quantized(outputs, inputs, block, dtype)
     x, shared = torch.randn(tokens, inputs), (1, block[1])
@@ -122,7 +122,7 @@ def test_any_sizes_and_blocks(tokens, outputs, inputs, block, how) -> None:
     ],
 )
 def test_nothing_is_read_beyond_the_last_columns(tokens, inputs, block, dtype, wide) -> None:
-    """A group that is not whole has steps beyond the last columns, where there is NaN."""
+    """An incomplete group does not read NaN beyond the last columns."""
     weight, scale = quantized(16, inputs, (block, block), dtype)
     rows = torch.full((tokens, 2 * inputs), torch.nan, dtype=wide)
     held = torch.zeros(16, 2 * inputs).fill_(torch.nan if dtype == FP8 else 99).to(dtype)
@@ -139,7 +139,7 @@ def test_nothing_is_read_beyond_the_last_columns(tokens, inputs, block, dtype, w
 
 
 def test_defaults_change_nothing() -> None:
-    """Scales of tokens are float32 on the tensors' device, whatever the default is."""
+    """Scales of tokens are float32 on the tensors' device, whatever torch's defaults are."""
     weight, scale = quantized(16, 64, (1, 64))
     x = torch.randn(5, 64)
     expected = launched(x, weight, scale, (1, 64))
@@ -155,7 +155,7 @@ def test_defaults_change_nothing() -> None:
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("tokens", [128, 200])
 def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, two: bool) -> None:
-    """More tiles of tokens than are taken after each other, the last band of them not full."""
+    """Every tile is computed if there are several bands of them, the last one incomplete."""
     config = kernel._Config(16, 16, 32, 4, 2, two=two)
     monkeypatch.setattr(kernel, "_config", lambda *product: config)
     weight, scale = quantized(40, 32, (1, 32))
@@ -168,7 +168,7 @@ def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, tw
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, FP8])
 @pytest.mark.parametrize("shape", [(1024, 4096), (4096, 4096), (28672, 8192), (4096, 14336)])
 def test_splits_are_those_of_the_weight(shape: tuple[int, int], wide: torch.dtype) -> None:
-    """Up to 128 tokens, how many there are changes nothing about how a sum is split."""
+    """Up to 128 tokens, the splits of a sum do not depend on the number of tokens."""
     block, x = (1, shape[1]), torch.empty(1, dtype=wide)
     splits = {kernel._config(tokens, *shape, block, x).splits for tokens in range(1, 129)}
     assert len(splits) == 1
@@ -179,7 +179,7 @@ def test_splits_are_those_of_the_weight(shape: tuple[int, int], wide: torch.dtyp
 
 @pytest.mark.parametrize("tokens", [1, 33, 65])
 def test_splits_are_added_up(as_accurate, tokens: int) -> None:
-    """As shipped, a long sum of few outputs is split; scales and bias come after the sum."""
+    """A long sum for few outputs is split; scales and bias are applied after adding up."""
     weight, scale = quantized(48, 2048, (1, 2048))
     assert kernel._config(tokens, *weight.shape, (1, 2048), weight).splits == 4
     x, bias = torch.randn(tokens, 2048).bfloat16(), torch.randn(48).bfloat16()
@@ -193,7 +193,7 @@ def test_splits_are_added_up(as_accurate, tokens: int) -> None:
 @pytest.mark.parametrize("shape", ["one", "rows", "groups"])
 @pytest.mark.parametrize("run", [scaled_matmul, "kernel"])
 def test_input_that_is_quantized_already(shape: str, run) -> None:
-    """FP8 and its scales, from a kernel that quantizes what it computes, are taken as they are."""
+    """Input that a kernel has quantized to FP8 is used with its scales."""
     block = (16, 32)
     weight, scale = quantized(24, 80, block)
     x = torch.randn(2, 3, 80)
@@ -210,7 +210,7 @@ def test_input_that_is_quantized_already(shape: str, run) -> None:
 @pytest.mark.parametrize("dtype", [FP8, INT8])
 @pytest.mark.parametrize("block", [(1, 24), (5, 7), (40, 24)])
 def test_the_cpu_multiplies_by_the_dequantized_weight(block, dtype: torch.dtype) -> None:
-    """Activations stay as they are, in their own dtype, whether or not they could be quantized."""
+    """On the CPU activations are not quantized, and keep their dtype."""
     weight, scale = quantized(40, 24, block, dtype)
     for wide in (torch.float32, torch.bfloat16):
         x, bias = torch.randn(2, 3, 24, dtype=wide), torch.randn(40, dtype=wide)
@@ -251,7 +251,7 @@ def test_a_token_of_zeros_stays_zero(rounds: bool) -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("rounds", [False, True])
 def test_what_is_not_finite_stays_in_its_token(bad: float, rounds: bool) -> None:
-    """One token's NaN or infinity shows in its own outputs, and in no other's."""
+    """One token's NaN or infinity stays in its own outputs."""
     weight, scale = quantized(20, 32, (1, 32))
     x = torch.randn(18, 32)
     clean = launched(x, weight, scale, (1, 32), quantize_input=rounds)
@@ -288,7 +288,7 @@ def test_views_with_poison_around_them(rounds: bool) -> None:
 
 
 def test_rows_that_are_far_apart() -> None:
-    """Tokens and rows of the weight lie where 32 bits do not reach from the first."""
+    """Tokens and rows of the weight are found if their offsets exceed 32 bits."""
     apart = 2**30 + 64
     memory = mmap.mmap(-1, 2 * apart + 64)
     weight = torch.frombuffer(memory, dtype=INT8).as_strided((3, 32), (apart, 1))
@@ -303,7 +303,7 @@ def test_rows_that_are_far_apart() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
 def test_no_tokens(shape: tuple[int, ...]) -> None:
-    """A step without tokens has no outputs; and without features, the bias is all there is."""
+    """Without tokens there are no outputs; without features, the output is the bias."""
     weight, scale = quantized(8, 16, (1, 16))
     bias = torch.randn(8)
     for run in (scaled_matmul, launched):
@@ -314,7 +314,7 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    """What does not fit is named, with the numbers."""
+    """Arguments that do not fit are named, with the numbers."""
     weight, scale = quantized(8, 16, (1, 16))
     x, rounded = torch.randn(2, 3, 16), torch.zeros(2, 3, 16).to(FP8)
     one = torch.ones(())
@@ -346,7 +346,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_the_operator_is_one() -> None:
-    """It has a schema and a fake, and serves meta tensors and torch.compile."""
+    """It has a schema and a fake, and works with meta tensors and torch.compile."""
     weight, scale = quantized(8, 16, (1, 16))
     x, bias = torch.randn(2, 3, 16), torch.randn(8)
     y = scaled_matmul(

@@ -46,7 +46,7 @@ def test_pages_that_follow_each_other_are_one_copy(pairs, runs) -> None:
 
 
 def test_copies_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each copy is of one piece of memory, and asks not to be waited for."""
+    """Each copy is of one piece of memory, and is asynchronous."""
     copies = []
 
     def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
@@ -83,13 +83,13 @@ def test_what_does_not_fit_is_refused(source, destination, pairs, message: str) 
 
 
 def test_a_mapping_on_the_device_is_refused() -> None:
-    """Pages are named on the CPU, where reading them waits for nothing."""
+    """The mapping must be on the CPU, where the host can read it at once."""
     with pytest.raises(ValueError, match="block_mapping is on meta, and must be on cpu"):
         swap_blocks(SOURCE, torch.zeros_like(SOURCE), torch.tensor(PAIRS, device="meta"))
 
 
 def test_caches_that_share_memory_are_refused() -> None:
-    """Within one storage a page could be copied that has been replaced already."""
+    """Caches of one storage are refused: a page could be copied after it was overwritten."""
     caches = torch.zeros(2, 2, 6, *PAGE)
     pairs = torch.tensor([(1, 2), (0, 1)])
     for destination in (caches[0], caches[1]):

@@ -154,7 +154,7 @@ FAULTS = (
           "torch.split(y, [shard.room for shard in self.weight.shards[0]], dim=-1)", "[y]",
           "sharding_equivalent", "merged"),
     Fault("a rank answers for one token too many", _EMBED,
-          "local >= mine.length", "local > mine.length",
+          "local >= shard.length", "local > shard.length",
           "sharding_equivalent", "embedding"),
     Fault("tokens of other ranks are not masked", _EMBED,
           "rows.masked_fill(elsewhere.unsqueeze(-1), 0)", "rows",

@@ -13,10 +13,10 @@ NAMES = ["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)])
 def test_gated_activations_of_transformers(name: str, shape: tuple[int, ...]) -> None:
-    """The activation a configuration names is transformers' on the first half, times the second."""
+    """A configuration's activation is transformers' on the first half, times the second half."""
     x = torch.randn(shape) * 4
     gate, up = x[..., :8], x[..., 8:]
-    # gelu_new spells the cube as pow in transformers: a rounding of difference.
+    # transformers computes the cube in gelu_new by pow, which rounds differently.
     tolerance = {"rtol": 0, "atol": 2e-6 if name == "gelu_new" else 0}
     torch.testing.assert_close(get_act_and_mul(name)(x), ACT2FN[name](gate) * up, **tolerance)
 
@@ -31,7 +31,7 @@ def test_the_exact_gelu_is_not_the_approximate_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype: torch.dtype) -> None:
-    """In 16 bits the gate is rounded once before it multiplies, as in transformers."""
+    """In 16 bits the activation is rounded once before it is multiplied, as in transformers."""
     x = (torch.randn(50, 16) * 4).to(dtype)
     y = SiluAndMul()(x)
     assert y.dtype == dtype
@@ -40,6 +40,6 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["relu", "quick_gelu", "", "SiLU"])
 def test_other_activations_are_refused(name: str) -> None:
-    """An activation without a gated layer is refused by its name, with those that have one."""
+    """An activation without a gated layer is refused, and the error lists those that have one."""
     with pytest.raises(UnsupportedModelError, match=rf"'{name}'.*{', '.join(NAMES[:4])}"):
         get_act_and_mul(name)

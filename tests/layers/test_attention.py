@@ -1,4 +1,4 @@
-"""The attention layer and where its sliding window comes from."""
+"""The attention layer, and its sliding window in configurations."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def metadata_of(slots: list[int], pages: list[int], context: int) -> AttentionMe
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (5, 1)])
 @pytest.mark.parametrize("chunks", [[11], [1] * 11, [4, 1, 6]])
-def test_cached_or_not_is_the_same(
+def test_a_cache_changes_no_output(
     heads: int, kv_heads: int, window: int | None, chunks: list[int]
 ) -> None:
-    """A sequence gives the same output whole without a cache and in any chunks through one."""
+    """A sequence gives the same output whole without a cache, and in any chunks with one."""
     layer = Attention(heads, 8, num_kv_heads=kv_heads, sliding_window=window)
     q = torch.randn(TOKENS, heads, 8)
     k, v = torch.randn(2, TOKENS, kv_heads, 8)
@@ -59,8 +59,8 @@ def test_cached_or_not_is_the_same(
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=0, atol=1e-6)
 
 
-def test_scores_are_capped_sloped_and_drained_with_a_cache_as_without() -> None:
-    """Soft cap, ALiBi and sinks change the output, alike through a cache and without one."""
+def test_softcap_alibi_and_sinks_with_a_cache_and_without() -> None:
+    """Soft cap, ALiBi and sinks change the output, and equally with a cache and without."""
     q, k, v = torch.randn(3, TOKENS, 2, 8)
     sinks = torch.tensor([2.0, -1.0])
     plain = Attention(2, 8)(q, k, v)
@@ -78,7 +78,7 @@ def test_scores_are_capped_sloped_and_drained_with_a_cache_as_without() -> None:
 
 
 def test_scale() -> None:
-    """The scores' scale is the inverse root of the head size unless given."""
+    """The scale of the scores is head_size ** -0.5 unless given."""
     q, k, v = torch.randn(3, TOKENS, 2, 16)
     default, given = Attention(2, 16), Attention(2, 16, scale=0.25)
     assert torch.equal(default(q, k, v), given(q, k, v))
@@ -88,14 +88,14 @@ def test_scale() -> None:
 
 
 def test_metadata_needs_a_cache() -> None:
-    """Attention with metadata and no cache raises an error that says what is missing."""
+    """Attention with metadata and without a cache raises an error."""
     q = torch.randn(1, 2, 8)
     with pytest.raises(RuntimeError, match="needs a kv_cache"):
         Attention(2, 8)(q, q, q, metadata_of([0], [0], 1))
 
 
 def test_a_token_has_the_length_of_its_sequence() -> None:
-    """token_lengths repeats each sequence's length for each of its new tokens."""
+    """token_lengths has the length of each new token's sequence."""
     metadata = AttentionMetadata(
         slot_mapping=torch.arange(6),
         block_tables=torch.zeros(3, 1, dtype=torch.int32),
@@ -146,21 +146,21 @@ def test_windows_of_transformers_configurations(config: Any, expected: list[int 
     """Each layer's window is what transformers' configuration says, in either version's keys."""
     entries = config.to_dict()
     assert windows(entries) == expected
-    if expected != [7, None, 7]:  # which transformers 4 had no other key for
+    if expected != [7, None, 7]:  # transformers 4 had no other key for this one
         entries.pop("layer_types", None)
         assert windows(entries) == expected
 
 
 def test_windows_that_transformers_ignores_are_ignored() -> None:
-    """A window in a Llama configuration, or in a Qwen one that does not switch it on, is none."""
+    """A window is ignored in Llama configurations, and in Qwen's without use_sliding_window."""
     entries = {"sliding_window": 4, "max_window_layers": 0, "num_hidden_layers": 1}
     config = HFConfig(**Qwen2Config().to_dict() | entries | {"architectures": ["Any"]})
     assert LlamaAttention.sliding_window(config, 0) is None
     assert layer_sliding_window(config, 0) is None
 
 
-def test_a_layer_type_that_is_unknown_or_lacking_is_refused() -> None:
-    """A layer whose kind of attention cannot be told is not given the other kind."""
+def test_an_unknown_or_missing_layer_type_is_refused() -> None:
+    """A layer without a known layer type is refused instead of getting some kind of attention."""
     entries = Qwen2Config(num_hidden_layers=2, use_sliding_window=True).to_dict()
     for layer_types in (["full_attention"], ["full_attention", "chunked_attention"]):
         changed = entries | {"layer_types": layer_types, "architectures": ["Any"]}
@@ -168,8 +168,8 @@ def test_a_layer_type_that_is_unknown_or_lacking_is_refused() -> None:
             layer_sliding_window(HFConfig(**changed), 1)
 
 
-def test_a_window_that_is_there_and_not_used() -> None:
-    """use_sliding_window false counts, though older Qwen files have a window beside it."""
+def test_a_window_that_is_not_used() -> None:
+    """With use_sliding_window false, the sliding_window of older Qwen files is ignored."""
     window = {"sliding_window": 7, "max_window_layers": 0, "layer_types": None}
     entries = Qwen2Config(num_hidden_layers=2).to_dict() | window
     assert windows(entries | {"use_sliding_window": False}) == [None, None]
@@ -177,7 +177,7 @@ def test_a_window_that_is_there_and_not_used() -> None:
 
 
 class Block(vLLMModule):
-    """An attention layer where a checkpoint stores its scales: beside it."""
+    """A module with an attention layer, beside which a checkpoint stores the KV cache scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ SCALES = {"k_scale": torch.tensor([0.03]), "v_scale": torch.tensor(0.2)}
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_an_fp8_cache_is_scaled_in_and_out(dtype: torch.dtype) -> None:
-    """Attention over an FP8 cache is attention to keys and values rounded by their own scales."""
+    """With an FP8 cache, keys and values are rounded to FP8 with their own scales."""
     block = Block()
     block.load_weights(SCALES)
     layer = block.attn
@@ -209,7 +209,7 @@ def test_an_fp8_cache_is_scaled_in_and_out(dtype: torch.dtype) -> None:
 
 
 def test_scales_are_stored_beside_the_layer() -> None:
-    """self_attn.k_scale is attn's own: expected, missed, refused twice and reported by its name."""
+    """Scales stored beside ``attn`` are loaded, missed, refused and reported by that name."""
     assert sorted(Block().expected_weights()) == ["k_scale", "v_scale"]
     with pytest.raises(MissingWeightError, match=r"\n  v_scale: expected shape \[1\]"):
         Block().load_weights({"k_scale": SCALES["k_scale"]})
@@ -229,6 +229,6 @@ def test_scales_are_stored_beside_the_layer() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
 def test_a_scale_that_cannot_divide_is_refused(bad: float) -> None:
-    """Keys over zero, or over nothing finite, would be no keys."""
+    """A KV cache scale that is zero, negative or not finite is refused."""
     with pytest.raises(WeightReadError, match=r"attn\.v_scale must be finite and positive"):
         Block().load_weights(SCALES | {"v_scale": torch.tensor(bad)})

@@ -1,4 +1,4 @@
-"""The vocabulary cut over the ranks, in whole numbers that float32 adds exactly."""
+"""The vocabulary cut over the ranks, with integers that float32 adds exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 
 DIM = 6
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 4])
-# 1: all but one rank hold padding alone. 64, 192: no padding at 1 and 2, at 3.
+# 1: all ranks but one hold only padding. 64 at sizes 1 and 2, 192 at size 3: no padding.
 vocabularies = pytest.mark.parametrize("vocab", [1, 63, 64, 65, 130, 192])
 
 
@@ -22,7 +22,7 @@ def numbers(*shape: int) -> torch.Tensor:
 @sizes
 @vocabularies
 def test_embedding(vocab: int, size: int) -> None:
-    """Every rank looks up every token, wherever the shards' edges fall, in any shape of ids."""
+    """Every rank gets the rows of all tokens, for any cut and any shape of ids."""
     table = numbers(vocab, DIM)
 
     def rank_fn(rank: int) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def test_embedding(vocab: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("token", [-1, 130, 131, 200])
 def test_tokens_outside_of_the_vocabulary_fail(token: int, size: int) -> None:
-    """An id that is nobody's is an error, as in a whole table, and not the padding's zeros."""
+    """An id outside the vocabulary raises, as in an uncut table, and never returns padding."""
 
     def rank_fn(rank: int) -> None:
         layer = VocabParallelEmbedding(130, DIM)
@@ -67,7 +67,7 @@ def test_tokens_outside_of_the_vocabulary_fail(token: int, size: int) -> None:
     ],
 )
 def test_padding(layer: type, vocab: int, size: int, padding: dict[str, int], rows: int) -> None:
-    """Rows are padded to the least multiple of padding_size, 64 unless given, that ranks share."""
+    """Rows are padded to a multiple of padding_size, 64 unless given, and of the size."""
     for rank in range(size):
         with tensor_parallel(rank=rank, size=size):
             assert layer(vocab, DIM, **padding).weight.shape == (rows, DIM)
@@ -77,7 +77,7 @@ def test_padding(layer: type, vocab: int, size: int, padding: dict[str, int], ro
 @vocabularies
 @pytest.mark.parametrize("bias", [False, True])
 def test_head(vocab: int, size: int, bias: bool) -> None:
-    """Every rank gets the logits of the whole vocabulary, and none of the padding."""
+    """Every rank gets the logits of the whole vocabulary, without the padding."""
     stored = {"weight": numbers(vocab, DIM), "bias": numbers(vocab)}
     if not bias:
         del stored["bias"]
@@ -93,8 +93,8 @@ def test_head(vocab: int, size: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "dim"), [(200, DIM), (130, DIM + 1)])
-def test_a_head_is_tied_to_its_own_shape_only(vocab: int, dim: int) -> None:
-    """A head and an embedding of different shapes cannot be tied; the error has both shapes."""
+def test_a_head_is_only_tied_to_its_own_shape(vocab: int, dim: int) -> None:
+    """A head cannot be tied to an embedding of another shape; the error has both shapes."""
     head, embedding = ParallelLMHead(130, DIM), VocabParallelEmbedding(vocab, dim)
     shapes = rf"\[192, {DIM}\].*\[{embedding.weight.shape[0]}, {dim}\]"
     with pytest.raises(ValueError, match=shapes):
@@ -102,9 +102,19 @@ def test_a_head_is_tied_to_its_own_shape_only(vocab: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [129, 192])
-def test_vocabularies_that_pad_alike_are_not_alike(vocab: int) -> None:
-    """A head of another vocabulary is not tied because both are padded to the same rows."""
+def test_a_head_is_only_tied_to_its_own_vocabulary(vocab: int) -> None:
+    """A head cannot be tied to an embedding of another vocabulary with the same padded rows."""
     head, embedding = ParallelLMHead(130, DIM), VocabParallelEmbedding(vocab, DIM)
     assert head.weight.shape == embedding.weight.shape
     with pytest.raises(ValueError, match=f"130.* {vocab}"):
+        head.tie_weights(embedding)
+
+
+def test_a_head_is_only_tied_to_its_own_rank() -> None:
+    """A head cannot be tied to an embedding that holds other rows; the error has both ranks."""
+    with tensor_parallel(rank=0, size=2):
+        head = ParallelLMHead(128, DIM)
+    with tensor_parallel(rank=1, size=2):
+        embedding = VocabParallelEmbedding(128, DIM)
+    with pytest.raises(ValueError, match=r"rank 0 of 2 cannot be tied .* rank 1 of 2"):
         head.tie_weights(embedding)

@@ -1,4 +1,4 @@
-"""Layers run by operators without a backward, and are trained all the same."""
+"""Gradients of the layers whose forward is a custom operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_module.layers import Attention, GeluAndMul, RMSNorm, RotaryEmbedding, 
 
 
 def test_gradients_go_through_every_layer_that_has_an_operator() -> None:
-    """Backward of norm, rotary embedding, attention and activation is as finite differences say."""
+    """Gradients of norm, rotary embedding, attention and activation match finite differences."""
     norm, rotary, attention = RMSNorm(8), RotaryEmbedding(8, 32), Attention(2, 8)
     norm.load_weights({"weight": torch.rand(8) + 0.5})
     silu, gelu = SiluAndMul(), GeluAndMul("tanh")

@@ -1,4 +1,4 @@
-"""Parallel linear layers against the unsharded one, in whole numbers that float32 adds exactly."""
+"""Parallel linear layers against the unsharded one, with integers that float32 adds exactly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unsharded(x: torch.Tensor, stored: dict[str, torch.Tensor]) -> torch.Tensor:
 @sizes
 @biases
 def test_replicated(size: int, bias: bool) -> None:
-    """Every rank computes the whole layer; with skip_bias_add the bias is left to the caller."""
+    """Every rank computes the whole layer; with skip_bias_add the caller adds the bias."""
     stored, x = weights(OUTPUT, INPUT, bias), numbers(2, 3, INPUT)
 
     def rank_fn(rank: int) -> None:
@@ -53,7 +53,7 @@ def test_replicated(size: int, bias: bool) -> None:
 @sizes
 @biases
 def test_column_parallel(size: int, bias: bool) -> None:
-    """Each rank computes its own outputs; end to end, or gathered, they are the whole layer's."""
+    """The ranks' outputs, concatenated or gathered, are the output of the whole layer."""
     stored, x = weights(OUTPUT, INPUT, bias), numbers(2, 3, INPUT)
     expected = unsharded(x, stored)
 
@@ -75,7 +75,7 @@ def test_column_parallel(size: int, bias: bool) -> None:
 @sizes
 @pytest.mark.parametrize("gather", [False, True])
 def test_column_parallel_without_adding_its_bias(size: int, gather: bool) -> None:
-    """With skip_bias_add the output lacks the bias, of which each rank holds its part."""
+    """With skip_bias_add the output lacks the bias, and each rank has its part of the bias."""
     stored, x = weights(OUTPUT, INPUT, True), numbers(5, INPUT)
 
     def rank_fn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_column_parallel_without_adding_its_bias(size: int, gather: bool) -> Non
 @pytest.mark.parametrize("reduce", [True, False])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_row_parallel(size: int, bias: bool, skip: bool, reduce: bool, parallel: bool) -> None:
-    """The ranks' partial outputs sum to the whole layer's, in which the bias is exactly once."""
+    """The ranks' partial outputs sum to the whole layer's output, with the bias added once."""
     stored, x = weights(OUTPUT, INPUT, bias), numbers(2, 3, INPUT)
 
     def rank_fn(rank: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_row_parallel(size: int, bias: bool, skip: bool, reduce: bool, parallel:
 @biases
 @pytest.mark.parametrize("gather", [True, False])
 def test_merged_columns(size: int, bias: bool, gather: bool) -> None:
-    """Outputs come slot by slot: gathered all of each, else the rank's part of each."""
+    """The output has the slots in order: each whole if gathered, else the rank's part of each."""
     names, features = ("gate_proj", "up_proj", "third_proj"), (24, 12, 36)
     parts = {n: weights(f, INPUT, bias) for n, f in zip(names, features, strict=True)}
     stored = {f"{n}.{key}": tensor for n in names for key, tensor in parts[n].items()}
@@ -165,14 +165,14 @@ def test_features_that_the_size_does_not_divide(build: object, message: str) -> 
     "names", ["ab", ["gate_proj"], ["gate_proj", "gate_proj"], ["gate_proj", ""], []]
 )
 def test_names_that_do_not_name_each_slot(names: list[str]) -> None:
-    """Fused layers need one distinct name each: too few, repeated or empty ones are refused."""
+    """shard_names that are too few, repeated or empty are refused."""
     with pytest.raises(ValueError, match="shard_names must"):
         MergedColumnParallelLinear(8, [8, 8], shard_names=names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtype_of_the_parameters(dtype: torch.dtype) -> None:
-    """params_dtype, else the default dtype, is that of weight and bias, as loaded."""
+    """Weight and bias have params_dtype, or the default dtype, and are converted to it."""
     stored = weights(OUTPUT, INPUT, True)
     for layer in (
         ReplicatedLinear(INPUT, OUTPUT, params_dtype=dtype),

@@ -1,4 +1,4 @@
-"""Scales of whole tensors, and edges inside of units (packed elements, groups, blocks)."""
+"""Per-tensor scales, and edges inside of units (packed elements, groups, blocks)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def fill(parameter: BasevLLMParameter, tensors: dict[Any, torch.Tensor]) -> torc
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_scale_a_tensor_as_scalar_or_one_entry(shape: tuple[int, ...]) -> None:
-    """A tensor's scale is stored as [] or [1], and every rank gets each slot's own."""
+def test_a_per_tensor_scale_as_scalar_or_one_entry(shape: tuple[int, ...]) -> None:
+    """A per-tensor scale is stored as [] or [1], and every rank gets the scale of each slot."""
     tensors = {slot: torch.full(shape, float(i + 2)) for i, slot in enumerate("qkv")}
     output = Dim(tuple(Slot(slot, 8, 4) for slot in "qkv"))
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""Typed parameters: what ranks keep, written out, and promises beside the laws (tests/laws/)."""
+"""Typed parameters: which numbers each rank keeps, and promises beside the laws (tests/laws/)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ KEPT = {
 
 @pytest.mark.parametrize(("dims", "stored", "kept"), KEPT.values(), ids=KEPT)
 def test_what_each_rank_keeps(dims: tuple[Dim, ...], stored: dict[Any, Any], kept: Any) -> None:
-    """Numbers of a checkpoint arrive where they belong; of new memory just padding is written."""
+    """Each rank gets its numbers of a checkpoint; of new memory only the padding is written."""
     for rank, expected in enumerate(kept):
         meta = BasevLLMParameter(*dims, tp_rank=rank, tp_size=4, dtype=torch.float32)
         real = meta.materialize_on("cpu")
@@ -78,7 +78,7 @@ def test_what_each_rank_keeps(dims: tuple[Dim, ...], stored: dict[Any, Any], kep
 
 @st.composite
 def parameters(draw: st.DrawFn, cls: type[BasevLLMParameter]) -> BasevLLMParameter:
-    """Draw a parameter of some rank."""
+    """Draw a parameter of any rank."""
     layout, size = draw(parameter_layouts(cls)), draw(tp_sizes())
     with tensor_parallel(rank=draw(st.integers(0, size - 1)), size=size):
         try:
@@ -92,7 +92,7 @@ def parameters(draw: st.DrawFn, cls: type[BasevLLMParameter]) -> BasevLLMParamet
 @few
 @given(data=st.data())
 def test_materialize_on_keeps_type_and_attributes(cls: type, data: st.DataObject) -> None:
-    """materialize_on gives new memory to the same type, dtype and attributes."""
+    """materialize_on keeps type, dtype and attributes."""
     parameter = data.draw(parameters(cls))
     assert parameter.is_meta
     real = parameter.materialize_on("cpu")
@@ -111,8 +111,8 @@ def test_materialize_on_keeps_type_and_attributes(cls: type, data: st.DataObject
 @every_class
 @few
 @given(data=st.data())
-def test_deepcopy_is_a_parameter_of_its_own(cls: type, data: st.DataObject) -> None:
-    """deepcopy keeps type and attributes and shares no memory; one parameter stays one."""
+def test_deepcopy(cls: type, data: st.DataObject) -> None:
+    """deepcopy keeps type, attributes and ties, and shares no memory."""
     meta = data.draw(parameters(cls))
     real = meta.materialize_on("cpu")
     real.data.fill_(1)
@@ -136,7 +136,7 @@ def test_deepcopy_is_a_parameter_of_its_own(cls: type, data: st.DataObject) -> N
 @few
 @given(data=st.data())
 def test_nothing_but_what_is_declared_is_on_a_parameter(cls: type, data: st.DataObject) -> None:
-    """A typed parameter's __dict__ is what its class declares, and stays so (law 5)."""
+    """A typed parameter's __dict__ has only what its class declares (law 5)."""
     parameter = data.draw(parameters(cls))
     classes = cls.__mro__[: cls.__mro__.index(nn.Parameter)]
     assert vars(parameter).keys() == {n for c in classes for n in inspect.get_annotations(c)}
@@ -144,7 +144,7 @@ def test_nothing_but_what_is_declared_is_on_a_parameter(cls: type, data: st.Data
 
 @every_class
 def test_rank_and_size_have_no_defaults(cls: type) -> None:
-    """A forgotten rank would load shard 0 everywhere."""
+    """tp_rank and tp_size have no defaults: a forgotten rank would load shard 0 everywhere."""
     signature = inspect.signature(cls.__new__).parameters
     for name in ("tp_rank", "tp_size"):
         assert signature[name].default is inspect.Parameter.empty
@@ -152,7 +152,7 @@ def test_rank_and_size_have_no_defaults(cls: type) -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_of_its_size_is_refused(rank: int) -> None:
-    """There are as many ranks as the size says, from 0 on."""
+    """A rank must be in range(size)."""
     with pytest.raises(ValueError, match=rf"rank {rank} is outside of range\(2\)"):
         ColumnvLLMParameter(Dim.whole(2), tp_rank=rank, tp_size=2, dtype=torch.float32)
 
@@ -161,7 +161,7 @@ def test_a_rank_outside_of_its_size_is_refused(rank: int) -> None:
 @few
 @given(data=st.data())
 def test_only_the_checkpoints_own_shape_is_accepted(cls: type, data: st.DataObject) -> None:
-    """A rank's shard, a tensor with more or fewer rows and one with more dimensions are refused."""
+    """A rank's shard, and tensors with other sizes or more dimensions, are refused."""
     parameter = data.draw(parameters(cls))
     for slot in (*parameter.slots, None):
         shape = list(parameter.checkpoint_shape(slot))
@@ -176,15 +176,15 @@ def test_only_the_checkpoints_own_shape_is_accepted(cls: type, data: st.DataObje
 
 
 def test_two_dimensions_with_slots_are_refused() -> None:
-    """Only one dimension of a parameter can have several slots."""
+    """Only one dimension of a parameter can have named slots."""
     several = Dim((Slot("a", 4), Slot("b", 4)))
     with pytest.raises(ValueError, match="only one dimension"):
         ModelWeightParameter(several, several, tp_rank=0, tp_size=4, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("names", [[], ["", "b"], ["a", "a"]])
-def test_slots_without_names_of_their_own_are_refused(names: list[str]) -> None:
-    """A dimension has one slot, or several that can be told apart."""
+def test_slots_without_distinct_names_are_refused(names: list[str]) -> None:
+    """Several slots of a dimension need distinct names."""
     with pytest.raises(ValueError, match="need distinct names"):
         Dim(tuple(Slot(name, 4) for name in names))
 

@@ -32,7 +32,7 @@ shared = pytest.mark.parametrize(("heads", "kv_heads", "size"), SHARED)
 
 
 def checkpoint(heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
-    """Return whole numbers, so that sums are exact."""
+    """Return integers, so that sums are exact."""
     features = {"q_proj": heads * HEAD, "k_proj": kv_heads * HEAD, "v_proj": kv_heads * HEAD}
     stored = {}
     for name, count in features.items():
@@ -43,7 +43,7 @@ def checkpoint(heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
 
 @shared
 def test_ranks_share_the_heads(heads: int, kv_heads: int, size: int) -> None:
-    """A rank computes its share of the query heads and just the key-value heads that they use."""
+    """A rank computes its part of the query heads and only the key-value heads that they use."""
     stored = checkpoint(heads, kv_heads)
     x = torch.randint(-9, 10, (5, HIDDEN)).float()
     q, k, v = (
@@ -72,7 +72,7 @@ def test_ranks_share_the_heads(heads: int, kv_heads: int, size: int) -> None:
 
 
 def test_as_many_key_value_heads_as_query_heads_unless_given() -> None:
-    """Without a number of key-value heads there are as many as query heads."""
+    """The number of key-value heads is that of query heads unless given."""
     with tensor_parallel(rank=1, size=2):
         layer = QKVParallelLinear(HIDDEN, HEAD, 4, bias=False)
     assert (layer.num_heads, layer.num_kv_heads) == (2, 2)
@@ -82,7 +82,7 @@ def test_as_many_key_value_heads_as_query_heads_unless_given() -> None:
 
 
 def test_other_names_of_the_projections() -> None:
-    """The projections are found under the names that the layer was given, and no others."""
+    """The projections are loaded by the shard_names that the layer was given."""
     layer = QKVParallelLinear(HIDDEN, HEAD, 2, 1, bias=False, shard_names=["query", "key", "value"])
     stored = checkpoint(2, 1)
     names = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
@@ -103,6 +103,6 @@ def test_other_names_of_the_projections() -> None:
     ],
 )
 def test_heads_that_cannot_be_shared(heads: int, kv_heads: int, size: int, message: str) -> None:
-    """Heads that cannot be shared evenly are refused when the layer is built, with the numbers."""
+    """Heads that cannot be divided evenly are refused when the layer is built, with the numbers."""
     with tensor_parallel(rank=0, size=size), pytest.raises(ShardingError, match=message):
         QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads)

@@ -64,13 +64,13 @@ def ours(config: LlamaConfig) -> RotaryEmbedding:
 def expected_cos_sin(
     config: LlamaConfig, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what transformers computes, ``[1, tokens, rotary_dim]``."""
-    reference = GPTNeoXRotaryEmbedding(config)  # new: dynamic scaling remembers what it has seen
+    """Return transformers' cosines and sines, ``[1, tokens, rotary_dim]``."""
+    reference = GPTNeoXRotaryEmbedding(config)  # a new one: it remembers the longest sequence
     return reference(torch.empty(1), positions.unsqueeze(0))
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor) -> None:
-    """Compare to ten roundings of the greatest angle, which is that of the last position."""
+    """Compare with a tolerance of ten roundings of the largest angle, that of the last position."""
     angle = max(1, int(positions.max()))
     torch.testing.assert_close(got, expected, rtol=0, atol=10 * 2**-24 * angle)
 
@@ -91,7 +91,7 @@ def assert_rotates_alike(config: LlamaConfig, positions: torch.Tensor) -> None:
 @shares
 @scalings
 def test_frequencies_of_transformers(scaling: dict[str, Any], share: float) -> None:
-    """Frequencies and the factor of the attention are transformers' to a few roundings."""
+    """Frequencies and attention scaling are transformers', up to a few roundings."""
     config = config_of(scaling, share)
     reference, rotary = GPTNeoXRotaryEmbedding(config), ours(config)
     torch.testing.assert_close(rotary.inv_freq, reference.inv_freq, rtol=1e-6, atol=0)
@@ -102,14 +102,14 @@ def test_frequencies_of_transformers(scaling: dict[str, Any], share: float) -> N
 @shares
 @scalings
 def test_rotation_of_transformers(scaling: dict[str, Any], share: float) -> None:
-    """Queries and keys are rotated as by transformers, and what does not rotate passes as it is."""
+    """Queries and keys are rotated as in transformers, and other features are unchanged."""
     assert_rotates_alike(config_of(scaling, share), torch.arange(96))
 
 
 @pytest.mark.parametrize("length", [1, 95, 96, 97, 150, 288])
 @shares
-def test_dynamic_scaling_goes_by_the_length(share: float, length: int) -> None:
-    """Dynamic scaling leaves sequences up to the limit alone and stretches with longer ones."""
+def test_dynamic_scaling_depends_on_the_length(share: float, length: int) -> None:
+    """Dynamic scaling changes only sequences that are longer than the limit."""
     config = config_of(SCALINGS["dynamic"], share)
     positions = torch.arange(length)
     assert_rotates_alike(config, positions)
@@ -117,8 +117,8 @@ def test_dynamic_scaling_goes_by_the_length(share: float, length: int) -> None:
     assert torch.allclose(ours(config).cos_sin(positions)[0], plain, atol=1e-6) is (length <= 96)
 
 
-def test_dynamic_scaling_goes_by_each_sequence() -> None:
-    """In a batch each token is rotated by its own sequence's length, whatever the others' are."""
+def test_dynamic_scaling_depends_on_each_sequence() -> None:
+    """In a batch the scaling of a token depends on the length of its own sequence only."""
     config = config_of(SCALINGS["dynamic"])
     rotary = ours(config)
     contexts, new = [150, 7, 97, 200, 96], [150, 7, 1, 3, 1]
@@ -133,13 +133,13 @@ def test_dynamic_scaling_goes_by_each_sequence() -> None:
     cos, sin = rotary.cos_sin(torch.cat(positions), metadata)
     expected = [expected_cos_sin(config, p) for p in positions]
     for got, whole in zip((cos, sin), zip(*expected, strict=True), strict=True):
-        reference = torch.cat(whole, 1)[0, :, None, :16]  # transformers has each twice
+        reference = torch.cat(whole, 1)[0, :, None, :16]  # transformers repeats each angle
         assert_close(got, reference, torch.cat(positions))
 
 
 @shares
 def test_neighbours_rotate_in_pairs(share: float) -> None:
-    """GPT-J's style, in which neighbours are pairs, is that of transformers."""
+    """GPT-J's style, which rotates neighbours, is that of transformers."""
     config = config_of(SCALINGS["llama3"], share)
     whole = config.rope_parameters
     rotary = RotaryEmbedding(
@@ -159,7 +159,7 @@ def test_neighbours_rotate_in_pairs(share: float) -> None:
 
 
 def test_any_positions_in_any_order() -> None:
-    """A token is rotated by its own position: order and gaps do not matter."""
+    """A token is rotated by its own position, in any order and with gaps."""
     rotary = ours(config_of(SCALINGS["yarn"]))
     positions = torch.tensor([95, 0, 3, 3, 40])
     q, k = torch.randn(96, 2, 32), torch.randn(96, 1, 32)
@@ -171,7 +171,7 @@ def test_any_positions_in_any_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_rotated_in_float32(dtype: torch.dtype) -> None:
-    """In 16 bits the rotation is computed in float32 and rounded once, in the dtype given."""
+    """16-bit queries and keys are rotated in float32 and rounded once to their dtype."""
     rotary = ours(config_of(SCALINGS["yarn"], 0.5))
     x = torch.randn(2, 96, 2, 32).to(dtype)
     cos_sin = rotary.cos_sin(torch.arange(96))
@@ -183,7 +183,7 @@ def test_sixteen_bits_are_rotated_in_float32(dtype: torch.dtype) -> None:
 
 @scalings
 def test_frequencies_are_float32_whatever_the_default(scaling: dict[str, Any]) -> None:
-    """A model built in bfloat16 has the frequencies of one built in float32."""
+    """The frequencies are float32 under any default dtype."""
     config = config_of(scaling)
     expected = ours(config).inv_freq
     before = torch.get_default_dtype()
@@ -198,8 +198,8 @@ def test_frequencies_are_float32_whatever_the_default(scaling: dict[str, Any]) -
     assert torch.equal(cos, ours(config).cos_sin(torch.arange(200))[0])
 
 
-def test_nothing_is_stored_and_what_is_stored_is_skipped() -> None:
-    """Frequencies are not in the state, and are skipped by rule where a file has them."""
+def test_frequencies_are_not_stored_and_are_skipped() -> None:
+    """Frequencies are not in the state dict, and are skipped by rule in a checkpoint."""
     rotary = ours(config_of(SCALINGS["default"]))
     expected = rotary.inv_freq.clone()
     assert not rotary.state_dict()
@@ -211,7 +211,7 @@ def test_nothing_is_stored_and_what_is_stored_is_skipped() -> None:
 
 
 def test_older_spellings() -> None:
-    """transformers 4's keys, rope_theta and rope_scaling with type, give the same frequencies."""
+    """The keys of transformers 4, rope_theta and rope_scaling, give the same frequencies."""
     for name in ("linear", "dynamic", "yarn", "llama3"):
         new = config_of(SCALINGS[name]).to_dict()
         old = dict(new)
@@ -228,13 +228,13 @@ def test_older_spellings() -> None:
 
 @pytest.mark.parametrize("inside", [None, 32])
 @pytest.mark.parametrize("beside", [None, 48])
-def test_where_the_original_length_stands(inside: int | None, beside: int | None) -> None:
-    """The original length counts where transformers has it: beside the scaling, else inside."""
+def test_both_places_of_the_original_length(inside: int | None, beside: int | None) -> None:
+    """As in transformers, the original length beside the scaling counts before the one inside."""
     name = "original_max_position_embeddings"
     rope = {"rope_theta": 1000.0, "rope_type": "yarn", "factor": 4.0}
     rope |= {name: inside} if inside else {}
     config = config_of(rope, **({name: beside} if beside else {}))
-    # As a file may have it: transformers' own configuration has been put in order.
+    # transformers has normalized its configuration; a file need not be.
     entries = config.to_dict() | {"rope_parameters": rope}
     rotary = RotaryEmbedding.from_config(HFConfig(**entries))
     reference = GPTNeoXRotaryEmbedding(config)
@@ -253,13 +253,13 @@ def test_where_the_original_length_stands(inside: int | None, beside: int | None
     ],
 )
 def test_unknown_or_incomplete_scalings(scaling: dict[str, Any], message: str) -> None:
-    """A scaling that is unknown, or lacks a setting, is refused by name, with what it has."""
+    """A scaling that is unknown or lacks a setting is refused; the error lists its settings."""
     with pytest.raises(UnsupportedModelError, match=message):
         RotaryEmbedding(32, 96, scaling=scaling)
 
 
 @pytest.mark.parametrize("width", [3, 34, -2])
 def test_impossible_widths(width: int) -> None:
-    """A rotary dimension that is odd, negative or beyond the head is refused with both numbers."""
+    """An odd, negative or too large rotary_dim is refused, with the head size."""
     with pytest.raises(UnsupportedModelError, match=f"head size 32, got {width}"):
         RotaryEmbedding(32, 96, rotary_dim=width)

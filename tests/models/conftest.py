@@ -1,4 +1,4 @@
-"""Tiny checkpoints that transformers saved, and what transformers computes with each of them."""
+"""Tiny checkpoints that transformers saves, and what transformers computes with each."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 STEPS = 64
-WITHIN = 1e-4  # of each logit, in float32
+WITHIN = 1e-4  # tolerance of each logit, in float32
 
-# pytest's importlib mode knows no sibling imports, and torchrun runs the same file as a script.
+# Layers are tested against the laws with more examples. Models only wire them together.
+settings.register_profile("models", settings.get_profile("ci"), max_examples=25)
+
+# runpy, because pytest's importlib mode has no imports between test files.
 _one_rank = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))
 
 
 def config_of(kind: str, **entries: Any) -> dict[str, Any]:
     small = {
-        "vocab_size": 130,  # padded to 192: the last of 4 ranks holds padding alone
+        "vocab_size": 130,  # padded to 192: the last of 4 ranks holds only padding
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -40,7 +44,7 @@ def config_of(kind: str, **entries: Any) -> dict[str, Any]:
 
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 500.0,  # so low that wavelengths lie on both sides of each threshold
+    "rope_theta": 500.0,  # low enough for wavelengths on both sides of each threshold
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -97,7 +101,7 @@ CONFIGS = {
         num_key_value_heads=1,
     ),
     "llama-linear": config_of("llama", rope_parameters=LINEAR, mlp_bias=True),
-    # One prompt is longer than this limit; the others pass it while they are generated.
+    # One prompt is longer than this limit. The others exceed it during generation.
     "llama-dynamic": config_of(
         "llama", rope_parameters=DYNAMIC, max_position_embeddings=32, attention_bias=True
     ),
@@ -133,31 +137,34 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computes, a prompt at a time."""
+    """What transformers computes for each prompt alone."""
 
     prompts: list[list[int]]
     prompt_logits: list[torch.Tensor]  # [tokens, vocab] of each prompt
-    tokens: list[list[int]]  # STEPS of each prompt
+    tokens: list[list[int]]  # STEPS greedy tokens for each prompt
     step_logits: torch.Tensor  # [STEPS, prompts, vocab]
 
     @property
     def job(self) -> tuple[list[list[int]], int]:
-        """What ``compute`` of one_rank.py takes after the folder."""
+        """The arguments of ``compute`` (in one_rank.py) after the folder."""
         return self.prompts, STEPS
 
     @property
     def is_robust(self) -> bool:
-        """Whether logits within the tolerance must give these tokens, and more than a few."""
+        """Whether logits within the tolerance give these tokens, and the tokens vary."""
         best, second = self.step_logits.topk(2).values.unbind(-1)
-        differ = all(len(set(row)) > 3 for row in self.tokens)
-        return differ and (best - second).min().item() > 2 * WITHIN
+        varied = all(len(set(row)) > 3 for row in self.tokens)
+        return varied and (best - second).min().item() > 2 * WITHIN
+
+    def check_prompts(self, computed: dict[str, Any]) -> None:
+        """Compare the prompts' logits with those that ``compute`` returned."""
+        for logits, expected in zip(computed["prompt_logits"], self.prompt_logits, strict=True):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=WITHIN)
 
     def check(self, computed: dict[str, Any]) -> None:
-        """Compare what ``compute`` of one_rank.py returned."""
-        close = {"rtol": 0, "atol": WITHIN}
-        for logits, expected in zip(computed["prompt_logits"], self.prompt_logits, strict=True):
-            torch.testing.assert_close(logits, expected, **close)
-        torch.testing.assert_close(computed["step_logits"], self.step_logits, **close)
+        """Compare all logits and tokens with those that ``compute`` returned."""
+        self.check_prompts(computed)
+        torch.testing.assert_close(computed["step_logits"], self.step_logits, rtol=0, atol=WITHIN)
         assert computed["tokens"] == self.tokens
 
 
@@ -168,13 +175,13 @@ class Checkpoint:
 
 
 def randomized(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
-    """Return a model with weights, norms and biases large enough for a wrong one to show."""
+    """Return a model whose weights, norms and biases are large enough to expose a wrong one."""
     entries = dict(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            scale = 1.0  # of both signs: a tied head would else repeat the last token for ever
+            scale = 1.0  # both signs, because a tied head would otherwise repeat the last token
         elif name.endswith("bias") or "embed_tokens" in name or "lm_head" in name:
             scale = 0.5
         else:
@@ -184,7 +191,7 @@ def randomized(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
 
 
 def save(folder: Path, model: PreTrainedModel) -> Path:
-    """Have transformers save ``model`` in several files, with an index."""
+    """Save ``model`` with transformers in several files with an index."""
     model.save_pretrained(folder, max_shard_size="60KB")
     assert (folder / "model.safetensors.index.json").is_file()
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -193,19 +200,19 @@ def save(folder: Path, model: PreTrainedModel) -> Path:
 
 @torch.no_grad()
 def _refer(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
-    """Have transformers load ``folder`` and compute."""
-    # Eager attention: the softmax written out, not the fused function that is under test.
+    """Load ``folder`` with transformers and compute the reference."""
+    # Eager attention writes the softmax out. The fused function is under test.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval()
     vocab = model.config.vocab_size
     generator = torch.Generator().manual_seed(1)
-    lengths = (16, 1, 40, 5, 17)  # 16 and 17 end on either side of a page's edge
+    lengths = (16, 1, 40, 5, 17)  # 16 fills a page, 17 starts another
     prompts = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
     prompts[0][:2] = [0, vocab - 1]
     prompt_logits, tokens, step_logits = [], [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        # A copy each: dynamic scaling leaves the longest length it has seen in the model.
+        # A new copy for each, because dynamic scaling stores the longest length in the model.
         prompt_logits.append(copy.deepcopy(model)(ids).logits[0])
         out = copy.deepcopy(model).generate(
             ids,
@@ -221,7 +228,7 @@ def _refer(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any]) -> Checkpoint:
-    """Draw weights until what transformers generates with them is robust."""
+    """Draw weights until the reference that transformers computes with them is robust."""
     for seed in count():
         assert seed < 10, "no weights found that generate robustly"
         reference = _refer(save(folder, randomized(config, seed)))
@@ -237,46 +244,54 @@ def _no_progress_bars() -> Iterator[None]:
     logging.enable_progress_bar()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread_a_rank() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _few_examples() -> Iterator[None]:
+    before = settings.get_current_profile_name()
+    settings.load_profile("models")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_per_rank() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # four simulated ranks would else wait on a team of threads each
+    torch.set_num_threads(1)  # a simulated rank is a thread, and four would share two cores
     yield
     torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """Give the tiny checkpoint of a name in CONFIGS, made once."""
-    made: dict[str, Checkpoint] = {}
+    """Return the tiny checkpoint of a name in CONFIGS. Each is made once."""
+    checkpoints: dict[str, Checkpoint] = {}
 
     def get(name: str) -> Checkpoint:
-        if name not in made:
-            made[name] = make_checkpoint(tmp_path_factory.mktemp(name), CONFIGS[name])
-        return made[name]
+        if name not in checkpoints:
+            checkpoints[name] = make_checkpoint(tmp_path_factory.mktemp(name), CONFIGS[name])
+        return checkpoints[name]
 
     return get
 
 
 @pytest.fixture(scope="session", params=CONFIGS)
 def checkpoint(request: pytest.FixtureRequest, tiny: Callable[[str], Checkpoint]) -> Checkpoint:
-    """Each of the tiny checkpoints in turn."""
+    """Return each tiny checkpoint in turn."""
     return tiny(request.param)
 
 
 @pytest.fixture(scope="session")
 def compute() -> Callable[..., dict[str, Any]]:
-    """Give ``compute`` of one_rank.py."""
+    """Return ``compute`` of one_rank.py."""
     return _one_rank["compute"]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")
-def generated() -> Callable[..., tuple[list[list[int]], int]]:
-    """Give ``generated`` of one_rank.py."""
-    return _one_rank["generated"]  # type: ignore[no-any-return]
+def generate() -> Callable[..., tuple[list[list[int]], int]]:
+    """Return ``generate`` of one_rank.py."""
+    return _one_rank["generate"]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")
 def refer() -> Callable[..., Reference]:
-    """Give the function that has transformers load a folder and compute."""
+    """Return the function that computes a folder's reference with transformers."""
     return _refer

@@ -1,7 +1,7 @@
-"""What one rank computes of a checkpoint: called in a simulated rank, or run under torchrun.
+"""Compute logits and tokens of a checkpoint on one rank, simulated or under torchrun.
 
-As a script, ``one_rank.py DIRECTORY`` computes each of ``DIRECTORY/jobs.json`` (the arguments of
-:func:`compute` by name) and saves ``DIRECTORY/rank<R>.pt``.
+As a script, ``one_rank.py DIRECTORY`` reads ``DIRECTORY/jobs.json``, which maps names to arguments
+of :func:`compute`, and saves the results by name in ``DIRECTORY/rank<R>.pt``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from vllm_module.runtime.scheduler import Scheduler
 def compute(
     folder: str | Path, prompts: list[list[int]], steps: int, dtype: str = "auto"
 ) -> dict[str, Any]:
-    """Load ``folder`` through the public API; return logits of prompts and of ``steps`` steps."""
+    """Load ``folder`` through the public API and run it.
+
+    Returns the logits of each prompt, the greedy tokens and the logits of ``steps`` steps.
+    """
     model = get_model(model_config=ModelConfig(model=str(folder), dtype=dtype))
     prompt_logits = [
         model.compute_logits(model(torch.tensor(prompt), torch.arange(len(prompt))))
@@ -36,12 +39,12 @@ def compute(
     step_logits: list[torch.Tensor] = []
     compute_logits = model.compute_logits
 
-    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+    def record(hidden: torch.Tensor) -> torch.Tensor:
         step_logits.append(compute_logits(hidden))
         return step_logits[-1]
 
-    model.compute_logits = recorded
-    tokens, _ = generated(model, prompts, steps)
+    model.compute_logits = record
+    tokens, _ = generate(model, prompts, steps)
     model.compute_logits = compute_logits
     return {
         "prompt_logits": prompt_logits,
@@ -50,7 +53,7 @@ def compute(
     }
 
 
-def generated(
+def generate(
     model: Any,
     prompts: list[list[int]],
     steps: int | list[int],
@@ -61,10 +64,9 @@ def generated(
     max_num_batched_tokens: int = 128,
     pauses: list[int] | None = None,
 ) -> tuple[list[list[int]], int]:
-    """Return the greedy tokens of an engine, and how often it preempted.
+    """Return an engine's greedy tokens and its number of preemptions.
 
-    Every rank has an engine for itself, and all do the same. Before each prompt arrives there is a
-    pause of some steps.
+    Each rank runs the same engine, which takes ``pauses[i]`` steps before prompt ``i`` arrives.
     """
     windows = {layer.sliding_window for layer in attention_layers(model)}
     (window,) = windows if len(windows) == 1 else (None,)
@@ -86,11 +88,11 @@ def generated(
     )
     engine = Engine(execute, scheduler, model.config.vocab_size, pages * page_size)
     requests = []
-    counts = [steps] * len(prompts) if isinstance(steps, int) else steps
-    for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+    max_tokens = [steps] * len(prompts) if isinstance(steps, int) else steps
+    for index, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
         for _ in range(pauses[index] if pauses else 0):
             engine.step()
-        params = SamplingParams(temperature=0, max_tokens=count)
+        params = SamplingParams(temperature=0, max_tokens=most)
         requests.append(engine.add(str(index), prompt, params))
     while engine.requests:
         engine.step()

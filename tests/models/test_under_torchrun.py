@@ -1,4 +1,4 @@
-"""Tensor parallelism over real processes."""
+"""Tensor parallelism in real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of refusals share: a checkpoint that is spoiled, and what is said of it.
+"""What tests of refusals share: edits of a checkpoint, and checks of the error.
 
 Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
 """
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.1.mlp"
-# A fused slot at the front, one in the middle, one at the end, and layers of one slot.
+# The first, middle and last slot of a fused layer, and layers of one slot.
 LAYERS = {
     f"{ATTENTION}.q_proj": (f"{ATTENTION}.qkv_proj", "q_proj"),
     f"{ATTENTION}.k_proj": (f"{ATTENTION}.qkv_proj", "k_proj"),
@@ -44,7 +44,7 @@ def ask(checkpoint: Any, quantization: Any = None, **entries: Any) -> ModelConfi
 
 
 def refuse(checkpoint: Any, kind: type[Exception], quantization: Any = None, size: int = 1) -> str:
-    """See that the public API refuses; return the message."""
+    """Check that the public API refuses a checkpoint, and return the message."""
     with pytest.raises(kind) as refused:
         run_ranks(size, lambda rank: get_model(model_config=ask(checkpoint, quantization)))
     assert isinstance(refused.value, WeightLoadError)
@@ -54,7 +54,7 @@ def refuse(checkpoint: Any, kind: type[Exception], quantization: Any = None, siz
 def refuse_weights(
     checkpoint: Any, kind: type[Exception], quantization: Any = None, size: int = 1
 ) -> str:
-    """See that the API refuses the weights, and so does a model, which then does not run."""
+    """Check that the API and a model refuse the weights and that the model does not run after."""
     message = refuse(checkpoint, kind, quantization, size)
 
     def work() -> None:
@@ -77,7 +77,7 @@ def refuse_weights(
 
 
 def scaled(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    """Return what changes one tensor."""
+    """Return an edit that changes one tensor of a checkpoint."""
 
     def edit(tensors: Tensors) -> None:
         tensors[name] = change(tensors[name])
@@ -91,3 +91,10 @@ def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return tensor
 
     return change
+
+
+def assert_names(message: str, layer: str, attr: str) -> None:
+    """Check that a message names a tensor by its layer and slot."""
+    path, slot = LAYERS[layer]
+    assert message.startswith((f"{path}.{attr}", f"{layer}.{attr}")), message
+    assert not slot or f"{slot!r}" in message or f"{layer}.{attr}" in message, message

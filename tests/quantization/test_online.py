@@ -1,4 +1,4 @@
-"""Quantizing while loading is quantizing the whole tensor and cutting it, whatever the cut."""
+"""Quantizing while loading gives the bits of quantizing the whole tensor and cutting it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def schemes() -> st.SearchStrategy[Scheme]:
 
 
 class Drawn(NamedTuple):
-    """A layer, as a rank builds it, and whether its rows or its columns are cut."""
+    """A function that builds a layer on a rank, and whether the layer's rows or columns are cut."""
 
     build: Callable[[], QuantizableLayer]
     rows: bool
@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
 
 @st.composite
 def layers(draw: st.DrawFn) -> Drawn:
-    """Draw each kind of layer: fused, with key-value heads that are copied, padded, by rows."""
+    """Draw a layer of any kind: fused, with copied key-value heads, padded, or row-parallel."""
     width = draw(features())
     kind = draw(st.sampled_from(["merged", "qkv", "row", "head", "replicated"]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
@@ -79,7 +79,7 @@ def layers(draw: st.DrawFn) -> Drawn:
 
 
 class Handle:
-    """A tensor that is not in memory, and so is cut into pieces."""
+    """A handle: unlike a tensor in memory, it is read in pieces."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
@@ -99,7 +99,7 @@ def built(layer: Drawn, scheme: Scheme, rank: int, size: int) -> QuantizableLaye
 
 
 def as_stored(wide: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a whole tensor, and shape its scales as checkpoints store them."""
+    """Quantize a whole tensor; return it and its scales in the shape that checkpoints have."""
     rows, columns = wide.shape
     block = {"tensor": (rows, columns), "channel": (1, columns), "block": scheme.block}
     tall, across = block[scheme.strategy]
@@ -111,7 +111,7 @@ def as_stored(wide: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.T
 
 def depends_on_cut(layer: Drawn, scheme: Scheme) -> bool:
     if scheme.strategy == "block":
-        return False  # an edge inside a block is refused
+        return False  # a cut inside a block is refused
     return layer.columns or (layer.rows and scheme.strategy == "tensor")
 
 
@@ -119,9 +119,9 @@ def depends_on_cut(layer: Drawn, scheme: Scheme) -> bool:
 def test_quantized_while_loading_is_quantized_whole_and_cut(
     layer: Drawn, scheme: Scheme, size: int, seed: int, data: st.DataObject
 ) -> None:
-    """A rank holds what it would of a checkpoint of the whole tensors, quantized beforehand.
+    """A rank holds the same as from a checkpoint that was quantized before it was cut.
 
-    Bit for bit where a scale does not depend on the cut; else no scale is greater, and the error is
+    The bits are the same if no scale depends on the cut. Else no scale is greater, and the error is
     within the bound that the whole tensor's scales give.
     """
     rank = data.draw(st.integers(0, size - 1), "rank")
@@ -163,7 +163,7 @@ def test_quantized_while_loading_is_quantized_whole_and_cut(
 def with_values(
     layer: Drawn, tensors: dict[str, torch.Tensor], rank: int, size: int
 ) -> torch.Tensor:
-    """Return what a rank keeps of tensors in float32, cut like its weight."""
+    """Return the rank's part of float32 tensors, cut like its weight."""
     with tensor_parallel(rank=rank, size=size):
         module = layer.build()
     module.params_dtype = torch.float32
@@ -174,7 +174,7 @@ def with_values(
 
 @given(layers(), schemes(), st.integers(0, 2**16))
 def test_pieces_make_no_difference(layer: Drawn, scheme: Scheme, seed: int) -> None:
-    """Arriving whole or a few rows at a time, by several threads, a tensor has the same bits."""
+    """A tensor read whole, or a few rows at a time by several threads, gives the same bits."""
     try:
         whole, pieces = (built(layer, scheme, 0, 1) for _ in range(2))
     except ShardingError:
@@ -193,7 +193,7 @@ def test_pieces_make_no_difference(layer: Drawn, scheme: Scheme, seed: int) -> N
 def test_no_more_than_a_piece_is_in_full_precision(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scheme by rows or blocks takes 4 MiB of a file at a time, one by tensors takes a slot."""
+    """A scheme per channel or block reads 4 MiB of a file at a time, one per tensor a slot."""
     sizes = []
     receive = QuantizedRegion.receive
     monkeypatch.setattr(
@@ -212,8 +212,8 @@ def test_no_more_than_a_piece_is_in_full_precision(
 
 
 @pytest.mark.parametrize("name", ONLINE)
-def test_an_update_of_one_part_leaves_the_others(name: str) -> None:
-    """New full-precision weights of one slot requantize that slot, in place, and nothing else."""
+def test_an_update_of_one_slot_leaves_the_others(name: str) -> None:
+    """New full-precision weights of one slot requantize that slot in place, and no other."""
     layer = MergedColumnParallelLinear(128, [256, 128], False, shard_names=["a", "b"])
     layer.quantize(EightBitMethod(ONLINE[name]))
     first = {"a.weight": torch.randn(256, 128), "b.weight": torch.randn(128, 128)}
@@ -233,7 +233,7 @@ def test_an_update_of_one_part_leaves_the_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONLINE)
 def test_extreme_numbers_keep_the_bound(name: str) -> None:
-    """Tiny, huge and mixed numbers, in any wide dtype, stay within the stated error."""
+    """The error of tiny, huge and mixed numbers stays within the documented bound."""
     layer = ReplicatedLinear(128, 128, bias=False)
     layer.quantize(EightBitMethod(ONLINE[name]))
     conversion = layer.conversions["weight"]
@@ -255,7 +255,7 @@ class Model(vLLMModule):
 
 
 def test_state_dict_has_the_scales() -> None:
-    """What is saved of a quantized model can be multiplied out again: weights with their scales."""
+    """The state dict of a quantized model has weights and their scales, and can be dequantized."""
     model = Model()
     for layer in (model.up, model.down):
         layer.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))

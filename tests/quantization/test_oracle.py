@@ -1,16 +1,17 @@
 """Quantizing while loading against compressed-tensors' own quantizer.
 
-Where the two are not the same, by construction:
+The two differ, by design, in these cases:
 
-- INT8: its scale is amax over 127.5, half the range of -128 to 127, and one number, -128, is never
-  used by ours, amax over 127. Given our scale, its numbers are ours.
-- All zeros: its scale is float32's epsilon, ours the smallest normal float32. The numbers
-  are zeros.
-- amax over 448 (or 127) below the smallest normal float32: ours stays at that, its goes on down.
-- Minus zero, with its zero point added: it turns into plus zero; ours, and its numbers without a
+- INT8: its scale is amax / 127.5, half the range of -128 to 127. Ours is amax / 127, so that -128
+  is never used. With our scale, its numbers are ours.
+- Only zeros: its scale is float32's epsilon, ours the smallest normal float32. The numbers are
+  zeros.
+- A quotient amax / 448 (or / 127) below the smallest normal float32: ours is that number, its scale
+  is subnormal.
+- Minus zero: it adds a zero point, which gives plus zero. Our numbers, and its numbers without a
   zero point, keep the sign.
-- 16-bit weights: its scale and its quotient are rounded to 16 bits; ours are float32's, and those
-  that it has for the same numbers in float32.
+- 16-bit weights: it rounds scale and quotient to 16 bits. Ours are in float32, and are the same as
+  its own for the same numbers in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Calibrated = Callable[[torch.Tensor, QuantizationArgs], torch.Tensor]
 
 
 def args_of(scheme: Scheme) -> QuantizationArgs:
-    """Return how compressed-tensors says it."""
+    """Return compressed-tensors' arguments for a scheme."""
     return QuantizationArgs(
         num_bits=8,
         type="float" if scheme.dtype.is_floating_point else "int",
@@ -47,7 +48,7 @@ def args_of(scheme: Scheme) -> QuantizationArgs:
 
 
 def ours(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a layer that loads ``weight`` holds, and its scales."""
+    """Return the weight of a layer that has loaded ``weight``, and its scales."""
     layer = ReplicatedLinear(weight.shape[1], weight.shape[0], False, params_dtype=weight.dtype)
     layer.quantize(EightBitMethod(scheme))
     layer.load_weights({"weight": weight})
@@ -63,7 +64,7 @@ def assert_bits(one: torch.Tensor, other: torch.Tensor) -> None:
 
 @st.composite
 def weights(draw: st.DrawFn) -> torch.Tensor:
-    """Draw a float32 matrix: of any magnitude, with rows, columns and numbers that stand out."""
+    """Draw a float32 matrix of any magnitude, with outliers in rows, columns and numbers."""
     rows, columns = draw(st.integers(1, 40)), draw(st.integers(1, 40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     weight = torch.randn(rows, columns, generator=generator)
@@ -83,7 +84,7 @@ def weights(draw: st.DrawFn) -> torch.Tensor:
 
 
 def schemes(names: list[str]) -> st.SearchStrategy[Scheme]:
-    """Draw a scheme; blocks of any size, which end inside the matrix or reach out of it."""
+    """Draw a scheme, with blocks that are smaller or larger than the matrix."""
     return st.builds(
         lambda name, block: replace(ONLINE[name], block=block),
         st.sampled_from(names),
@@ -99,12 +100,12 @@ def test_fp8_has_the_oracles_bits(
     args = args_of(scheme)
     quantized, scale = ours(weight, scheme)
     expected = calibrated(weight, args).view(scale.shape)
-    zeros = scale == TINY  # no number drawn is so small that these are anything else
+    zeros = scale == TINY  # other numbers that are drawn are not so small
     assert_bits(scale[~zeros], expected[~zeros])
     assert (expected[zeros] == torch.finfo(torch.float32).eps).all()
     theirs = quantize(weight, expected, None, args, scheme.dtype)
     assert_bits(quantized, theirs)
-    # As its compressor has it: a zero point is added, which takes the sign of a minus zero.
+    # Its compressor adds a zero point, which removes the sign of a minus zero.
     pointed = quantize(weight, expected, torch.zeros_like(expected), args, scheme.dtype)
     exact = weight != 0
     assert_bits(quantized[exact], pointed[exact])
@@ -118,7 +119,7 @@ def test_fp8_has_the_oracles_bits(
 def test_int8_has_the_oracles_bits_given_the_scale(
     calibrated: Calibrated, weight: torch.Tensor
 ) -> None:
-    """INT8 numbers are compressed-tensors' by our scale, which is its own times 127.5 over 127."""
+    """With our scale, its own times 127.5 / 127, compressed-tensors gives our INT8 numbers."""
     scheme = ONLINE["int8_per_channel_weight_only"]
     args = args_of(scheme)
     quantized, scale = ours(weight, scheme)
@@ -137,7 +138,7 @@ def test_int8_has_the_oracles_bits_given_the_scale(
 def test_sixteen_bits_are_those_of_the_same_numbers_in_float32(
     weight: torch.Tensor, scheme: Scheme, dtype: str
 ) -> None:
-    """A 16-bit weight has the bits that the oracle gives the same numbers in float32."""
+    """A 16-bit weight gives the oracle's bits for the same numbers in float32."""
     weight = weight.clamp(-6e4, 6e4).to(getattr(torch, dtype))
     quantized, scale = ours(weight, scheme)
     wide, of_wide = ours(weight.float(), scheme)
@@ -148,7 +149,7 @@ def test_sixteen_bits_are_those_of_the_same_numbers_in_float32(
 
 @pytest.mark.parametrize("name", FP8)
 def test_in_sixteen_bits_the_oracle_rounds_more(calibrated: Calibrated, name: str) -> None:
-    """For bfloat16 weights the oracle rounds scales and quotients to bfloat16; ours do not."""
+    """For bfloat16 weights the oracle rounds scales and quotients to bfloat16, and we do not."""
     weight = torch.randn(64, 64).bfloat16()
     scheme = replace(ONLINE[name], block=(16, 16))
     args = args_of(scheme)
@@ -164,7 +165,7 @@ def test_in_sixteen_bits_the_oracle_rounds_more(calibrated: Calibrated, name: st
 
 @pytest.mark.parametrize("name", list(ONLINE))
 def test_zeros_and_numbers_below_normal(calibrated: Calibrated, name: str) -> None:
-    """Zeros and numbers below normal have the least normal scale; the oracle's scales differ."""
+    """Zeros and subnormal scales give the smallest normal scale; the oracle's scales differ."""
     scheme = replace(ONLINE[name], block=(2, 8))
     args = args_of(scheme)
     quantized, scale = ours(torch.zeros(4, 8), scheme)
@@ -188,8 +189,8 @@ def test_zeros_and_numbers_below_normal(calibrated: Calibrated, name: str) -> No
 def test_each_slot_of_a_fused_layer_is_quantized_for_itself(
     sizes: list[int], columns: int, scheme: Scheme, seed: int
 ) -> None:
-    """A fused layer holds, slot by slot, what the oracle makes of each tensor by itself."""
-    if scheme.strategy == "block":  # whose edges are the slots'
+    """Each slot of a fused layer has the oracle's bits for its tensor alone."""
+    if scheme.strategy == "block":  # blocks must not cross the edge of a slot
         sizes = [size * scheme.block[0] for size in sizes]
     names = ["a", "b", "c"][: len(sizes)]
 

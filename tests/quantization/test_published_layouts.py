@@ -1,4 +1,4 @@
-"""Quantized checkpoints that other people's code wrote: their bytes are kept, and mean the same."""
+"""Quantized checkpoints written by other libraries: the bytes and their meaning are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WITHIN = 1e-4  # of each logit, in float32, as in tests/models
 
 compute = runpy.run_path(str(Path(__file__).parents[1] / "models" / "one_rank.py"))["compute"]
 
-# What a layer holds under one name, per tensor, files store under either.
+# Files store each of these scales under either name.
 SPELLINGS = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 SPELLINGS |= {theirs: ours for ours, theirs in SPELLINGS.items()}
 
@@ -33,11 +33,11 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def kept(model: vLLMModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what one rank holds of each checkpoint tensor, by the tensor's name."""
+    """Yield the rank's part of each checkpoint tensor, with the tensor's name."""
     for path, parameter in model.named_parameters():
         assert isinstance(parameter, BasevLLMParameter) or "norm" in path
         above, _, attr = path.rpartition(".")
-        if ".attn." in path:  # scales of the cache, which are stored beside it
+        if ".attn." in path:  # KV cache scales, which are stored beside it
             above = above.removesuffix(".attn")
         if not isinstance(parameter, BasevLLMParameter):
             yield path, parameter.data
@@ -48,7 +48,7 @@ def kept(model: vLLMModule) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shard(name: str, tensor: torch.Tensor, rank: int, size: int, config: Any) -> torch.Tensor:
-    """Return what a rank should hold of a tensor: column layers cut rows, row layers columns."""
+    """Return the part of a tensor that a rank should hold: rows, or columns of a row layer."""
     layer = name.split(".")[-2]
     replicated = layer in ("k_proj", "v_proj") and config["num_key_value_heads"] == 1
     if tensor.dim() == 0 or tensor.numel() == 1 or "norm" in name or replicated:
@@ -63,7 +63,7 @@ def shard(name: str, tensor: torch.Tensor, rank: int, size: int, config: Any) ->
 
 
 def assert_bytes(model: vLLMModule, checkpoint: Any, rank: int, size: int) -> set[torch.dtype]:
-    """Check each tensor held against the file's; return the dtypes met."""
+    """Check each tensor of a model against the file's, and return the dtypes."""
     stored, dtypes = checkpoint.tensors, set()
     for name, held in kept(model):
         source = name
@@ -75,7 +75,7 @@ def assert_bytes(model: vLLMModule, checkpoint: Any, rank: int, size: int) -> se
             assert checkpoint.config["tie_word_embeddings"]
             continue
         expected = shard(source, stored.pop(source), rank, size, checkpoint.config)
-        if expected.dtype == torch.bfloat16:  # all 16-bit numbers are float32 numbers
+        if expected.dtype == torch.bfloat16:  # float32 has every 16-bit number
             expected = expected.float()
         assert held.dtype == expected.dtype, name
         held, expected = held.reshape(-1).contiguous(), expected.reshape(-1).contiguous()
@@ -89,7 +89,7 @@ def assert_bytes(model: vLLMModule, checkpoint: Any, rank: int, size: int) -> se
 def test_bytes_are_kept_and_mean_the_same(
     published: Callable[[str], Any], layout: str, size: int
 ) -> None:
-    """Weights and scales are the file's bytes, and logits those of the publisher's dequantizing."""
+    """Weights and scales have the file's bytes, and the logits are the publisher's."""
     checkpoint = published(layout)
 
     def work(rank: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_bytes_are_kept_and_mean_the_same(
         torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
 
 
-def test_layouts_are_those_that_are_published(published: Callable[[str], Any], layout: str) -> None:
+def test_layouts_are_as_published(published: Callable[[str], Any], layout: str) -> None:
     """The files have the names, shapes and dtypes that the publishers document."""
     checkpoint = published(layout)
     tensors = checkpoint.tensors
@@ -128,7 +128,7 @@ def test_layouts_are_those_that_are_published(published: Callable[[str], Any], l
 
 
 def test_an_input_that_is_quantized_would_show(published: Callable[[str], Any]) -> None:
-    """On the CPU activations stay as they are; quantizing them, as the publisher does, shows."""
+    """On the CPU activations are not quantized; the publisher quantizes them, which shows."""
     for name in ("ct-tensor-static", "ct-channel-dynamic", "ct-block"):
         checkpoint = published(name)
         computed = logits(load(checkpoint), checkpoint.ids)
@@ -138,7 +138,7 @@ def test_an_input_that_is_quantized_would_show(published: Callable[[str], Any]) 
 
 
 def test_input_scales_change_no_bit_on_the_cpu(published: Callable[[str], Any]) -> None:
-    """On the CPU a stored input scale, however large, is kept and not multiplied by."""
+    """On the CPU a stored input scale of any size is kept and not used."""
     checkpoint = published("vllm-tensor-static")
     model = load(checkpoint)
     before = logits(model, checkpoint.ids)
@@ -152,7 +152,7 @@ def test_input_scales_change_no_bit_on_the_cpu(published: Callable[[str], Any]) 
 def test_an_error_of_one_percent_in_any_scale_shows(
     published: Callable[[str], Any], name: str
 ) -> None:
-    """The comparison of logits sees it when any one scale is off by a hundredth."""
+    """An error of 1% in any one scale fails the comparison of logits."""
     checkpoint = published(name)
     model = load(checkpoint)
 
@@ -163,7 +163,7 @@ def test_an_error_of_one_percent_in_any_scale_shows(
     assert len(scales) == 14
     for scale_name, scale in scales.items():
         if "q_proj" in scale_name or "k_proj" in scale_name:
-            # Qwen3 normalizes one factor away.
+            # Qwen3 normalizes queries and keys, which removes a common factor.
             if scale.numel() == 1:
                 continue
             noise = 1 + 0.02 * torch.rand_like(scale)
@@ -177,17 +177,15 @@ def test_an_error_of_one_percent_in_any_scale_shows(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", ["ct-kv-cache", "ct-kv-cache-llama"])
-def test_scales_of_the_cache_are_undone(
-    published: Callable[[str], Any], name: str, size: int
-) -> None:
-    """Keys and values are divided by their stored scales and multiplied again: same logits."""
+def test_kv_cache_scales_cancel_out(published: Callable[[str], Any], name: str, size: int) -> None:
+    """Dividing keys and values by stored scales and multiplying again keeps the logits."""
     checkpoint = published(name)
     ids = checkpoint.ids.tolist()
     job = (checkpoint.folder, [ids[:-3]], 4, "float32")
     for computed in run_ranks(size, lambda rank: compute(*job)):
         expected = checkpoint.logits[: len(ids) - 3]
         torch.testing.assert_close(computed["prompt_logits"][0], expected, rtol=0, atol=WITHIN)
-        # The steps go on with tokens of their own; without the cache they give the same logits.
+        # The steps generate tokens; without the cache these tokens give the same logits.
         model = load(checkpoint)
         tokens = ids[:-3] + computed["tokens"][0]
         again = logits(model, torch.tensor(tokens))[len(ids) - 4 : -1]
@@ -195,8 +193,8 @@ def test_scales_of_the_cache_are_undone(
         torch.testing.assert_close(steps, again, rtol=0, atol=WITHIN)
 
 
-def test_a_quantized_checkpoint_can_be_demanded(published: Callable[[str], Any]) -> None:
-    """``quantization`` that names what the checkpoint is changes nothing."""
+def test_the_stored_method_can_be_requested(published: Callable[[str], Any]) -> None:
+    """``quantization`` with the checkpoint's own method changes nothing."""
     for name, method in (("fp8-block", "fp8"), ("ct-block", "compressed-tensors")):
         checkpoint = published(name)
         config = ModelConfig(model=str(checkpoint.folder), quantization=method)

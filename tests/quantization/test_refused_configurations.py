@@ -1,4 +1,4 @@
-"""What the user asks for, and what config.json says, where it makes no sense."""
+"""Invalid requests of the user and invalid entries of config.json are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _refusing = runpy.run_path(str(Path(__file__).with_name("refusing.py")))
 FP8 = _refusing["FP8"]
 refuse = _refusing["refuse"]
 
-# What the user asks for
+# Requests of the user
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ refuse = _refusing["refuse"]
         ("fp8-block", QuantizationConfig(scheme="fp8_per_block", weight_block_size=(16, 32))),
     ],
 )
-def test_a_demand_against_config_json(published: Any, layout: str, asked: Any) -> None:
-    """``quantization`` that is not what the checkpoint is quantized by is refused, with both."""
+def test_a_request_against_config_json(published: Any, layout: str, asked: Any) -> None:
+    """``quantization`` other than the checkpoint's own method is refused, with both methods."""
     message = refuse(published(layout), UnsupportedModelError, asked)
     method = "fp8" if layout.startswith("fp8") else "compressed-tensors"
     assert repr(getattr(asked, "scheme", asked)) in message
@@ -45,16 +45,16 @@ def test_a_demand_against_config_json(published: Any, layout: str, asked: Any) -
     assert "leave it out, or take the checkpoint in full precision" in message
 
 
-def test_compressed_tensors_demanded_of_full_precision(full_precision: Any) -> None:
-    """A layout that can only be stored is refused of full precision, with what can be asked for."""
+def test_compressed_tensors_for_full_precision(full_precision: Any) -> None:
+    """A layout cannot be requested for full precision; the error lists the possible schemes."""
     message = refuse(full_precision, UnsupportedModelError, "compressed-tensors")
     assert "config.json has no quantization_config" in message
     assert all(name in message for name in ONLINE)
 
 
 @pytest.mark.parametrize("name", ["fp4", "", "FP8", "awq"])
-def test_a_demand_of_no_scheme(name: str) -> None:
-    """A scheme that is none is refused by the configuration itself, with those that are."""
+def test_an_unknown_scheme(name: str) -> None:
+    """The configuration refuses an unknown scheme and lists the known ones."""
     with pytest.raises(ValueError, match="fp8_per_tensor"):
         ModelConfig(model="m", quantization=name)
     with pytest.raises(ValueError, match="fp8_per_tensor"):
@@ -64,7 +64,7 @@ def test_a_demand_of_no_scheme(name: str) -> None:
 @pytest.mark.parametrize("target", ["model.layers.7.mlp.down_proj", "re:.*experts.*", "k_prok"])
 @pytest.mark.parametrize("where", ["ignore", "overrides"])
 def test_a_target_that_is_nowhere(full_precision: Any, target: str, where: str) -> None:
-    """A target that the user wrote and that no layer has is refused by name."""
+    """A target of the user that matches no layer is refused by name."""
     entries: dict[str, Any] = {where: [target] if where == "ignore" else {target: "none"}}
     asked = QuantizationConfig(scheme="fp8_per_channel", **entries)
     message = refuse(full_precision, UnsupportedModelError, asked)
@@ -73,53 +73,53 @@ def test_a_target_that_is_nowhere(full_precision: Any, target: str, where: str) 
 
 
 @pytest.mark.parametrize("where", ["ignore", "overrides"])
-def test_a_target_that_is_no_expression(full_precision: Any, where: str) -> None:
-    """A regular expression of the user's that is none is refused, with what is wrong with it."""
+def test_a_target_that_is_not_an_expression(full_precision: Any, where: str) -> None:
+    """An invalid regular expression of the user is refused with its error."""
     entries: dict[str, Any] = {where: ["re:*mlp"] if where == "ignore" else {"re:*mlp": "none"}}
     asked = QuantizationConfig(scheme="fp8_per_channel", **entries)
     message = refuse(full_precision, WeightLoadError, asked)
-    assert "'re:*mlp' is no regular expression: nothing to repeat" in message
+    assert "'re:*mlp' is not a valid regular expression: nothing to repeat" in message
 
 
-@pytest.mark.parametrize("part", ["k_proj", "gate_proj"])
-def test_a_part_of_a_fused_layer_is_left_out(full_precision: Any, part: str) -> None:
-    """A part of a fused layer that the user treats otherwise than its siblings is refused."""
-    for entries in ({"ignore": [part]}, {"overrides": {part: "fp8_per_tensor"}}):
+@pytest.mark.parametrize("slot", ["k_proj", "gate_proj"])
+def test_a_slot_with_another_scheme(full_precision: Any, slot: str) -> None:
+    """Another scheme, or none, for one slot of a fused layer is refused."""
+    for entries in ({"ignore": [slot]}, {"overrides": {slot: "fp8_per_tensor"}}):
         asked = QuantizationConfig(scheme="fp8_per_channel", **entries)  # type: ignore[arg-type]
         message = refuse(full_precision, UnsupportedModelError, asked)
-        assert "fuses parts that are not quantized alike" in message
-        assert f".{part}: " in message
+        assert "fuses layers that are not quantized alike" in message
+        assert f".{slot}: " in message
 
 
 @pytest.mark.parametrize(
     ("asked", "size", "named"),
     [
-        # 128 rows of q_proj are one block, 64 of k_proj half of one.
+        # The 128 rows of q_proj are one block, the 64 of k_proj half a block.
         ((128, 128), 1, ["self_attn.qkv_proj", "slot 'k_proj'", "64", "128"]),
-        # Two ranks have 32 rows of k_proj each.
+        # Each of two ranks has 32 rows of k_proj, half a block.
         ((64, 16), 2, ["self_attn.qkv_proj", "slot 'k_proj'", "32", "64"]),
-        # Two ranks have 64 columns of down_proj each; its 128 are no more than one block.
+        # Each of two ranks has 64 columns of o_proj, half a block.
         ((16, 128), 2, ["self_attn.o_proj", "64", "128"]),
         ((48, 16), 1, ["self_attn.qkv_proj", "slot 'q_proj'", "128", "48"]),
     ],
 )
-def test_a_block_that_two_would_share(
+def test_a_block_across_an_edge(
     full_precision: Any, asked: tuple[int, int], size: int, named: list[str]
 ) -> None:
-    """A block across the edge of a slot or of a rank's shard is refused, with layer and numbers."""
+    """A block across the edge of a slot or shard is refused, with layer and numbers."""
     config = QuantizationConfig(scheme="fp8_per_block", weight_block_size=asked)
     message = refuse(full_precision, ShardingError, config, size)
     assert all(text in message for text in (*named, "weight_block_size"))
 
 
-def test_a_stored_block_that_two_ranks_would_share(published: Any) -> None:
-    """A stored block that a rank's shard ends in is refused, with the size that would do."""
+def test_a_stored_block_across_an_edge(published: Any) -> None:
+    """A stored block across the edge of a shard is refused, with advice on the size."""
     message = refuse(published("ct-block-uneven"), ShardingError, size=4)
     assert "scale block of 64" in message
     assert "tensor-parallel size" in message
 
 
-# quantization_config that makes no sense
+# quantization_config
 
 
 def ct(**weights: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def group(entries: Any) -> dict[str, Any]:
 _LINEAR = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
 FP8_ARGS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 
-NONSENSE: dict[str, tuple[Any, list[str]]] = {
+INVALID: dict[str, tuple[Any, list[str]]] = {
     "list": ([{"quant_method": "fp8"}], ["must be an object"]),
     "text": ("fp8", ["must be an object"]),
     "number": (8, ["must be an object"]),
@@ -173,7 +173,7 @@ NONSENSE: dict[str, tuple[Any, list[str]]] = {
     "fp8-skip-number": ({"quant_method": "fp8", "ignored_layers": [7]}, ["ignored_layers"]),
     "fp8-skip-expression": (
         {"quant_method": "fp8", "modules_to_not_convert": ["re:(mlp"]},
-        ["'re:(mlp' is no regular expression"],
+        ["'re:(mlp' is not a valid regular expression"],
     ),
     "fp8-static-block": (
         {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "static"},
@@ -225,11 +225,11 @@ NONSENSE: dict[str, tuple[Any, list[str]]] = {
     ),
     "ct-ignore-expression": (
         group(_LINEAR) | {"ignore": ["re:[mlp"]},
-        ["'re:[mlp' is no regular expression"],
+        ["'re:[mlp' is not a valid regular expression"],
     ),
     "ct-target-expression": (
         group(_LINEAR | {"targets": ["re:+"]}),
-        ["'re:+' is no regular expression"],
+        ["'re:+' is not a valid regular expression"],
     ),
     "ct-ignore-text": (group(_LINEAR) | {"ignore": "lm_head"}, ["ignore"]),
     "ct-cache-text": (group(_LINEAR) | {"kv_cache_scheme": "fp8"}, ["kv_cache_scheme"]),
@@ -245,12 +245,10 @@ NONSENSE: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors")
-@pytest.mark.parametrize("case", NONSENSE)
-def test_a_configuration_that_makes_no_sense(
-    published: Any, edited: Any, run: Any, case: str
-) -> None:
-    """A quantization_config that makes no sense is a refusal in one line that names the entry."""
-    entries, named = NONSENSE[case]
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_configuration(published: Any, edited: Any, run: Any, case: str) -> None:
+    """An invalid quantization_config is refused in one line that names the entry."""
+    entries, named = INVALID[case]
     broken = edited(published("fp8-block"))
     path = broken.folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": entries}))

@@ -1,4 +1,4 @@
-"""Which layer takes which scheme: names, patterns, order, and who may contradict whom."""
+"""Which layer gets which scheme: names, patterns, order, and requests against config.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(**changes: Any) -> vLLMModule:
 
 
 def schemes(model: vLLMModule) -> dict[str, str | None]:
-    """Return the strategy and dtype of every layer that could be quantized, by its short name."""
+    """Return the scheme's name for every layer that can be quantized, by the layer's short name."""
     found = {}
     for path, layer in model.named_modules():
         if isinstance(layer, QuantizableLayer):
@@ -59,7 +59,7 @@ TENSOR, CHANNEL, INT8 = "fp8_per_tensor", "fp8_per_channel", "int8_per_channel_w
 
 @pytest.mark.parametrize("asked", [TENSOR, CHANNEL, INT8, "fp8"])
 def test_every_linear_layer_but_the_head(asked: str) -> None:
-    """A scheme's name quantizes all linear layers; the head stays unless it is asked for."""
+    """A scheme's name quantizes all linear layers, and the head only on request."""
     built = model()
     quantize(built, online_rules(asked))
     expected = dict.fromkeys((f"{i}.{name}" for i in (0, 1) for name in LAYERS), asked)
@@ -72,7 +72,7 @@ def test_every_linear_layer_but_the_head(asked: str) -> None:
 
 
 def test_a_tied_head_stays_as_the_embedding_is() -> None:
-    """A weight that the embedding reads rows of cannot be held in two ways."""
+    """A head that shares the embedding's weight is not quantized."""
     built = model(tie_word_embeddings=True)
     quantize(built, online_rules(QuantizationConfig(scheme=CHANNEL, ignore=())))
     assert schemes(built)["lm_head"] is None
@@ -98,7 +98,7 @@ def test_a_tied_head_stays_as_the_embedding_is() -> None:
     ],
 )
 def test_exclusions(ignore: list[str], left: list[str]) -> None:
-    """By whole components in a row, or by a pattern."""
+    """Layers are ignored by consecutive components of their names, or by a pattern."""
     built = model()
     quantize(built, online_rules(QuantizationConfig(scheme=CHANNEL, ignore=(*ignore, "lm_head"))))
     assert [name for name, scheme in schemes(built).items() if scheme is None] == [*left, "lm_head"]
@@ -123,12 +123,12 @@ def test_exclusions(ignore: list[str], left: list[str]) -> None:
     ],
 )
 def test_matching(target: str, name: str, fits: bool) -> None:
-    """What a target stands for."""
+    """A target matches whole components of a name, or by ``re:`` the beginning of a name."""
     assert matches(target, name) is fits
 
 
-def test_layers_of_their_own_scheme() -> None:
-    """Overrides go before exclusions, the first that fits wins, and schemes mix across layers."""
+def test_overrides() -> None:
+    """Overrides go before ``ignore``, the first match counts, and layers have different schemes."""
     built = model()
     asked = QuantizationConfig(
         scheme=TENSOR,
@@ -154,10 +154,10 @@ def test_layers_of_their_own_scheme() -> None:
 
 
 @pytest.mark.parametrize("target", ["k_proj", "model.layers.1.mlp.gate_proj", "re:.*0.*v_proj"])
-def test_parts_of_a_fused_layer_go_together(target: str) -> None:
-    """One part excluded and its siblings not: refused, with what each of them would be."""
-    part = {"k_proj": "k_proj", "re:.*0.*v_proj": "v_proj"}.get(target, "gate_proj")
-    with pytest.raises(UnsupportedModelError, match=rf"{part}: not quantized"):
+def test_slots_of_a_fused_layer_have_one_scheme(target: str) -> None:
+    """Ignoring only one slot of a fused layer is refused, and the error lists all slots."""
+    slot = {"k_proj": "k_proj", "re:.*0.*v_proj": "v_proj"}.get(target, "gate_proj")
+    with pytest.raises(UnsupportedModelError, match=rf"{slot}: not quantized"):
         quantize(model(), online_rules(QuantizationConfig(scheme=CHANNEL, ignore=(target,))))
 
 
@@ -165,7 +165,7 @@ def test_parts_of_a_fused_layer_go_together(target: str) -> None:
     "target", ["lm_haed", "model.layers.2", "re:.*q_porj", "layers.1.mlp_proj"]
 )
 def test_a_target_that_is_nowhere_is_refused(target: str) -> None:
-    """A typing error would quantize what was to be left alone."""
+    """A target that matches nothing, such as a typing error, is refused."""
     for entries in ({"ignore": (target,)}, {"overrides": {target: "none"}}):
         with pytest.raises(UnsupportedModelError, match=r"has no effect on LlamaForCausalLM"):
             quantize(model(), online_rules(QuantizationConfig(scheme=CHANNEL, **entries)))
@@ -181,7 +181,7 @@ def test_a_target_that_is_nowhere_is_refused(target: str) -> None:
     ],
 )
 def test_a_target_without_effect_is_refused(entries: dict[str, Any]) -> None:
-    """What is found, but cannot be quantized, is fused, tied or decided before, is told."""
+    """A target is refused if its layers cannot be quantized, are tied or match an earlier rule."""
     built = model(tie_word_embeddings=True)
     with pytest.raises(UnsupportedModelError, match=r"has no effect on LlamaForCausalLM"):
         quantize(built, online_rules(QuantizationConfig(scheme=TENSOR, **entries)))
@@ -189,14 +189,14 @@ def test_a_target_without_effect_is_refused(entries: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("pattern", ["([a-z0-9_.]+)+!", "(a|a)*b", ".*" * 9 + "x", "(a{1,9}){9}"])
 def test_a_pattern_that_could_take_forever_is_refused(pattern: str) -> None:
-    """A checkpoint's config.json cannot hold up its loading."""
+    """A pattern in config.json that could take exponential time is refused."""
     stored = {"quant_method": "fp8", "modules_to_not_convert": [f"re:{pattern}"]}
     with pytest.raises(UnsupportedModelError, match="could take forever"):
         rules_for(None, stored)
 
 
 def test_a_layer_under_two_names_is_quantized_once() -> None:
-    """A module that is used twice is one module, whichever name it goes by."""
+    """A module with two names is quantized once and loaded under either name."""
 
     class Twice(vLLMModule):
         def __init__(self) -> None:
@@ -212,8 +212,8 @@ def test_a_layer_under_two_names_is_quantized_once() -> None:
         built.load_weights({"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)})
 
 
-def test_only_what_is_not_loaded_is_quantized() -> None:
-    """Afterwards the full-precision weights would be there twice, or lost."""
+def test_a_partly_loaded_model_is_not_quantized() -> None:
+    """A model of which one layer is loaded is refused: its weights would be lost."""
     built = model()
     layer = built.model.layers[0].mlp.down_proj
     layer.load_weights({"weight": layer.weight.new_zeros(16, 32, device="cpu")})
@@ -222,7 +222,7 @@ def test_only_what_is_not_loaded_is_quantized() -> None:
 
 
 def test_a_layer_can_be_given_another_scheme_before_it_is_loaded() -> None:
-    """The last one counts, and nothing of the first is left."""
+    """The last scheme counts, and no parameter of the first is left."""
     built = model()
     quantize(built, online_rules("fp8_per_tensor"))
     quantize(built, online_rules(INT8))
@@ -234,8 +234,8 @@ FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 @pytest.mark.parametrize("asked", [None, "fp8"])
-def test_a_stored_scheme_is_the_checkpoint_s(asked: str | None) -> None:
-    """config.json says how it is stored; to ask for that by name changes nothing."""
+def test_a_stored_scheme(asked: str | None) -> None:
+    """config.json has the scheme of a checkpoint; requesting it by name changes nothing."""
     rules = rules_for(asked, FP8)
     assert isinstance(rules, Rules)
     scheme = rules.rule_of("model.layers.0.mlp.up_proj")[1]
@@ -247,21 +247,21 @@ def test_a_stored_scheme_is_the_checkpoint_s(asked: str | None) -> None:
 @pytest.mark.parametrize(
     "asked", [TENSOR, "compressed-tensors", QuantizationConfig(scheme=CHANNEL)]
 )
-def test_what_is_asked_for_and_what_is_stored_must_agree(asked: Any) -> None:
-    """A quantized checkpoint is not quantized again."""
+def test_the_request_and_config_json_must_agree(asked: Any) -> None:
+    """Another scheme for a quantized checkpoint is refused."""
     with pytest.raises(UnsupportedModelError, match="is quantized already, by 'fp8'"):
         rules_for(asked, FP8)
 
 
 def test_full_precision_is_not_taken_for_stored() -> None:
-    """compressed-tensors is a layout, which a checkpoint has or has not."""
+    """compressed-tensors is a layout and is refused for a full-precision checkpoint."""
     assert rules_for(None, None) is None
     with pytest.raises(UnsupportedModelError, match="fp8_per_channel"):
         rules_for("compressed-tensors", None)
 
 
 def test_the_configuration_is_closed() -> None:
-    """A setting that does not exist is refused, and so is a scheme that does not."""
+    """Unknown settings and schemes are refused."""
     with pytest.raises(ValidationError):
         QuantizationConfig(scheme="fp4")
     with pytest.raises(ValidationError):

@@ -1,4 +1,4 @@
-"""One small model with weights that make every choice of a token a clear one."""
+"""A small model whose weights give clear differences between logits."""
 
 from __future__ import annotations
 

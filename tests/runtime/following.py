@@ -26,7 +26,7 @@ FIVE = StepInputs(
 
 
 class Elsewhere(list[int]):
-    """A list that arrives as another one."""
+    """A list that pickles as another list."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ([10**6],)

@@ -137,9 +137,9 @@ def step(lengths: list[int], counts: list[int]) -> StepInputs:
         places = range(length - count, length)
         inputs.input_ids += [(7 * place + index) % 130 for place in places]
         inputs.positions += places
-        inputs.slots += [pages[place // PAGE] * PAGE + place % PAGE for place in places]
-        inputs.tables.append(pages)
-        inputs.starts.append(len(inputs.input_ids))
+        inputs.slot_mapping += [pages[place // PAGE] * PAGE + place % PAGE for place in places]
+        inputs.block_tables.append(pages)
+        inputs.query_start_loc.append(len(inputs.input_ids))
         inputs.rows.append(len(inputs.input_ids) - 1)
     return inputs
 

@@ -1,4 +1,4 @@
-"""The cache's memory: layers get it, pages are copied in and out of it, and it is given back."""
+"""The cache's memory: layers get views of it, and pages are copied and swapped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES, HOST_PAGES, PAGE_SIZE = 6, 4, 3
 
 
 class Mixed(vLLMModule):
-    """Layers of two shapes, in turns."""
+    """Three layers, of two shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def filled(model: vLLMModule, dtype: torch.dtype, host_pages: int) -> tuple[KVCa
 
 
 def pairs(sources: int, targets: int) -> st.SearchStrategy[Pairs]:
-    """Draw pages to copy, none of them replaced twice."""
+    """Draw (from, to) pairs of pages, none copied to twice."""
     pair = st.tuples(st.integers(0, sources - 1), st.integers(0, targets - 1))
     return st.lists(pair.filter(lambda p: p[0] != p[1]), unique_by=lambda p: p[1], max_size=4)
 
@@ -52,31 +52,33 @@ def pairs(sources: int, targets: int) -> st.SearchStrategy[Pairs]:
     st.sampled_from([torch.float32, torch.float8_e4m3fn]),
 )
 @settings(max_examples=60)
-def test_pages_move_as_plain_copies_in_order_would_move_them(
+def test_pages_are_copied_in_order(
     out: Pairs, copied: Pairs, back: Pairs, dtype: torch.dtype
 ) -> None:
-    """In every layer: out to the host, then copies one after the other, then in from the host."""
+    """In every layer: to the host, then on the device one after another, then from the host."""
     cache, held = filled(Mixed(), dtype, HOST_PAGES)
-    cache.move([(page, page) for page in range(HOST_PAGES)], [], [])  # known from now on
+    cache.move(
+        [(page, page) for page in range(HOST_PAGES)], [], []
+    )  # so that the host's content is known
     expected = [tensor.clone() for tensor in held]
     host = [tensor[:, :HOST_PAGES].clone() for tensor in held]
-    for layer, beside in zip(expected, host, strict=True):
+    for layer, host_layer in zip(expected, host, strict=True):
         for source, target in out:
-            beside[:, target] = layer[:, source]
+            host_layer[:, target] = layer[:, source]
         for source, target in copied:
             layer[:, target] = layer[:, source]
         for source, target in back:
-            layer[:, target] = beside[:, source]
+            layer[:, target] = host_layer[:, source]
     cache.move(out, copied, back)
     for tensor, layer in zip(held, expected, strict=True):
         assert torch.equal(bits(tensor), bits(layer))
     cache.move([], [], [(page, page) for page in range(HOST_PAGES)])
-    for tensor, beside in zip(held, host, strict=True):
-        assert torch.equal(bits(tensor[:, :HOST_PAGES]), bits(beside))
+    for tensor, host_layer in zip(held, host, strict=True):
+        assert torch.equal(bits(tensor[:, :HOST_PAGES]), bits(host_layer))
 
 
-def test_a_page_that_is_copied_from_can_be_replaced_in_the_same_step() -> None:
-    """Copies are made in their order where one replaces what another has read."""
+def test_a_page_can_be_copied_from_and_then_to_in_one_step() -> None:
+    """The copies keep their order if one overwrites what an earlier one has read."""
     cache, held = filled(Mixed(), torch.float32, 0)
     before = [tensor.clone() for tensor in held]
     cache.move([], [(0, 1), (2, 0), (0, 3)], [])
@@ -85,8 +87,8 @@ def test_a_page_that_is_copied_from_can_be_replaced_in_the_same_step() -> None:
             assert torch.equal(bits(tensor[:, target]), bits(was[:, source]))
 
 
-def test_layers_get_pages_of_their_own_heads_and_give_them_back() -> None:
-    """Until the cache is closed, each layer holds its part, and a second cache is refused."""
+def test_layers_get_views_of_the_shape_of_their_heads() -> None:
+    """Until the cache is closed, each layer has its view, and a second cache is refused."""
     model = Mixed()
     cache = KVCache(model, PAGES, PAGE_SIZE, CPU, torch.float32)
     shapes = [tuple(layer.kv_cache.shape) for layer in attention_layers(model)]
@@ -102,7 +104,7 @@ def test_layers_get_pages_of_their_own_heads_and_give_them_back() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
 def test_page_bytes_are_those_of_the_memory(dtype: torch.dtype) -> None:
-    """What a page is said to take is what the cache has for each."""
+    """``page_bytes`` is the cache's memory divided by its pages."""
     model = Mixed()
     cache = KVCache(model, PAGES, PAGE_SIZE, CPU, dtype)
     assert cache.nbytes == PAGES * page_bytes(model, PAGE_SIZE, dtype)

@@ -1,11 +1,11 @@
-"""LLM: text in, text out, by the names that people know."""
+"""``LLM``: prompts in, text out."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ def ids_of(text: str) -> list[int]:
     return [LETTERS.index(letter) for letter in text]
 
 
-def test_text_goes_on_as_transformers_goes_on(llm: LLM, theirs: Any) -> None:
-    """Prompts of text give text, token ids and a reason, in the order of the prompts."""
+def test_text_is_that_of_transformers(llm: LLM, theirs: Any) -> None:
+    """Outputs have text, token ids and a finish reason, in the order of the prompts."""
     prompts = ["once upon", "a", "the quick brown fox, the lazy dog"]
     outputs = llm.generate(prompts, greedy(20), use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts
@@ -120,7 +120,7 @@ def test_text_goes_on_as_transformers_goes_on(llm: LLM, theirs: Any) -> None:
 
 
 def test_one_prompt_token_ids_and_parameters_for_each(llm: LLM, theirs: Any) -> None:
-    """A prompt may be alone, or token ids, and each of several may have its own parameters."""
+    """A prompt may be given alone or as token ids, and each prompt may have its own parameters."""
     alone = llm.generate("fox", greedy(5), use_tqdm=False)
     assert len(alone) == 1
     ids = {"prompt_token_ids": ids_of("fox")}
@@ -131,8 +131,8 @@ def test_one_prompt_token_ids_and_parameters_for_each(llm: LLM, theirs: Any) -> 
         llm.generate(["a", "b"], [greedy(1)], use_tqdm=False)
 
 
-def test_a_seed_draws_the_same_whatever_the_company(llm: LLM) -> None:
-    """With a seed, samples are the same alone and in a batch, and differ from each other."""
+def test_a_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
+    """With a seed, samples are the same alone and in a batch; samples of one prompt differ."""
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=12, n=3)
     (alone,) = llm.generate("dog", params, use_tqdm=False)
     together = llm.generate(["cat", "dog", "x" * 30], [greedy(9), params, greedy(3)], False)
@@ -145,7 +145,7 @@ def test_a_seed_draws_the_same_whatever_the_company(llm: LLM) -> None:
 
 
 def test_logprobs_are_the_models(llm: LLM, theirs: Any) -> None:
-    """Logprobs of output and prompt are those of transformers' logits, with text of each token."""
+    """Logprobs of output and prompt are those of transformers' logits, with each token's text."""
     (output,) = llm.generate("the fox", greedy(4, logprobs=2, prompt_logprobs=0), False)
     (completion,) = output.outputs
     ids = output.prompt_token_ids + completion.token_ids
@@ -171,7 +171,7 @@ def test_logprobs_are_the_models(llm: LLM, theirs: Any) -> None:
 
 
 def test_output_ends_at_stop_strings_and_stop_tokens(llm: LLM) -> None:
-    """A stop string cuts the text and is named; a stop token ends with its id."""
+    """``stop_reason`` is the stop string, at which the text is cut, or the stop token's id."""
     (plain,) = llm.generate("once", greedy(30, ignore_eos=True), False)
     text = plain.outputs[0].text
     stop = text[7:10]
@@ -190,7 +190,7 @@ def test_output_ends_at_stop_strings_and_stop_tokens(llm: LLM) -> None:
 
 
 def test_a_stream_grows_token_by_token(llm: LLM) -> None:
-    """A stream yields what there is, and ends as generate does; streams go on side by side."""
+    """Streams taken in turns yield growing text, and end with the text of ``generate``."""
     expected = {p: llm.generate(p, greedy(10), False)[0].outputs[0] for p in ("cat", "dog")}
     streams = {prompt: llm.stream(prompt, greedy(10)) for prompt in expected}
     texts: dict[str, list[str]] = {prompt: [] for prompt in expected}
@@ -207,8 +207,8 @@ def test_a_stream_grows_token_by_token(llm: LLM) -> None:
         assert all(late.startswith(early) for early, late in pairwise(pieces))
 
 
-def test_a_stream_shows_nothing_that_a_stop_string_takes_back(llm: LLM) -> None:
-    """What could be the beginning of a stop string is held back until it is known not to be."""
+def test_a_stream_shows_no_part_of_a_stop_string(llm: LLM) -> None:
+    """Text that may be the beginning of a stop string is held back."""
     text = llm.generate("once", greedy(30, ignore_eos=True), False)[0].outputs[0].text
     params = greedy(30, ignore_eos=True, stop=["never!", text[7:10]])
     pieces = [output.outputs[0].text for output in llm.stream("once", params)]
@@ -217,14 +217,14 @@ def test_a_stream_shows_nothing_that_a_stop_string_takes_back(llm: LLM) -> None:
 
 
 def test_the_whole_context_can_be_used(llm: LLM) -> None:
-    """A sequence goes on to the last position there is."""
+    """A sequence ends at the last position of the context."""
     (output,) = llm.generate("x" * 120, greedy(50, ignore_eos=True), False)
     (completion,) = output.outputs
     assert (len(completion.token_ids), completion.finish_reason) == (8, "length")
 
 
-def test_a_stream_that_is_let_go_is_aborted(llm: LLM) -> None:
-    """Closing a stream frees what it held."""
+def test_a_closed_stream_is_aborted(llm: LLM) -> None:
+    """Closing a stream frees its pages."""
     stream = llm.stream("once upon", greedy(50))
     next(stream)
     assert llm.engine.requests
@@ -234,8 +234,8 @@ def test_a_stream_that_is_let_go_is_aborted(llm: LLM) -> None:
     assert pool.free_pages == pool.num_pages
 
 
-def test_chat_lays_messages_out_by_the_checkpoints_template(llm: LLM) -> None:
-    """A conversation becomes the template's text, its special tokens encoded once."""
+def test_chat_renders_messages_by_the_checkpoints_template(llm: LLM) -> None:
+    """The prompt is the template's text, and its special tokens are encoded once."""
     messages = [{"role": "user", "content": "hi"}]
     prompt = llm.chat_prompt(messages)
     assert prompt["prompt"] == "<s><user>hi<assistant>"
@@ -250,7 +250,7 @@ def test_chat_lays_messages_out_by_the_checkpoints_template(llm: LLM) -> None:
 
 
 def test_chat_by_another_template_and_its_variables(llm: LLM) -> None:
-    """A template may be given; what it does not read is refused, and not left out in silence."""
+    """A template may be given; variables that it does not read are refused."""
     messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]
     source = "{{ messages[0].content + (mood or '') }}{% if tools %}<tools>{% endif %}"
     assert llm.chat_prompt(messages, source, mood="!")["prompt"] == "a\nb!"
@@ -289,13 +289,15 @@ def test_chat_by_another_template_and_its_variables(llm: LLM) -> None:
         ({"chat_template": 5}, "has no chat template"),
     ],
 )
-def test_a_template_that_is_none(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
+def test_an_entry_that_is_no_template_is_refused(
+    tmp_path: Path, entries: dict[str, Any], message: str
+) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
     with pytest.raises(CheckpointFormatError, match=message):
         ChatTemplate(tmp_path)
 
 
-def test_special_tokens_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_special_tokens_that_are_no_text_are_left_out(tmp_path: Path) -> None:
     entries = {"bos_token": {"a": 1}, "chat_template": "{{ bos_token or 'none' }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
     assert ChatTemplate(tmp_path).render([{"role": "user"}]) == "none"
@@ -305,8 +307,8 @@ def test_special_tokens_that_are_none_are_left_out(tmp_path: Path) -> None:
     "prompt",
     [5, None, [1, 2], b"abc", {"prompt": 3}, {"prompt_token_ids": [1], "image": 0}, "\ud83d"],
 )
-def test_what_is_no_prompt_leaves_the_others_alone(llm: LLM, prompt: Any) -> None:
-    """It is named in its own output, and nothing is left behind."""
+def test_an_invalid_prompt_changes_no_other(llm: LLM, prompt: Any) -> None:
+    """Its own output has the error, and no request is left in the engine."""
     outputs = llm.generate(["fine", prompt, "too"], greedy(3), use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 0, 3]
     assert outputs[1].error is not None
@@ -316,7 +318,7 @@ def test_what_is_no_prompt_leaves_the_others_alone(llm: LLM, prompt: Any) -> Non
     assert not llm.engine.requests
 
 
-def test_arguments_of_another_kind_are_refused_before_anything_is_taken(llm: LLM) -> None:
+def test_arguments_of_another_type_are_refused(llm: LLM) -> None:
     for prompts in (None, 5, b"abc"):
         with pytest.raises(ValueError, match="prompts should be one or a sequence of them, got"):
             llm.generate(prompts, use_tqdm=False)  # type: ignore[arg-type]
@@ -329,7 +331,7 @@ def test_arguments_of_another_kind_are_refused_before_anything_is_taken(llm: LLM
 
 
 def test_a_file_does_not_cut_or_pad_prompts(theirs: Any, tmp_path: Path) -> None:
-    """What a training script left in tokenizer.json holds for no prompt."""
+    """Truncation and padding that a training script left in tokenizer.json are ignored."""
     write_tokenizer(tmp_path)
     kept = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
     kept.enable_truncation(5)
@@ -339,8 +341,8 @@ def test_a_file_does_not_cut_or_pad_prompts(theirs: Any, tmp_path: Path) -> None
         assert Tokenizer(tmp_path).encode(text) == ids_of(text)
 
 
-def test_ctrl_c_ends_what_is_going_on_and_no_more(llm: LLM, theirs: Any) -> None:
-    """The interrupted call raises it; the next one is served."""
+def test_ctrl_c_ends_running_requests_only(llm: LLM, theirs: Any) -> None:
+    """The interrupted call raises KeyboardInterrupt, and the next call is served."""
     execute = llm.engine.execute
 
     def interrupted(inputs: Any) -> Any:
@@ -357,8 +359,8 @@ def test_ctrl_c_ends_what_is_going_on_and_no_more(llm: LLM, theirs: Any) -> None
     assert output.outputs[0].token_ids == generated(theirs, ids_of("once upon"), 9)
 
 
-def test_a_prompt_that_cannot_be_served_says_so_and_the_others_go_on(llm: LLM) -> None:
-    """Prompts that are too long, empty or no prompts have an error; the others their text."""
+def test_a_prompt_that_cannot_be_served_has_an_error(llm: LLM) -> None:
+    """Prompts that are too long, empty or invalid have an error; the others have their text."""
     prompts: list[Any] = [
         "fine",
         {"prompt_token_ids": []},
@@ -385,7 +387,7 @@ def test_a_prompt_that_cannot_be_served_says_so_and_the_others_go_on(llm: LLM) -
 
 
 def test_a_tiny_cache_changes_no_token(folder: Path, theirs: Any) -> None:
-    """With pages for hardly more than one sequence, everybody gets the tokens of having plenty."""
+    """With pages for hardly more than one sequence, all tokens are those of a large cache."""
     prompts = [{"prompt_token_ids": [i, 3, i + 5] * (1 + 3 * i)} for i in range(6)]
     small = {"block_size": 4, "max_num_batched_tokens": 8, "max_model_len": 80}
     page = 2 * 2 * 2 * 16 * 4 * 4  # layers, keys and values, heads, features, tokens, bytes
@@ -405,7 +407,7 @@ def test_a_tiny_cache_changes_no_token(folder: Path, theirs: Any) -> None:
 
 
 def test_weights_take_effect_between_steps(folder: Path, theirs: Any) -> None:
-    """An update changes what comes next, and what was cached of prompts is not used again."""
+    """An update changes the next tokens, and pages cached before it are not reused."""
     with LLM(folder, **SMALL) as llm:
         long = {"prompt_token_ids": [5, 6] * 20}
         before = llm.generate(long, greedy(8), False)[0].outputs[0].token_ids
@@ -413,15 +415,15 @@ def test_weights_take_effect_between_steps(folder: Path, theirs: Any) -> None:
         stream = llm.stream("fox", greedy(8, ignore_eos=True))
         next(stream)
         llm.update_weights({"lm_head.weight": head})
-        assert len(list(stream)) == 7  # requests that were going on go on
+        assert len(list(stream)) == 7  # running requests continue
         after = llm.generate(long, greedy(8), False)[0].outputs[0].token_ids
         assert after[0] == 129 - before[0]
         llm.update_weights({"lm_head.weight": theirs.lm_head.weight.detach()})
         assert llm.generate(long, greedy(8), False)[0].outputs[0].token_ids == before
 
 
-def test_an_update_that_fails_refuses_further_requests_with_the_reason(folder: Path) -> None:
-    """Requests that are going on end with the reason, others are refused, until it is mended."""
+def test_a_failed_update_ends_and_refuses_requests(folder: Path) -> None:
+    """Running requests end and new ones are refused, with the reason, until it is repaired."""
     with LLM(folder, **SMALL) as llm:
         before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
         stream = llm.stream("dog", greedy(8))
@@ -437,10 +439,10 @@ def test_an_update_that_fails_refuses_further_requests_with_the_reason(folder: P
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 
-def test_an_update_that_broke_off_is_mended_by_waking_up_or_by_a_whole_one(
+def test_an_interrupted_update_is_repaired_by_waking_up_or_a_whole_update(
     folder: Path, theirs: Any
 ) -> None:
-    """The model has weights of both then, whichever way it is made whole, and nothing before."""
+    """The model has some new weights, and refuses to run before all are of one checkpoint."""
     state = theirs.state_dict()
 
     def breaking() -> Any:
@@ -449,11 +451,11 @@ def test_an_update_that_broke_off_is_mended_by_waking_up_or_by_a_whole_one(
 
     with LLM(folder, **SMALL) as llm:
         before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
-        for mend in (llm.wake_up, lambda: llm.update_weights(state), llm.wake_up):
+        for repair in (llm.wake_up, lambda: llm.update_weights(state), llm.wake_up):
             with pytest.raises(OSError, match="disk gone"):
                 llm.update_weights(breaking())
             assert "disk gone" in str(llm.generate("fox", greedy(5), False)[0].error)
-            mend()
+            repair()
             assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
         model = llm.executor.worker.model
         load_weights = model.load_weights
@@ -472,10 +474,9 @@ def test_an_update_that_broke_off_is_mended_by_waking_up_or_by_a_whole_one(
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_is_updated_while_it_sleeps(folder: Path, theirs: Any, ranks: int) -> None:
-    """It says so, sleeps on, and wakes up."""
-    with LLM(folder, **SMALL, tensor_parallel_size=ranks) as llm:
+def test_nothing_is_updated_while_it_sleeps(folder: Path, theirs: Any) -> None:
+    """A sleeping engine refuses an update, stays asleep, and can wake up."""
+    with LLM(folder, **SMALL) as llm:
         before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
         llm.sleep()
         with pytest.raises(RuntimeError, match=r"the engine sleeps.*wake_up\(\) first"):
@@ -485,8 +486,8 @@ def test_nothing_is_updated_while_it_sleeps(folder: Path, theirs: Any, ranks: in
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 
-def test_a_closed_engine_holds_no_cache(folder: Path) -> None:
-    """The memory is free for the next one, though this one is still there."""
+def test_a_closed_engine_has_no_cache(folder: Path) -> None:
+    """Closing releases the memory, even while the ``LLM`` object exists."""
     with LLM(folder, **SMALL) as llm:
         stream = llm.stream("dog", greedy(8, ignore_eos=True))
         next(stream)
@@ -501,7 +502,7 @@ def test_a_closed_engine_holds_no_cache(folder: Path) -> None:
 
 
 def test_closing_waits_for_a_step_of_another_thread(folder: Path) -> None:
-    """The thread whose requests are going on is told that it was closed, and nothing else."""
+    """The other thread's call raises that the engine was closed, and no other error."""
     raised: list[BaseException] = []
     with LLM(folder, **SMALL) as llm:
         begun = threading.Event()
@@ -528,7 +529,7 @@ def test_closing_waits_for_a_step_of_another_thread(folder: Path) -> None:
 
 
 def test_sleep_and_wake_up(folder: Path) -> None:
-    """A sleeping engine holds no weights and takes no requests; awake it is what it was."""
+    """A sleeping engine has no weights and refuses requests; awake, it is as before."""
     with LLM(folder, **SMALL) as llm:
         before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
         stream = llm.stream("dog", greedy(8))
@@ -546,8 +547,8 @@ def test_sleep_and_wake_up(folder: Path) -> None:
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 
-def test_token_ids_do_without_a_tokenizer(theirs: Any, tmp_path: Path) -> None:
-    """A folder without a tokenizer serves token ids, and says what text would need."""
+def test_token_ids_need_no_tokenizer(theirs: Any, tmp_path: Path) -> None:
+    """A checkpoint without a tokenizer serves token ids; the error of text names the file."""
     theirs.save_pretrained(tmp_path)
     with LLM(tmp_path, **SMALL) as llm:
         ids = {"prompt_token_ids": [1, 2, 3]}
@@ -559,8 +560,8 @@ def test_token_ids_do_without_a_tokenizer(theirs: Any, tmp_path: Path) -> None:
             llm.chat([{"role": "user", "content": "hi"}])
 
 
-def test_an_fp8_cache_says_nearly_the_same(folder: Path, llm: LLM) -> None:
-    """With keys and values in eight bits, logprobs move a little and no more."""
+def test_an_fp8_cache_gives_nearly_the_same_logprobs(folder: Path, llm: LLM) -> None:
+    """With keys and values in eight bits, logprobs change a little."""
     params = greedy(1, logprobs=0)
     exact = llm.generate("the quick brown fox", params, False)[0].outputs[0]
     for dtype, within in (("fp8", 0.5), ("fp8_e5m2", 1.0)):
@@ -580,40 +581,55 @@ def test_an_fp8_cache_says_nearly_the_same(folder: Path, llm: LLM) -> None:
         ({"kv_cache_memory_bytes": 10}, "no memory for a page of 16 tokens, which takes 8192"),
     ],
 )
-def test_settings_that_make_no_engine_are_refused(
-    folder: Path, options: dict[str, Any], message: str
-) -> None:
-    """What cannot be is refused by name, before anything is served."""
+def test_invalid_settings_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
+    """The error names the setting."""
     with pytest.raises(ValueError, match=message):
         LLM(folder, **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_steps_give_the_same_tokens(folder: Path, theirs: Any, llm: LLM) -> None:
-    """Prompts, chunks and tokens together, in steps of other sizes, and by new weights."""
-    prompts = [ids_of("once upon a time, there was"), ids_of("the"), ids_of("quick brown")]
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    with LLM(folder, **SMALL, max_num_batched_tokens=16, enable_torch_compile=True) as compiled:
-        for _ in range(2):  # the second time by pages that are there
-            outputs = compiled.generate(asked, greedy(12), use_tqdm=False)
-            for prompt, output in zip(prompts, outputs, strict=True):
-                assert output.outputs[0].token_ids == generated(theirs, prompt, 12)
-        norm = "model.norm.weight"
-        weights = {norm: theirs.state_dict()[norm].flip(0)}
-        compiled.update_weights(weights)
-        llm.update_weights(weights)
-        try:
-            changed = [each.generate(asked, greedy(12), use_tqdm=False) for each in (compiled, llm)]
-        finally:
-            llm.update_weights({norm: theirs.state_dict()[norm]})
-        ours, plain = ([each.outputs[0].token_ids for each in outputs] for outputs in changed)
-        assert ours == plain
-        assert ours[0] != generated(theirs, prompts[0], 12)
+    """A compiled model gives the same tokens in steps of any size, with new weights too.
+
+    Attention to the cache is not compiled, because inductor writes to views of one cache wrongly.
+    """
+    operations: set[str] = set()
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        operations.update(str(node.target) for node in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
+    prompts = ["once upon a time, there was", "the", "quick brown"]
+    params = greedy(12, ignore_eos=True)
+    norm = "model.norm.weight"
+    weight = theirs.state_dict()[norm]
+
+    def tokens(engine: LLM) -> list[list[int]]:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = tokens(llm)
+    llm.update_weights({norm: weight.flip(0)})
+    try:
+        changed = tokens(llm)
+    finally:
+        llm.update_weights({norm: weight})
+    assert changed != expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        compiled = LLM(folder, **SMALL, max_num_batched_tokens=16, enable_torch_compile=True)
+    with compiled:
+        assert tokens(compiled) == expected
+        assert tokens(compiled) == expected
+        compiled.update_weights({norm: weight.flip(0)})
+        assert tokens(compiled) == changed
+    compiled_kernels = {name for name in operations if name.startswith("vllm_module.")}
+    assert "vllm_module.rotary_embedding.default" in compiled_kernels
+    assert not any("attention" in name or "cache" in name for name in compiled_kernels)
 
 
-def test_min_tokens_hold_off_every_end(llm: LLM) -> None:
-    """Until then, what would end the output is not chosen, and no stop string is looked for."""
+def test_min_tokens_delay_every_end(llm: LLM) -> None:
+    """Before ``min_tokens``, no stop token is chosen and no stop string ends the output."""
 
     def tokens(token: int, **params: Any) -> list[int]:
         wanted = greedy(6, logit_bias={token: 100.0}, **params)
@@ -621,9 +637,9 @@ def test_min_tokens_hold_off_every_end(llm: LLM) -> None:
 
     assert tokens(129) == [129]
     assert tokens(129, ignore_eos=True) == [129] * 6
-    for held_off in (tokens(129, min_tokens=3), tokens(5, min_tokens=3, stop_token_ids=[5])):
-        assert len(held_off) == 4
-        assert not {5, 129} & set(held_off[:3])
+    for delayed in (tokens(129, min_tokens=3), tokens(5, min_tokens=3, stop_token_ids=[5])):
+        assert len(delayed) == 4
+        assert not {5, 129} & set(delayed[:3])
     assert tokens(5, stop="f") == [5]
     assert tokens(5, stop="f", min_tokens=3) == [5] * 3
     assert tokens(40, stop="#40") == [40]  # three letters at once
@@ -632,7 +648,7 @@ def test_min_tokens_hold_off_every_end(llm: LLM) -> None:
     assert tokens(129, **special) == [129] * 6
 
 
-def test_a_seed_of_zero_is_one(llm: LLM) -> None:
+def test_zero_is_a_seed(llm: LLM) -> None:
     params = SamplingParams(temperature=1.5, seed=0, max_tokens=12)
     twice = [llm.generate("dog", params, False)[0].outputs[0].token_ids for _ in range(2)]
     assert twice[0] == twice[1]

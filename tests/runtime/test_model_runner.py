@@ -1,4 +1,4 @@
-"""Steps as tensors: graphs are replayed as steps are run, and the largest steps can be tried."""
+"""Running steps: replayed graphs give the same logits, and the largest steps store nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE, PAGES = 4, 24
 
 
 class Graph:
-    """Stands for a CUDA graph: what was called in it is called again with the same tensors."""
+    """A stand-in for a CUDA graph: calls the recorded model again with the same tensors."""
 
     recorded: Recorder
 
@@ -47,7 +47,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def cached(model: vLLMModule) -> Iterator[torch.Tensor]:
-    """Give the model's layers a cache of random numbers, and take it back."""
+    """Return the cache of the model's layers."""
     cache = KVCache(model, PAGES, PAGE, CPU, torch.float32)
     (pages,) = cache._caches
     yield pages
@@ -56,7 +56,7 @@ def cached(model: vLLMModule) -> Iterator[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def runners(model: vLLMModule, cached: torch.Tensor) -> tuple[ModelRunner, ModelRunner, list]:
-    """Return a runner without graphs, and one with those of 1, 2, 4 and 8 sequences."""
+    """Return a runner without graphs, and one with graphs of 1, 2, 4 and 8 sequences."""
     recorder = Recorder(model)
     Graph.recorded = recorder
     captured = []
@@ -84,13 +84,13 @@ def test_the_largest_graph_is_captured_first(runners) -> None:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare logits of up to some 20, of products with other numbers of rows."""
+    """Compare logits of up to about 20, from products with different numbers of rows."""
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @st.composite
 def decoding(draw: st.DrawFn) -> StepInputs:
-    """Draw a step of 1 to 10 sequences of up to 20 tokens, each on pages of its own."""
+    """Draw a step of 1 to 10 decoding sequences of up to 20 tokens, without shared pages."""
     contexts = draw(st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=10))
     free = draw(st.permutations(range(PAGES)))
     tables, fits = [], []
@@ -102,19 +102,19 @@ def decoding(draw: st.DrawFn) -> StepInputs:
             fits.append(context)
     ids = draw(st.lists(st.integers(0, 129), min_size=len(fits), max_size=len(fits)))
     last = [context - 1 for context in fits]
-    slots = [
+    slot_mapping = [
         pages[position // PAGE] * PAGE + position % PAGE
         for pages, position in zip(tables, last, strict=True)
     ]
     rows = draw(st.lists(st.sampled_from(range(len(fits))), unique=True))
     starts = list(range(len(fits) + 1))
-    return StepInputs(ids, last, slots, tables, fits, starts, rows, 1, [], [], [])
+    return StepInputs(ids, last, slot_mapping, tables, fits, starts, rows, 1, [], [], [])
 
 
 @given(st.lists(decoding(), min_size=1, max_size=4))
 @settings(suppress_health_check=["function_scoped_fixture"], max_examples=30)
-def test_graphs_are_replayed_as_steps_are_run(runners, cached, steps) -> None:
-    """The same logits and cache, whatever an earlier step has left in the static tensors."""
+def test_a_replayed_graph_gives_the_logits_of_a_step_without_graphs(runners, cached, steps) -> None:
+    """The logits and the cache are equal, whatever the last step left in the static tensors."""
     plain, graphs, (_, calls) = runners
     cached.normal_()
     for step in steps:
@@ -129,7 +129,7 @@ def test_graphs_are_replayed_as_steps_are_run(runners, cached, steps) -> None:
 
 
 def test_prompts_are_not_replayed(runners, cached) -> None:
-    """A step with a sequence of several tokens is run as it is."""
+    """A step with a sequence of several tokens runs without a graph."""
     plain, graphs, (_, calls) = runners
     step = StepInputs(
         [5, 6, 7], [0, 1, 0], [0, 1, 4], [[0], [1]], [2, 1], [0, 2, 3], [1, 2], 2, [], [], []
@@ -142,7 +142,7 @@ def test_prompts_are_not_replayed(runners, cached) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 def test_the_largest_steps_store_nothing(runners, cached, tokens) -> None:
-    """They run, with more tokens than sequences and with fewer, and leave the cache as it was."""
+    """With more tokens than sequences and with fewer, the cache does not change."""
     before = cached.clone()
     runners[0].largest_steps(tokens, 9, 5)
     assert torch.equal(cached, before)

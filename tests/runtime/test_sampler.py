@@ -1,4 +1,4 @@
-"""Sampling: exact against a plain twin, and one row at a time whatever else is in the batch."""
+"""Sampling: equal to a plain implementation, for each row and in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens(logits: torch.Tensor, rows: list[Row]) -> list[int]:
 
 
 def shares(logits: torch.Tensor, row: Row, draws: int) -> torch.Tensor:
-    """Return how many of ``draws`` evenly spaced uniforms give each token of one row of logits."""
+    """Return how many of ``draws`` evenly spaced uniforms give each token."""
     rows = [
         Row(row.params, row.token_ids, row.prompt_len, (i + 0.5) / draws, row.banned)
         for i in range(draws)
@@ -39,7 +39,7 @@ def order(values: list[float]) -> list[int]:
 
 
 def adjust(logits: list[float], row: Row) -> list[float]:
-    """Return logits after bias, penalties and bans, a token at a time."""
+    """Return logits after bias, penalties and bans, computed token by token."""
     x, p = list(logits), row.params
     for token, bias in (p.logit_bias or {}).items():
         x[token] += bias
@@ -54,7 +54,7 @@ def adjust(logits: list[float], row: Row) -> list[float]:
 
 
 def distribution(logits: list[float], row: Row) -> tuple[list[float], bool]:
-    """Return each token's probability, and whether no rounding decides which tokens have one."""
+    """Return each token's probability, and whether rounding cannot change which tokens have one."""
     x, p = adjust(logits, row), row.params
     first = order(x)
     if p.temperature == 0:
@@ -80,7 +80,7 @@ def distribution(logits: list[float], row: Row) -> tuple[list[float], bool]:
 
 @st.composite
 def row_and_logits(draw: st.DrawFn) -> tuple[Row, torch.Tensor]:
-    """Draw a row with logits on a grid, with ties, that adjustments leave exact in float32."""
+    """Draw a row with logits on a grid, so that ties occur and adjustments are exact in float32."""
     vocab = draw(st.sampled_from([1, 2, 7, 64, 100, 200]))
     seed = draw(st.integers(0, 2**32))
     spread = draw(st.sampled_from([8, 64]))
@@ -112,8 +112,8 @@ def row_and_logits(draw: st.DrawFn) -> tuple[Row, torch.Tensor]:
 
 @settings(max_examples=120)
 @given(row_and_logits())
-def test_tokens_come_as_often_as_they_should(case: tuple[Row, torch.Tensor]) -> None:
-    """Of evenly spaced uniforms, each token gets its probability's share, to within one."""
+def test_tokens_are_drawn_by_their_probabilities(case: tuple[Row, torch.Tensor]) -> None:
+    """Of evenly spaced uniforms, each token gets its probability's share, give or take one."""
     row, logits = case
     expected, clear = distribution(logits.tolist(), row)
     assume(clear)
@@ -130,10 +130,10 @@ def test_tokens_come_as_often_as_they_should(case: tuple[Row, torch.Tensor]) -> 
     st.sampled_from([0.2, 0.9, 1.0]),
     st.integers(0, 2**32),
 )
-def test_large_vocabularies_are_cut_at_the_same_place(
+def test_no_token_is_drawn_beyond_the_cut_of_a_large_vocabulary(
     vocab: int, spread: float, top_k: int, top_p: float, seed: int
 ) -> None:
-    """Where few columns of many are looked at, no token outside of the exact cut is drawn."""
+    """Sorting only some of the tokens draws exactly the tokens of the full top_k and top_p."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(vocab, generator=generator) * spread).bfloat16().float()  # with ties
     row = Row(SamplingParams(top_k=top_k, top_p=top_p))
@@ -148,7 +148,7 @@ def test_large_vocabularies_are_cut_at_the_same_place(
 @settings(max_examples=15)
 @given(st.floats(0.3, 1), st.sampled_from([2, 40, 10_000]), st.integers(0, 2**32))
 def test_a_wide_top_p_ends_at_the_right_token(top_p: float, steps: int, seed: int) -> None:
-    """Among many tokens, of equal logits too, exactly the fewest that have the mass are drawn."""
+    """Of many tokens, ties included, exactly the fewest that reach top_p are drawn."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-steps, steps + 1, (300,), generator=generator) / (2 * steps)
     row = Row(SamplingParams(top_p=top_p))
@@ -192,8 +192,8 @@ def mixed_rows(vocab: int, count: int) -> list[Row]:
     ("vocab", "dtype"),
     [(3, torch.float32), (130, torch.bfloat16), (5003, torch.bfloat16), (33_001, torch.float32)],
 )
-def test_a_row_does_not_know_of_the_others(vocab: int, dtype: torch.dtype) -> None:
-    """A row alone, in any batch and in any place of it gets the same token and the same bits."""
+def test_a_row_does_not_depend_on_the_others(vocab: int, dtype: torch.dtype) -> None:
+    """A row gets the same token and the same bits alone, and anywhere in any batch."""
     rows = mixed_rows(vocab, 32)
     logits = torch.randn(32, vocab).mul(3).to(dtype)
     together = sample(logits, rows)
@@ -207,7 +207,7 @@ def test_a_row_does_not_know_of_the_others(vocab: int, dtype: torch.dtype) -> No
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from([torch.float64, torch.float16]))
 def test_logits_of_any_dtype_and_layout_are_left_alone(seed: int, dtype: torch.dtype) -> None:
-    """The choice is that of the float32 values, and the caller's logits stay as they are."""
+    """The token is that of the float32 values, and the caller's logits do not change."""
     rows = mixed_rows(130, 12)
     logits = torch.randn(130, 12, generator=torch.Generator().manual_seed(seed)).half().to(dtype).T
     before = logits.clone()
@@ -216,7 +216,7 @@ def test_logits_of_any_dtype_and_layout_are_left_alone(seed: int, dtype: torch.d
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Return how likely counts at least as far from what is expected are (Pearson)."""
+    """Return the p-value of Pearson's chi-square test."""
     kept = probabilities > 0
     assert counts[~kept].sum() == 0
     expected = probabilities[kept] * counts.sum()
@@ -276,7 +276,7 @@ HIDDEN = st.integers(0, 2**32).map(
 def test_each_parameter_means_what_it_does_in_transformers(
     logits: torch.Tensor, pair: tuple[dict[str, Any], Any], ids: list[int], prompt_len: int
 ) -> None:
-    """Tokens are drawn as often as transformers' processor of the parameter makes them likely."""
+    """Tokens are drawn with the probabilities that transformers' processor gives them."""
     values, processor = pair
     expected = processor(torch.tensor([ids]), logits.clone())[0].double().softmax(-1)
     counts = shares(logits[0], Row(SamplingParams(**values), ids, prompt_len), 200)
@@ -289,7 +289,7 @@ def test_each_parameter_means_what_it_does_in_transformers(
 )
 @pytest.mark.parametrize("vocab", [1, 32, 65, 4097, 20001])
 def test_greedy_takes_the_lowest_of_equal_tokens(vocab: int, dtype: torch.dtype) -> None:
-    """The token is the first of the largest, whatever is beside it, as is any draw with top_k=1."""
+    """Of equal largest logits the lowest id is taken, greedily and with top_k=1."""
     logits = torch.randint(-1, 1, (6, vocab)).to(dtype)
     logits[:, ::2] = -logits[:, ::2].abs()  # 0 is no larger than -0
     expected = [row.index(max(row)) for row in logits.tolist()]
@@ -305,8 +305,8 @@ def test_greedy_takes_the_lowest_of_equal_tokens(vocab: int, dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("top_p", "kept"), [(0.5, 1), (0.5000001, 2), (0.75, 2), (0.7500001, 3), (0.875, 3), (1, 4)]
 )
-def test_top_p_keeps_the_fewest_tokens_that_have_it(top_p: float, kept: int) -> None:
-    """A mass that is reached exactly needs no further token, and ties go to the lower ids."""
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, kept: int) -> None:
+    """A mass that is reached exactly needs no further token, and lower ids win ties."""
     halves = torch.tensor([0.0, 2.0, 1.0, 0.0]) * math.log(2)  # 1/8, 1/2, 1/4, 1/8
     counts = shares(halves, Row(SamplingParams(top_p=top_p)), 64)
     assert (counts > 0).nonzero().flatten().tolist() == sorted([1, 2, 0, 3][:kept])
@@ -318,14 +318,16 @@ def test_top_p_keeps_the_fewest_tokens_that_have_it(top_p: float, kept: int) -> 
     ids=str,
 )
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.5, ALMOST_1])
-def test_no_uniform_gives_a_token_that_cannot_come(values: dict[str, Any], uniform: float) -> None:
-    """From 0 to just below 1, the draw is of a token that has a probability."""
+def test_no_uniform_gives_a_token_of_probability_zero(
+    values: dict[str, Any], uniform: float
+) -> None:
+    """From 0 to just below 1, every uniform draws a token with a positive probability."""
     rows = [Row(SamplingParams(**values), uniform=uniform)] * 4
     possible = [{2}, {0, 4}, {1, 2}, {0, 1, 2, 3, 4}]
     logits = torch.full((4, 5), -torch.inf)
     for row, ids in enumerate(possible):
         logits[row, list(ids)] = 1e4 - row
-    logits[2, 3] = -1e4  # nothing is left of it beside the others
+    logits[2, 3] = -1e4  # too improbable to have a weight
     for token, ids in zip(tokens(logits, rows), possible, strict=True):
         assert token in ids
 
@@ -333,7 +335,7 @@ def test_no_uniform_gives_a_token_that_cannot_come(values: dict[str, Any], unifo
 @pytest.mark.parametrize("values", [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_that_are_broken_are_named(values: dict[str, Any], biased: bool) -> None:
-    """NaN of either sign, inf and nothing but -inf are refused by row, and the rest can go on."""
+    """NaN of either sign, inf, and rows of only -inf are named; the other rows can be sampled."""
     bias = {0: 1.0} if biased else None
     rows = [Row(SamplingParams(**values, logit_bias=bias), uniform=0.3) for _ in range(6)]
     logits = torch.randn(6, 200)
@@ -349,7 +351,7 @@ def test_rows_that_are_broken_are_named(values: dict[str, Any], biased: bool) ->
 
 
 def test_a_banned_token_is_not_chosen() -> None:
-    """Neither a bias nor the highest logit brings it back, and banning all of them is refused."""
+    """Neither a bias nor the largest logit makes a banned token possible."""
     logits = torch.tensor([[9.0, 1.0, 5.0]])
     params = SamplingParams(temperature=0, logit_bias={0: 100.0})
     assert tokens(logits, [Row(params)]) == [0]
@@ -369,7 +371,7 @@ def test_a_banned_token_is_not_chosen() -> None:
 def test_logprobs_are_those_of_the_model(
     vocab: int, top: int, seed: int, values: dict[str, Any]
 ) -> None:
-    """Whatever changes the choice, entries are the token's and the first ones of the raw logits."""
+    """Entries are the raw logits' logprobs of the token and of the first tokens."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-9, 9, (3, vocab), generator=generator).bfloat16() / 2
     exact = logits.double().log_softmax(-1).tolist()
@@ -390,7 +392,7 @@ def test_logprobs_are_those_of_the_model(
 
 
 def test_a_seed_gives_the_same_tokens_again() -> None:
-    """A sequence that draws its uniforms from a generator with a seed is drawn again the same."""
+    """Uniforms from a seeded generator give the same tokens again."""
 
     def draw(seed: int) -> list[int]:
         uniform = random.Random(seed)
@@ -413,13 +415,13 @@ def test_a_seed_gives_the_same_tokens_again() -> None:
     ],
 )
 def test_tokens_outside_of_the_vocabulary_are_refused(row: Row) -> None:
-    """No bias, penalty or ban reaches into another row's logits."""
+    """No bias, penalty or ban can change another row's logits."""
     with pytest.raises(ValueError, match="outside of the vocabulary of 8"):
         sample(torch.zeros(2, 8), [row, Row(GREEDY)])
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    """Shapes, dtypes, uniforms and next tokens are checked before anything is chosen."""
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    """Shapes, dtypes, uniforms and next tokens are checked before any token is chosen."""
     row = Row(GREEDY)
     for logits in (torch.zeros(8), torch.zeros(2, 8), torch.zeros(1, 0), torch.zeros(1, 8).long()):
         with pytest.raises(ValueError, match=r"of shape \[1 rows, vocab\], and are torch"):
@@ -437,15 +439,15 @@ def test_what_does_not_fit_is_refused() -> None:
     assert prompt_logprobs(torch.zeros(0, 8), [], 3) == []
 
 
-def test_rows_of_other_logprobs() -> None:
-    """Each row gets as many as it asked for, whatever others ask for."""
+def test_rows_may_ask_for_different_numbers_of_logprobs() -> None:
+    """Each row gets as many as it asked for."""
     rows = [Row(SamplingParams(temperature=0, logprobs=count)) for count in (1, 0, 3)]
     given = sample(torch.tensor([[0.0, 3.0, 2.0, 1.0]] * 3), rows)
     assert [list(token.logprobs or ()) for token in given] == [[1], [1], [1, 2, 3]]
 
 
 def test_edges() -> None:
-    """The last tokens of a vocabulary, masses reached exactly, equal first ones, float64."""
+    """The vocabulary's last token, a mass reached exactly, equal first tokens, and float64."""
     logits = torch.zeros(4100)
     logits[-1] = 1.0
     counts = shares(logits, Row(SamplingParams(top_k=3)), 64)

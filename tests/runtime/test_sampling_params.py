@@ -1,4 +1,4 @@
-"""Sampling parameters: what makes sense is kept as it was given, and the rest is refused."""
+"""Sampling parameters: valid values are kept as given, and all others are refused."""
 
 from __future__ import annotations
 
@@ -76,9 +76,10 @@ INVALID: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@settings(max_examples=50)
 @given(st.fixed_dictionaries({}, optional=VALID))
 def test_valid_values_are_kept_as_they_were_given(values: dict[str, Any]) -> None:
-    """Whatever combination of valid values is given, each is there, and the rest is by default."""
+    """Any combination of valid values is kept, and all other parameters have their defaults."""
     params = SamplingParams(**values)
     expected = SamplingParams().model_dump() | values
     assert params.model_dump() == expected
@@ -91,8 +92,9 @@ def test_valid_values_are_kept_as_they_were_given(values: dict[str, Any]) -> Non
 @settings(max_examples=40)
 @given(st.data())
 def test_invalid_values_are_refused_by_name(name: str, data: st.DataObject) -> None:
-    """An invalid value beside valid ones is refused, and the message is of its name alone."""
-    values = data.draw(st.fixed_dictionaries({}, optional=VALID))
+    """An invalid value beside valid ones is refused, and the message names it alone."""
+    beside = data.draw(st.lists(st.sampled_from(sorted(VALID)), max_size=2))
+    values = {other: data.draw(VALID[other]) for other in beside}
     values[name] = data.draw(INVALID[name])
     with pytest.raises(ValueError, match=name) as caught:
         SamplingParams(**values)
@@ -103,8 +105,8 @@ def test_invalid_values_are_refused_by_name(name: str, data: st.DataObject) -> N
 
 
 @given(st.integers(1, 50), st.integers(1, 50))
-def test_more_tokens_at_least_than_at_most_are_refused(most: int, more: int) -> None:
-    """No output can have min_tokens above max_tokens; both numbers are in the message."""
+def test_min_tokens_above_max_tokens_is_refused(most: int, more: int) -> None:
+    """The message has both numbers; without max_tokens there is no such limit."""
     with pytest.raises(
         ValueError, match=f"at most max_tokens, which is {most}, and is {most + more}"
     ):
@@ -112,8 +114,8 @@ def test_more_tokens_at_least_than_at_most_are_refused(most: int, more: int) -> 
     assert SamplingParams(max_tokens=None, min_tokens=most + more).max_tokens is None
 
 
-def test_names_that_are_not_there_and_changes_are_refused() -> None:
-    """A misspelt name is an error that says it, and parameters stay what they were."""
+def test_unknown_names_and_changes_are_refused() -> None:
+    """The error of a misspelt name has that name, and parameters are frozen."""
     with pytest.raises(ValueError, match="best_of"):
         SamplingParams(best_of=3)  # type: ignore[call-arg]
     params = SamplingParams()
@@ -121,8 +123,8 @@ def test_names_that_are_not_there_and_changes_are_refused() -> None:
         params.temperature = 0.5  # type: ignore[misc]
 
 
-def test_what_was_given_can_change_without_the_parameters() -> None:
-    """Lists and dictionaries are copied; an integer, a tuple and None do where they are clear."""
+def test_the_parameters_are_copies() -> None:
+    """Lists and dictionaries are copied; integers, tuples and None are accepted where clear."""
     stop, ids, bias = ["a"], [1], {1: 2.0}
     params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
     stop.append(""), ids.append(-1), bias.clear()

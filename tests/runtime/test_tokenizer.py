@@ -1,4 +1,4 @@
-"""Text in pieces: together they are the text that all tokens have at once."""
+"""Streamed text: the pieces joined are the text of all tokens decoded at once."""
 
 from __future__ import annotations
 
@@ -33,10 +33,32 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose words begin with a space, which decoding leaves out at the start."""
+    vocab = {"\u2581the": 0, "\u2581tree": 1, "s": 2, "\u2581speak": 3}
+    fast = FastTokenizer(models.WordLevel(vocab, unk_token="s"))
+    fast.decoder = decoders.Metaspace()
+    folder = tmp_path_factory.mktemp("metaspace")
+    fast.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+@given(st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(0, 3), max_size=8))
+def test_pieces_keep_the_spaces_between_words(
+    metaspace: Tokenizer, prompt: list[int], output: list[int]
+) -> None:
+    """The pieces joined have every space that the tokens have when they are decoded at once."""
+    stream = TextStream(metaspace, prompt)
+    text = "".join(stream.push(token) for token in output) + stream.finish()
+    assert metaspace.decode(prompt) + text == metaspace.decode(prompt + output)
+    assert text == metaspace.continuation(prompt, output)
+
+
 # A prompt that holds U+FFFD itself cannot be told from one that ends inside a character.
 @given(st.text(st.characters(exclude_characters="\ufffd"), max_size=8), st.text(max_size=30))
 def test_pieces_are_the_text(tokenizer: Tokenizer, prompt: str, text: str) -> None:
-    """Whatever the characters, the pieces joined are the text, and none holds half a character."""
+    """For any characters, the pieces joined are the text, and none has half a character."""
     before, after = tokenizer.encode(prompt), tokenizer.encode(text)
     stream = TextStream(tokenizer, before)
     pieces = [stream.push(token) for token in after]
@@ -47,7 +69,7 @@ def test_pieces_are_the_text(tokenizer: Tokenizer, prompt: str, text: str) -> No
 
 @given(st.lists(st.integers(1, 256), max_size=30))
 def test_bytes_that_are_no_text_are_shown_too(tokenizer: Tokenizer, tokens: list[int]) -> None:
-    """Tokens of any bytes lose nothing: the end holds back three characters at the most."""
+    """Tokens of any bytes lose nothing: at most three characters are held back until the end."""
     stream = TextStream(tokenizer, [])
     shown = "".join(stream.push(token) for token in tokens)
     text = tokenizer.decode(tokens)
@@ -57,7 +79,7 @@ def test_bytes_that_are_no_text_are_shown_too(tokenizer: Tokenizer, tokens: list
 
 
 def test_a_character_cut_by_the_prompt_is_completed(tokenizer: Tokenizer) -> None:
-    """A prompt may end inside a character; its last byte brings it out."""
+    """A prompt may end inside a character; the token with its last byte shows it."""
     tokens = tokenizer.encode("€")
     assert len(tokens) == 3
     stream = TextStream(tokenizer, tokens[:2])
@@ -65,7 +87,7 @@ def test_a_character_cut_by_the_prompt_is_completed(tokenizer: Tokenizer) -> Non
 
 
 def test_special_tokens_show_nothing(tokenizer: Tokenizer) -> None:
-    """A stop token adds no text, and what follows it does."""
+    """A stop token adds no text, and the token after it does."""
     stream = TextStream(tokenizer, tokenizer.encode("the"))
     end = 0
     assert stream.push(end) == ""
@@ -73,7 +95,7 @@ def test_special_tokens_show_nothing(tokenizer: Tokenizer) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    """The message says what to give instead; a damaged file is named."""
+    """The message says that token ids work instead; a damaged file is named."""
     with pytest.raises(CheckpointFormatError, match=r"no tokenizer\.json.*token ids"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -95,7 +117,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_stop_tokens(
     tmp_path: Path, generation: object, config: object, expected: set[int]
 ) -> None:
-    """generation_config.json goes before config.json, and neither has to be there."""
+    """generation_config.json takes precedence over config.json; both are optional."""
     for name, entries in (("generation_config.json", generation), ("config.json", config)):
         if entries is not None:
             (tmp_path / name).write_text(json.dumps(entries))
@@ -104,7 +126,7 @@ def test_stop_tokens(
 
 @pytest.mark.parametrize("eos", ["2", [[2]], 2.5, {}, [None], True])
 def test_stop_tokens_that_are_no_tokens_are_refused(tmp_path: Path, eos: object) -> None:
-    """Anything but a token or a list of them is refused with its path."""
+    """Anything but a token or a list of tokens is refused, and the file named."""
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(CheckpointFormatError, match=r"config\.json: eos_token_id should be"):
         stop_tokens(tmp_path)
@@ -112,7 +134,7 @@ def test_stop_tokens_that_are_no_tokens_are_refused(tmp_path: Path, eos: object)
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_a_damaged_generation_config_is_named(tmp_path: Path, text: str) -> None:
-    """What is not a JSON object is refused with its path."""
+    """A file that is not a JSON object is refused and named."""
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointFormatError, match=r"generation_config\.json is not"):
         stop_tokens(tmp_path)

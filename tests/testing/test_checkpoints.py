@@ -1,4 +1,4 @@
-"""Checkpoints made up and written, and sources that fail or watch."""
+"""Made-up checkpoints, their files, and sources that fail or record."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ EXPECTED = {
 
 
 def test_a_module_says_what_a_whole_checkpoint_holds() -> None:
-    """Slots stand under their own names, tied tensors once, whole on every rank."""
+    """Slots have their own names, tied tensors appear once, and tensors are unsharded."""
     expected = Tied().expected_weights()
     assert {name: list(tensor.shape) for name, tensor in expected.items()} == EXPECTED
     assert all(tensor.is_meta for tensor in expected.values())
 
 
 def test_random_weights_load() -> None:
-    """They are of the shapes and dtypes asked for, differ by seed and nowhere repeat."""
+    """They have the expected shapes and dtypes, differ by seed and do not repeat."""
     model = Tied()
     expected = model.expected_weights()
     one, other = random_weights(expected), random_weights(expected, seed=1)
@@ -63,7 +63,7 @@ def test_random_weights_load() -> None:
 
 
 def test_the_names_that_a_module_knows_are_read_off_it() -> None:
-    """Fused layers in the order of shard_names; the other names of a tied tensor."""
+    """Fused layers have their slots in the order of shard_names; tied tensors their other names."""
     names = Names.of(Tied())
     assert names.tied == {"embed.weight": ("head.weight",)}
     assert names.fused == (
@@ -77,7 +77,7 @@ def test_the_names_that_a_module_knows_are_read_off_it() -> None:
 
 @pytest.mark.parametrize("files", [1, 2, 4])
 def test_a_written_checkpoint_is_read_back(tmp_path: Path, files: int) -> None:
-    """Split into files, fused and renamed as asked, and otherwise as given."""
+    """It is split into files, fused and renamed as requested, and otherwise unchanged."""
     tensors = random_weights(Tied().expected_weights())
     layers = Names.of(Tied()).fused[:1]
     renamed = {"embed.weight": "head.weight"}
@@ -108,7 +108,7 @@ def test_a_drawn_configuration_makes_a_loadable_checkpoint(tmp_path_factory, con
 
 
 def test_a_stream_fails_where_it_is_told_to() -> None:
-    """The pairs before come through; a fault that returns lets the rest through too."""
+    """Pairs before the fault arrive; if the fault returns, so does the rest."""
     tensors = random_weights(Tied().expected_weights())
     for after in (0, 2, len(tensors)):
         seen: list[str] = []
@@ -123,7 +123,7 @@ def test_a_stream_fails_where_it_is_told_to() -> None:
 
 
 def test_reads_fail_where_they_are_told_to() -> None:
-    """Handles can be looked at and narrowed; reading one of those named fails the load."""
+    """Handles can be looked at and narrowed; reading a named one fails the load."""
     tensors = random_weights(Tied().expected_weights())
     model = Tied()
     with pytest.raises(OSError, match="disk"):

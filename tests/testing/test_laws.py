@@ -1,4 +1,4 @@
-"""The toolkit as a model author meets it: mistakes are found, made small, and named."""
+"""The toolkit as a model author uses it: mistakes are found, shrunk and named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def x(module: vLLMModule) -> tuple[torch.Tensor]:
 
 
 class MLP(vLLMModule):
-    """Right, unless a test makes it wrong."""
+    """A correct MLP, unless a test passes ``wrong``."""
 
     def __init__(self, inner: int, **wrong: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class MLP(vLLMModule):
 
 
 class Refusing(vLLMModule):
-    """A module that no two ranks can share, and that forgets its reduction."""
+    """A module that refuses two or more ranks, and does not reduce its output."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class Refusing(vLLMModule):
 
 
 def test_a_module_that_refuses_every_size_is_found() -> None:
-    """To refuse is no way to keep the law of sharding."""
+    """A module cannot pass the law of sharding by refusing every size."""
     with pytest.raises(AssertionError, match="every tensor-parallel size but 1 was refused"):
         assert_sharding_equivalent(Refusing, inner=features())
 
 
 class Half(vLLMModule):
-    """A module that is built in another default dtype, which is the process's."""
+    """A module whose constructor changes the process's default dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,13 +88,13 @@ class Half(vLLMModule):
 
 
 def test_ranks_are_built_one_after_another() -> None:
-    """A constructor may set what is the process's: no rank sees another's."""
+    """A constructor may set the process's state without affecting other ranks."""
     assert assert_sharding_equivalent(Half, inputs=x) > 0
     assert torch.get_default_dtype() == torch.float32
 
 
 class Outputs(vLLMModule):
-    """A forward that returns all sorts of things, and writes to what it is given."""
+    """A module whose forward returns nested outputs and writes to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Outputs(vLLMModule):
 
 
 def test_outputs_and_inputs_of_all_kinds_are_compared() -> None:
-    """Nested outputs are taken apart, and inputs may be given by name."""
+    """Nested outputs are flattened, and inputs may be given by name."""
     inputs = {"x": torch.randn(2, 4), "scale": 2.0}
     assert assert_sharding_equivalent(Outputs, inputs=lambda module: inputs) > 0
 
@@ -125,13 +125,13 @@ MISUSES = {
 
 @pytest.mark.parametrize(("message", "wrong"), MISUSES.values(), ids=MISUSES)
 def test_a_misuse_is_told_in_words(message: str, wrong: dict[str, object]) -> None:
-    """What was passed wrongly is said, with what to pass."""
+    """The message says which argument is wrong and what to pass."""
     with pytest.raises((TypeError, ValueError), match=message):
         assert_sharding_equivalent(**{"build": MLP, "inner": 4, "inputs": x} | wrong)
 
 
 def test_random_forwards_are_called_so() -> None:
-    """A forward that is not the same twice is no matter of sharding."""
+    """A forward that gives different outputs twice is reported as such."""
 
     class Noisy(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_random_forwards_are_called_so() -> None:
 
 
 def test_laws_and_modules_draw_cases_of_their_own() -> None:
-    """No two laws see the same draws, so that they do not share or drop each other's failures."""
+    """Each law and module draws its own cases, and keeps its own failures."""
     drawn: dict[str, list[int]] = {"one": [], "other": []}
 
     def building(name: str):
@@ -161,12 +161,12 @@ def test_laws_and_modules_draw_cases_of_their_own() -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 def test_a_right_module_keeps_the_law(law) -> None:
-    """A module that is wired rightly passes, and the law says how many cases it was tried on."""
+    """A correct module passes, and the law returns the number of cases tried."""
     assert law(MLP, inner=features(), inputs=x) >= 10
 
 
 def test_a_forgotten_reduction_is_found_and_made_small() -> None:
-    """Outputs that differ are told with the smallest size that shows it."""
+    """Outputs that differ are reported with the smallest failing size."""
     with pytest.raises(AssertionError, match="rank 0 of 2: output 0 differs by") as failed:
         assert_sharding_equivalent(MLP, inner=features(), reduce_results=False, inputs=x)
     notes = "\n".join(failed.value.__notes__)
@@ -175,7 +175,7 @@ def test_a_forgotten_reduction_is_found_and_made_small() -> None:
 
 
 class RankZero(vLLMModule):
-    """A layer whose parameter always takes itself for rank 0."""
+    """A layer whose parameter always has rank 0."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class RankZero(vLLMModule):
 
 
 def test_a_wrong_rank_is_found_and_the_parameter_named() -> None:
-    """Right in shape and wrong in value: put together, the shards are not the checkpoint."""
+    """The shapes are right and the values are wrong: reassembled, they are not the checkpoint."""
     with pytest.raises(AssertionError, match="weight over 2 ranks, put together, is not"):
         assert_sharding_equivalent(RankZero, size=features())
 
@@ -202,13 +202,13 @@ class Uneven(vLLMModule):
 
 
 def test_ranks_that_disagree_about_a_size_are_found() -> None:
-    """A size is refused by every rank or by none."""
+    """Every rank refuses a size, or none does."""
     with pytest.raises(AssertionError, match="ranks refuses"):
         assert_sharding_equivalent(Uneven)
 
 
 class Careless(RMSNorm):
-    """A norm whose load_weights passes over what it does not know."""
+    """A norm whose load_weights ignores unknown names."""
 
     def load_weights(self, weights):
         return super().load_weights([(n, w) for n, w in weights if n == "weight"])
@@ -216,12 +216,12 @@ class Careless(RMSNorm):
 
 def test_an_override_that_passes_over_names_is_found() -> None:
     """Every name that the checkpoint has is accounted for."""
-    with pytest.raises(AssertionError, match=r"unexpected: told \[\]"):
+    with pytest.raises(AssertionError, match=r"unexpected: reported \[\]"):
         assert_accounting_exact(Careless, hidden_size=features())
 
 
 class Hoarding(RMSNorm):
-    """A norm that keeps what it was given."""
+    """A norm that keeps the tensors it was given."""
 
     def load_weights(self, weights):
         self.kept = [*getattr(self, "kept", []), *weights]
@@ -235,13 +235,13 @@ class Pair(vLLMModule):
 
 
 def test_an_override_that_keeps_tensors_is_found() -> None:
-    """Streamed tensors are let go."""
+    """Streamed tensors must be released."""
     with pytest.raises(AssertionError, match="2 streamed tensors are held at a time"):
         assert_memory_bounded(Pair, width=4)
 
 
 class PlusOne(RMSNorm):
-    """A norm that is stored less one."""
+    """A norm whose checkpoint stores its weight minus one."""
 
     def load_weights(self, weights):
         return super().load_weights((name, self.read(weight) + 1) for name, weight in weights)
@@ -253,12 +253,12 @@ class PlusOne(RMSNorm):
 
 @pytest.mark.parametrize("law", [assert_sharding_equivalent, assert_order_independent, assert_pure])
 def test_an_override_that_transforms_keeps_the_laws(law) -> None:
-    """What a load_weights makes of the checkpoint's values is its own; ranks and orders agree."""
+    """A load_weights may transform values, as long as ranks and orders agree."""
     assert law(PlusOne, 4, inputs=x) > 0
 
 
 class Blind(RMSNorm):
-    """A norm that takes for granted that it is given tensors."""
+    """A norm that expects tensors and never handles."""
 
     def load_weights(self, weights):
         return super().load_weights((name, weight + 1) for name, weight in weights)
@@ -271,20 +271,20 @@ def test_an_override_that_does_not_know_handles_is_found() -> None:
 
 
 def test_a_forward_without_inputs_is_asked_for_them() -> None:
-    """What forward takes can be guessed for language models alone."""
-    with pytest.raises(ValueError, match="MLP is no causal language model: say what its forward"):
+    """The arguments of forward are known for language models alone."""
+    with pytest.raises(ValueError, match="MLP is no causal language model: pass the arguments"):
         assert_sharding_equivalent(MLP, inner=4)
 
 
 def test_values_may_stand_where_strategies_may() -> None:
-    """What is no strategy is passed on as it is."""
+    """A value that is no strategy is passed to build unchanged."""
     assert assert_sharding_equivalent(MLP, 8, inputs=x) > 0
     assert assert_sharding_equivalent(MLP, st.just(8), inputs=x) > 0
 
 
 @pytest.fixture
 def few() -> Iterator[None]:
-    """Three cases a law."""
+    """Three cases for each law."""
     before = settings.get_current_profile_name()
     settings.register_profile("few", settings.get_profile(before), max_examples=3)
     settings.load_profile("few")
@@ -294,12 +294,12 @@ def few() -> Iterator[None]:
 
 @pytest.mark.usefixtures("few")
 def test_settings_say_how_many_cases() -> None:
-    """Hypothesis' profile in force when the law is called decides."""
+    """The number of cases comes from Hypothesis' current profile."""
     assert assert_pure(MLP, inner=features(), inputs=x) == 3
 
 
 def test_without_hypothesis_the_extra_is_named() -> None:
-    """Who has not installed the extra is told which."""
+    """Without the extra, the error names it."""
     code = "import sys; sys.modules['hypothesis'] = None; import vllm_module.testing"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode != 0

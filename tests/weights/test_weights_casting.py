@@ -1,4 +1,4 @@
-"""A cast that would lose a value is refused; every other one is torch's."""
+"""A cast that would lose a value is refused; every other cast gives what torch gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that changes, vanishes or fails while it is read: as it was, or an error by its name."""
+"""A file that changes, is deleted or fails during a read gives its old bytes or an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ HARMLESS = [delete, replace]
 
 @pytest.fixture(params=["preadv", "mapped", "staged"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Read long runs; short ones out of a mapping; short ones where there is no lease."""
+    """Read long segments; short ones out of a mapping; short ones without a lease."""
     monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 4096)
     monkeypatch.setattr(file_bytes, "_WINDOW", 8192)
@@ -88,7 +88,7 @@ def values() -> torch.Tensor:
 def midway(
     monkeypatch: pytest.MonkeyPatch, how: str, act: Callable[[], None], first: int = 4
 ) -> Iterator[None]:
-    """Do ``act`` in a thread of its own when the tensor is read for the ``first`` time or so."""
+    """Call ``act`` in another thread at the read that ``first`` counts."""
     calls, thread = [], threading.Thread(target=act)
     name = "_copy_mapped" if how == "mapped" else "_read"
     read, hold = getattr(FileBytes, name), ReadLease.hold
@@ -103,7 +103,7 @@ def midway(
 
     @contextmanager
     def hold_then_wait(self: ReadLease) -> Iterator[bool]:
-        with hold(self) as held:  # which ``act`` has to wait for
+        with hold(self) as held:  # ``act`` has to wait for it
             yield held
         if thread.ident is not None:
             thread.join(10)
@@ -122,7 +122,7 @@ def part_of(handle, how: str):
 
 @pytest.mark.parametrize("change", HARMFUL)
 def test_a_file_written_to_while_it_is_read_is_refused(path, how, change, monkeypatch) -> None:
-    """Whichever way and however many threads read it, no mixture passes for a tensor."""
+    """A mixture of old and new bytes is refused, in each way of reading, by several threads."""
     part = part_of(open_checkpoint(path)["w"], how)
     refused = pytest.raises(WeightReadError, match=r"was changed since|was cut off")
     with midway(monkeypatch, how, lambda: change(path)), refused as refusal:
@@ -132,7 +132,7 @@ def test_a_file_written_to_while_it_is_read_is_refused(path, how, change, monkey
 
 @pytest.mark.parametrize("change", HARMFUL)
 def test_a_file_written_to_within_one_read_is_refused(path, how, change, monkeypatch) -> None:
-    """It is not enough to look before a read: what was written during it is a mixture too."""
+    """The file is checked after a read too, because a write during the read gives a mixture."""
     part = part_of(open_checkpoint(path)["w"], how)
     refused = pytest.raises(WeightReadError, match=r"was changed since|was cut off")
     with midway(monkeypatch, how, lambda: change(path), first=1), refused as refusal:
@@ -150,7 +150,7 @@ def test_a_file_deleted_or_replaced_is_read_as_it_was(path, how, change, monkeyp
 
 
 def test_a_file_closed_while_it_is_read_is_refused(path, how, monkeypatch) -> None:
-    """Its descriptor may be another file's by then."""
+    """The number of its descriptor may belong to another file by then."""
     checkpoint = open_checkpoint(path)
     part = part_of(checkpoint["w"], how)
     with midway(monkeypatch, how, checkpoint.close), pytest.raises(WeightReadError) as refusal:
@@ -169,7 +169,7 @@ path, take, rows = sys.argv[1], ReadLease._take, 8192
 torch.set_num_threads(1)
 random.seed(0)
 for turn in range(24):
-    # The way to read is told before it is tried: the last line shows which one ended the process.
+    # Printed before the read, so that the last line shows which way ended the process.
     print("lease" if turn % 2 else "no lease", end=": ", flush=True)
     ReadLease._take = take if turn % 2 else lambda _: False
     save_file({"w": torch.ones(rows, 1024)}, path)
@@ -207,7 +207,7 @@ def test_a_file_cut_off_at_any_moment_does_not_end_the_process(tmp_path: Path) -
 
 
 def test_a_lease_holds_writers_off_until_it_is_given_back(path: Path) -> None:
-    """Also from threads that want it after a writer has come: they would keep it waiting."""
+    """A thread that asks for the lease while a writer waits gets none: the writer would starve."""
     descriptor = os.open(path, os.O_RDONLY)
     lease = ReadLease(descriptor)
     with lease.hold() as held:
@@ -218,7 +218,7 @@ def test_a_lease_holds_writers_off_until_it_is_given_back(path: Path) -> None:
         writer = threading.Thread(target=os.truncate, args=(path, 3))
         writer.start()
         end = time.monotonic() + 30
-        while fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:  # nobody waits for it
+        while fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:  # no writer waits yet
             assert time.monotonic() < end
             time.sleep(0.001)
         assert (writer.is_alive(), path.stat().st_size > 3) == (True, True)
@@ -234,7 +234,7 @@ def test_a_lease_holds_writers_off_until_it_is_given_back(path: Path) -> None:
 
 
 def test_a_file_closed_under_its_lease_gives_back_that_lease_only(path: Path, tmp_path) -> None:
-    """Its number is soon another file's, whose lease stays; a writer need not wait for a break."""
+    """The lease of another file that took over the descriptor's number stays."""
     other = tmp_path / "other"
     other.write_bytes(b"other")
     descriptor = os.open(path, os.O_RDONLY)
@@ -323,7 +323,7 @@ class Model(vLLMModule):
 
 @pytest.mark.parametrize("change", HARMFUL)
 def test_a_model_whose_checkpoint_changed_midway_does_not_run(tmp_path, change, monkeypatch):
-    """It says that it is a mixture, until a load succeeds."""
+    """It refuses to run as a mixture until a load succeeds."""
     path = tmp_path / "model.safetensors"
     weights = {"first.weight": torch.ones(8, COLUMNS), "second.weight": torch.ones(300, 8)}
     save_file(weights, path)

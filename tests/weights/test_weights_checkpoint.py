@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of, and every folder that is not one."""
+"""open_checkpoint opens the right files, and refuses a folder that is not a checkpoint."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_of_little_data_every_byte_shows(tmp_path: Path, size: int) -> None:
         other = whole.clone()
         other[place] = 1
         assert fingerprint_of(tmp_path, {"a": other}) != expected
-    # And around the size from which on only samples are read: no place is outside of the file.
+    # Near the size from which only samples are read, no sample lies outside of the file.
     assert fingerprint_of(tmp_path, {"a": torch.zeros(size)})
 
 
@@ -96,7 +96,7 @@ def test_another_fine_tune_of_the_same_names_and_shapes_shows(tmp_path: Path) ->
     ids=["name", "shape", "dtype", "shape of nothing", "one more"],
 )
 def test_another_header_shows(tmp_path: Path, change) -> None:
-    """The bytes are the same in each of these; what they are called is not."""
+    """The data is the same in each case; a name, shape or dtype differs."""
     expected = fingerprint_of(tmp_path, tensors())
     assert fingerprint_of(tmp_path, change(tensors())) != expected
 

@@ -50,7 +50,7 @@ def entry(dtype: Any = "U8", shape: Any = (4,), begin: Any = 0, end: Any = 4) ->
     ],
 )
 def test_a_wrong_entry_is_refused(write_file, header, message) -> None:
-    """The refusal names the file, the tensor, what was expected, what came and what to do."""
+    """The error names the file, the tensor, what was expected, what came and what to do."""
     path = write_file(header, b"\0\1\2\3")
     with pytest.raises(CheckpointFormatError, match=message) as refusal:
         SafetensorsFile(path)

@@ -1,10 +1,11 @@
-"""Headers and names that somebody made to break their reader: an error by kind, or a tensor."""
+"""Hostile headers and names give a CheckpointFormatError or the stored tensor."""
 
 from __future__ import annotations
 
 import json
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def text(shape: str = "[4]", offsets: str = "[0, 4]", dtype: str = '"U8"', more:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        # Sizes that are no sizes.
+        # Sizes that are not sizes.
         (text(shape="[-0]", offsets="[0, 0]"), r"shape should be a list of sizes, and is \[-0.0\]"),
         (text(shape="[4e0]"), "shape should be a list of sizes"),
         (text(shape="[1e3]"), "shape should be a list of sizes"),
@@ -52,7 +53,7 @@ def text(shape: str = "[4]", offsets: str = "[0, 4]", dtype: str = '"U8"', more:
         (text(offsets=f"[{2**63}, {2**63 + 4}]"), "data_offsets should be"),
         (text(offsets=f"[{2**64}, {2**64 + 4}]"), "data_offsets should be"),
         (text(offsets=f"[{2**62}, {2**62 + 4}]"), "leaves a hole"),
-        # Sizes whose product nothing can hold, though the tensor is empty.
+        # Sizes whose product is too large, although the tensor is empty.
         (text(f"[{2**62}, {2**62}, 0]", "[0, 0]"), "less than 2\\*\\*63 bytes together"),
         (text(f"[0, {2**62}, {2**62}]", "[0, 0]"), "less than 2\\*\\*63 bytes together"),
         (text(f"[{2**60}, 0]", "[0, 0]", '"F64"'), "less than 2\\*\\*63 bytes together"),
@@ -60,14 +61,14 @@ def text(shape: str = "[4]", offsets: str = "[0, 4]", dtype: str = '"U8"', more:
         (text("[" + "1," * 64 + "4]"), "at most 64 sizes"),
         (text("[" + "1," * 99_999 + "4]"), "at most 64 sizes"),
         (text(f"[{','.join([str(2**62)] * 5000)}]"), "at most 64 sizes"),
-        # Integers that take time to parse, and nesting that takes stack.
+        # Integers that are slow to parse, and nesting that is deep.
         (text(shape=f"[{'9' * 100_000}]"), "an integer has 100000 digits"),
         (text(more=f', "x": -{"9" * 100_000}'), "an integer has 100001 digits"),
         (text(more=f', "x": {"[" * 50_000}{"]" * 50_000}'), "not valid JSON"),
         (text(more=', "x": ' + '{"": ' * 50_000 + "0" + "}" * 50_000), "not valid JSON"),
         (text(shape="[" * 500 + "]" * 500), "shape should be a list of sizes"),
         (b'{"w": ' + b"[" * 900 + b"]" * 900 + b"}", "an object with dtype|not valid JSON"),
-        # Keys twice, at each level; also where escapes hide it.
+        # A key that occurs twice, at each level; also written with an escape.
         (b'{"w": 1, "\\u0077": 2}', "'w' occurs twice"),
         (b'{"__metadata__": {"a": "1", "a": "2"}}', "'a' occurs twice"),
         (b'{"__metadata__": {}, "__metadata__": {}}', "'__metadata__' occurs twice"),
@@ -81,13 +82,13 @@ def text(shape: str = "[4]", offsets: str = "[0, 4]", dtype: str = '"U8"', more:
         (text(dtype='{"U8": 1}'), "dtype should be one of"),
         (text(dtype='"__class__"'), "dtype should be one of"),
         (text(dtype='"C64"'), "32 bytes apart"),
-        # Halves of surrogate pairs, which the reference calls no JSON; nothing could print them.
+        # Halves of surrogate pairs, which the reference refuses and nothing can print.
         (b'{"\\ud800": {}}', "surrogates not allowed"),
         (b'{"\\udc00\\ud800": {}}', "surrogates not allowed"),
         (b'{"__metadata__": {"a": "\\uDfff"}}', "surrogates not allowed"),
         (text(more=', "x": [{"\\uDBFF": 1}]'), "surrogates not allowed"),
         (text(more=', "x": 1e999'), "'1e999' is out of range"),
-        # Bytes that are no text, and what is left over.
+        # Bytes that are not text, and bytes after the end.
         (b'{"\xed\xa0\x80": 1}', "not valid JSON"),
         (b'{"a\0b": 1}', "not valid JSON"),
         (b'{"a": 1}\0', "not valid JSON"),
@@ -135,7 +136,7 @@ def test_a_length_that_lies_takes_no_memory(write_file, length: int) -> None:
     ],
 )
 def test_memory_is_bounded_by_the_headers_size(write_file, piece: bytes, refused: bool) -> None:
-    """A value of three bytes takes a hundred in memory; more than millions are not parsed at all.
+    """A value of three bytes takes a hundred in memory, so millions of values are not parsed.
 
     The bound is that of the whole: bytes, text, values and the error message.
     """
@@ -196,7 +197,8 @@ NAMES = [
     "_parameters.weight",
     "_modules.child.weight",
     "_modules.x",
-    "_filled",
+    "load_state",
+    "load_state.loaded",
     "child.__class__",
     "child._parameters.weight",
     "weight.__class__",
@@ -244,24 +246,24 @@ class Model(Child):
         self.plain = nn.Module()
 
     def __getattr__(self, name: str) -> Any:
-        # Nothing but a name of the checkpoint could ask for the others.
+        # Only a lookup by a name of the checkpoint could ask for these.
         assert name == "child" or name not in NAMES, name
         return super().__getattr__(name)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:30]))
 def test_a_hostile_name_is_a_key_and_nothing_more(write_file, name: str) -> None:
-    """It opens and reads as any other; a model calls it unexpected, and looks nothing up by it."""
+    """The tensor opens and reads as any other; a model reports it and looks up no attribute."""
     entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
     checkpoint = open_checkpoint(write_file({name: entry}, b"\0\1\2\3"))
     assert list(checkpoint) == [name]
     assert checkpoint[name].read().tolist() == [0, 1, 2, 3]
     model = Model()
-    state = dict(vars(model))
+    before = vars(model) | {"load_state": replace(model.load_state, loaded=set())}
     with pytest.raises(UnexpectedWeightError) as refusal:
         model.update_weights(checkpoint.items())
     assert [problem.name for problem in refusal.value.report.unexpected] == [name]
-    assert {**vars(model), "_refusal": None} == {**state, "_refusal": None}
+    assert vars(model) == before
     assert model.weight.tolist() == model.child.weight.tolist() == [0, 0, 0, 0]
 
 
@@ -272,7 +274,7 @@ def test_a_tensor_called_metadata_is_metadata(write_file) -> None:
 
 
 def test_a_name_without_end_is_refused(write_file) -> None:
-    """It would fill the screen that the report is read on."""
+    """A report with such a name would fill the screen."""
     entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
     with pytest.raises(CheckpointFormatError, match="at most 1024 characters, and is 100000") as no:
         SafetensorsFile(write_file({"x" * 100_000: entry}, b"\0\1\2\3"))
@@ -308,7 +310,7 @@ HOSTILE = "\x1b[2J\n\u202e\x7f\x9b"
 
 
 def test_no_message_can_rewrite_the_terminal(tmp_path: Path, write_file) -> None:
-    """Whatever part of a checkpoint a message quotes, it can be printed, and on one line."""
+    """Every message that quotes a checkpoint is printable and has one line."""
     entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
     bad = [
         {HOSTILE: 1},
@@ -333,7 +335,7 @@ def test_no_message_can_rewrite_the_terminal(tmp_path: Path, write_file) -> None
     for weight_map in maps:
         (index / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         words.append(refused_words(lambda: open_checkpoint(index)))
-    # The file is there, by a name that is not fit to be printed.
+    # The file exists under a name that is not printable.
     write_file({"v": entry}, b"1234").rename(index / "\x1b[2J.safetensors")
     (index / INDEX).write_text(json.dumps({"weight_map": {"w": "\x1b[2J.safetensors"}}))
     words.append(refused_words(lambda: open_checkpoint(index)))

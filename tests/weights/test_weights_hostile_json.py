@@ -1,4 +1,4 @@
-"""Indexes and configurations that somebody made to break their reader: an error by its kind."""
+"""Hostile indexes and configurations give a CheckpointFormatError."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_config_that_is_wrong_throughout_is_refused_in_a_few_words(tmp_path: P
 
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
 def test_json_without_end_is_not_read(tmp_path: Path, name: str) -> None:
-    """A sparse file of a terabyte takes no space on disk, and must take none in memory."""
+    """A sparse file of a terabyte takes no space on disk and may take none in memory."""
     with (tmp_path / name).open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(CheckpointFormatError, match="has 1099511627776 bytes, where at most"):
@@ -117,7 +117,7 @@ def test_an_index_that_is_its_own_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_index_says_of_sizes_does_not_matter(tmp_path: Path, write_file) -> None:
-    """total_size is nobody's measure: the headers are."""
+    """Sizes come from the headers; total_size is ignored."""
     write_file(FOUR_BYTES, b"1234").rename(tmp_path / "w.safetensors")
     for total in (0, -1, 10**300, "many", None):
         index = {"metadata": {"total_size": total}, "weight_map": {"w": "w.safetensors"}}

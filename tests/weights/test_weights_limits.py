@@ -1,4 +1,4 @@
-"""A process at the limits of its files and memory: told which, and it goes on."""
+"""A process that reaches a limit of files or memory gets an error and can continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing outside of a checkpoint's folder is read, and nothing that is not a regular file."""
+"""Only regular files inside of a checkpoint's folder are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = (
     '"num_attention_heads": 1, "vocab_size": 8}'
 )
 
-# Every file of a checkpoint that is read, and what reads it.
+# Every file of a checkpoint that is read, and the function that reads it.
 READERS: dict[str, Callable[[Path], object]] = {
     WEIGHTS: open_checkpoint,
     INDEX: open_checkpoint,
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(path: Path) -> Path:
-    """Write what is valid under the name of ``path``."""
+    """Write a valid file of the kind that the name of ``path`` stands for."""
     from tokenizers import Tokenizer as Library
     from tokenizers.models import WordLevel
 
@@ -72,13 +72,13 @@ def test_a_file_or_a_link_inside_the_folder_is_read(folder: Path, name: str) -> 
     (folder / name).symlink_to("sub/stored")
     READERS[name](folder)
     (folder / name).unlink()
-    (folder / name).symlink_to(folder / "sub" / "stored")  # an absolute one is as good
+    (folder / name).symlink_to(folder / "sub" / "stored")  # an absolute link works too
     READERS[name](folder)
 
 
 @every_file
 def test_a_link_out_of_the_folder_is_refused(folder: Path, name: str, tmp_path: Path) -> None:
-    """The message has the link, its target and what to do; valid or not, it is not read."""
+    """The message names the link, its target and what to do."""
     write(tmp_path / "elsewhere" / name)
     for target in (f"../elsewhere/{name}", str(tmp_path / "elsewhere" / name), "/etc/passwd"):
         (folder / name).symlink_to(target)
@@ -106,7 +106,7 @@ def test_without_an_index_every_link_of_the_folder_counts(folder: Path, tmp_path
 
 
 def test_the_folder_and_a_single_file_may_be_links(folder: Path, tmp_path: Path) -> None:
-    """What the user names is the user's; what a checkpoint contains is its author's."""
+    """A path that the user names is trusted; a link inside of the checkpoint is not."""
     write(folder / WEIGHTS)
     (tmp_path / "folder").symlink_to("checkpoint")
     (tmp_path / "one.safetensors").symlink_to(f"checkpoint/{WEIGHTS}")
@@ -116,7 +116,7 @@ def test_the_folder_and_a_single_file_may_be_links(folder: Path, tmp_path: Path)
 
 @every_file
 def test_the_hubs_cache_is_read(tmp_path: Path, name: str) -> None:
-    """A snapshot links to its repository's blobs, and those to blobs that repositories share."""
+    """A snapshot links to blobs of its repository, which link to blobs that repositories share."""
     repository = tmp_path / "models--owner--name"
     snapshot = repository / "snapshots" / "0123abc"
     write(snapshot / name)
@@ -145,7 +145,7 @@ def test_what_only_looks_like_the_hubs_cache_is_refused(tmp_path: Path) -> None:
         open_checkpoint(snapshot)
     (snapshot / WEIGHTS).unlink()
     (snapshot / WEIGHTS).symlink_to("../../blobs/stored")
-    (tmp_path / "models--owner--name" / "blobs").symlink_to("../blobs")  # leads out itself
+    (tmp_path / "models--owner--name" / "blobs").symlink_to("../blobs")  # this link leads out
     with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
         open_checkpoint(snapshot)
     other = tmp_path / "other" / "0123abc"  # its parent is not called snapshots
@@ -162,7 +162,7 @@ def fifo(path: Path) -> None:
 def unix_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         here = os.getcwd()
-        os.chdir(path.parent)  # the address of a socket is short
+        os.chdir(path.parent)  # a socket's address must be short
         try:
             listener.bind(path.name)
         finally:
@@ -250,7 +250,7 @@ def test_a_link_put_there_between_look_and_opening_is_refused(
 
 
 def test_links_that_change_all_the_time_never_lead_out(folder: Path) -> None:
-    """Whatever the timing, the file that was opened is the one inside or an error."""
+    """At any timing, the file inside of the folder is opened or an error is raised."""
     inside, outside = write(folder / "in.safetensors"), folder.parent / "out.safetensors"
     save_file({"secret": torch.ones(1)}, outside)
     save_file({"w": torch.ones(2)}, inside)

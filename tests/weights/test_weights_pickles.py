@@ -1,4 +1,4 @@
-"""No pickle is ever loaded: not from a checkpoint, and by no line of this package."""
+"""No pickle is loaded from a checkpoint, and no line of this package could load one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 class Payload:
-    """What creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -44,7 +44,7 @@ def pickled(target: Path) -> bytes:
 
 
 def zipped(target: Path) -> bytes:
-    """As torch.save writes it since 1.6."""
+    """Pickle in the format of torch.save since 1.6."""
     stream = io.BytesIO()
     torch.save({"weight": Payload(target)}, stream)
     assert zipfile.is_zipfile(stream)
@@ -52,14 +52,14 @@ def zipped(target: Path) -> bytes:
 
 
 def old(target: Path) -> bytes:
-    """As torch.save wrote it before."""
+    """Pickle in the older format of torch.save."""
     stream = io.BytesIO()
     torch.save({"weight": Payload(target)}, stream, _use_new_zipfile_serialization=False)
     return stream.getvalue()
 
 
 def behind_a_header(target: Path) -> bytes:
-    """A pickle where the data of a valid safetensors file belongs; it is data and nothing else."""
+    """Write a valid safetensors file whose data is a pickle."""
     data = pickled(target)
     entry = {"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
     header = json.dumps(entry).encode()
@@ -67,7 +67,7 @@ def behind_a_header(target: Path) -> bytes:
 
 
 def test_the_payloads_are_live(tmp_path: Path) -> None:
-    """What the tests below refuse would do harm if it were loaded."""
+    """Loading the payloads of the tests below would run their code."""
     pickle.loads(pickled(tmp_path / "by pickle"))
     for number, dump in enumerate((zipped, old)):
         stream = io.BytesIO(dump(tmp_path / f"by torch {number}"))
@@ -131,8 +131,7 @@ UNSAFE_MODULES = frozenset(
 )
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 UNSAFE_LOADS = {"np.load", "numpy.load", "np.fromfile", "torch.jit.load", "torch.package"}
-# What is not a checkpoint's: ranks of one job, which run the same program, send each other results
-# and steps.
+# These pickle messages between ranks of one job, which run the same program; no file is read.
 ELSEWHERE = {
     ("vllm_module/distributed/exchange.py", "pickle"),
     ("vllm_module/runtime/ranks.py", "pickle"),
@@ -140,7 +139,7 @@ ELSEWHERE = {
 
 
 def unsafe(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and name of each thing by which a file's bytes could become code."""
+    """Yield the line and name of each call that can run code from the bytes of a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name.partition(".")[0] for alias in node.names]

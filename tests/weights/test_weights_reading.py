@@ -1,4 +1,4 @@
-"""read_all fills every destination, in bounded memory, and ends with its threads."""
+"""read_all fills every destination in bounded memory, and leaves no thread behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_module.weights.handle import SafetensorsHandle
 
 @pytest.fixture(params=[1, 2, 8], ids="cpus={}".format, autouse=True)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cut and hand over as if these tensors were large, on machines of any size; threads end."""
+    """Make pieces and batches small and vary the number of CPUs; all threads end."""
     monkeypatch.setattr("os.cpu_count", lambda: request.param)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 512)
     monkeypatch.setattr(reading, "PIECE_BYTES", 1024)
@@ -104,7 +104,7 @@ def test_the_first_error_is_raised_as_it_is(checkpoint, monkeypatch) -> None:
 
 
 def test_a_failure_keeps_no_destination_alive(checkpoint) -> None:
-    """Its traceback must not be part of a cycle: on a GPU that memory is needed to try again."""
+    """The error is not part of a reference cycle: on a GPU a retry needs the memory."""
     os.utime(checkpoint.files[0], ns=(0, 0))
     gc.disable()
     try:
@@ -141,7 +141,7 @@ def test_little_to_read_starts_no_thread(checkpoint, monkeypatch) -> None:
 
 
 def test_destinations_made_in_inference_mode_are_filled(checkpoint, tensors) -> None:
-    """Inference mode belongs to a thread, and its tensors refuse writes from outside of it."""
+    """Inference mode is set for each thread; a thread without it cannot write such a tensor."""
     with torch.inference_mode():
         destination = torch.zeros(40, 50, dtype=torch.float64)
         read_all([(checkpoint["w4"], destination)])

@@ -1,4 +1,4 @@
-"""Handles read what the reference implementation and torch's own narrow give."""
+"""Handles read what the reference implementation reads and torch.narrow cuts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def narrowed(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int, int]
     way=st.sampled_from(["runs", "rows", "mapped", "staged"]),
 )
 def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, way) -> None:
-    """Any chain of narrows, by each way of reading, at any alignment; bytes are counted."""
+    """Any chain of narrows reads the right bytes in each way of reading, and counts them."""
     shape, padding, steps = case
     expected = values(*shape, dtype=dtype)
     raw = bytes(expected.reshape(-1).view(torch.uint8).tolist())
@@ -112,7 +112,7 @@ def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, way) -> No
         },
         b"x" * padding + raw,
     )
-    monkeypatch.setattr(file_bytes, "_LONG_PIECE", 1 if way == "runs" else 64 << 10)
+    monkeypatch.setattr(file_bytes, "_LONG_SEGMENT", 1 if way == "runs" else 64 << 10)
     monkeypatch.setattr(file_bytes, "_LONGEST_ROW", 1 if way == "rows" else 1 << 20)
     take = TAKE_LEASE if way == "mapped" else lambda _: False
     monkeypatch.setattr(ReadLease, "_take", take)
@@ -169,7 +169,7 @@ def test_destinations_of_any_strides_are_filled(tmp_path: Path) -> None:
     transposed = torch.zeros(6, 4, dtype=torch.bfloat16).t()
     handle.read_into(transposed)
     assert same(transposed, expected)
-    odd = torch.zeros(25, dtype=torch.bfloat16)[1:].view(4, 6)  # off any wider alignment
+    odd = torch.zeros(25, dtype=torch.bfloat16)[1:].view(4, 6)  # aligned to 2 bytes only
     handle.narrow(1, 0, 6).read_into(odd)
     assert same(odd, expected)
     part = torch.zeros(9, dtype=torch.bfloat16)[1:].view(4, 2)
@@ -194,7 +194,7 @@ def test_a_value_that_overflows_the_destination_is_refused(tmp_path: Path) -> No
 
 
 def test_another_shape_or_the_meta_device_is_refused(tmp_path: Path) -> None:
-    """A copy would broadcast the one and swallow the other."""
+    """copy_ would broadcast the shape, and would do nothing on the meta device."""
     handle = save(tmp_path, values(1, 6))
     with pytest.raises(MisshapenWeightError, match=r"shape \[1, 6\], its destination \[4, 6\]"):
         handle.read_into(torch.zeros(4, 6, dtype=torch.bfloat16))
@@ -244,7 +244,7 @@ def test_a_file_that_changes_after_opening_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_replaced_by_another_is_read_as_it_was(tmp_path: Path) -> None:
-    """A rename over it leaves the opened file whole, as downloads rely on."""
+    """A rename over the path leaves the opened file as it was; downloads rely on this."""
     handle = save(tmp_path, values(4, 4))
     save_file({"w": torch.zeros(9)}, tmp_path / "new")
     (tmp_path / "new").rename(handle.file)
@@ -295,7 +295,7 @@ def kernel_version() -> tuple[int, ...]:
 def test_a_file_cut_off_under_the_mapping_is_an_error_and_no_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Touching pages beyond the end is a SIGBUS; populating them first is an error code."""
+    """Touching OS pages beyond the end is a SIGBUS; mapping them by madvise is an error code."""
     handle = save(tmp_path, values(4096, 64)).narrow(1, 0, 8)
     handle.narrow(0, 0, 2).read()
     os.truncate(handle.file, 8192)

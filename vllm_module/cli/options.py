@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and an example of each command."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from vllm_module.cli.output import plural
 from vllm_module.config import DeviceConfig, ModelConfig
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's copy of it
 
 
 class DType(str, Enum):
-    """The dtypes a model runs in."""
+    """The dtypes that a model runs in."""
 
     auto = "auto"
     float32 = "float32"
@@ -23,7 +24,7 @@ class DType(str, Enum):
 
 
 class Quantization(str, Enum):
-    """What a checkpoint is turned into while it is loaded, or is said to be."""
+    """The schemes that weights are quantized with while they load, or are stored in."""
 
     fp8 = "fp8"
     fp8_per_tensor = "fp8_per_tensor"
@@ -31,6 +32,20 @@ class Quantization(str, Enum):
     fp8_per_block = "fp8_per_block"
     int8_per_channel_weight_only = "int8_per_channel_weight_only"
     compressed_tensors = "compressed-tensors"
+
+
+class CacheDType(str, Enum):
+    """The dtypes of the keys and values in the KV cache."""
+
+    auto = "auto"
+    fp8 = "fp8"
+    fp8_e4m3 = "fp8_e4m3"
+    fp8_e5m2 = "fp8_e5m2"
+
+
+def _listed(choices: type[Enum]) -> str:
+    """List the values of an option, which are too long for the column of its name."""
+    return ", ".join(choice.value for choice in choices)
 
 
 Source = Annotated[
@@ -44,40 +59,94 @@ Source = Annotated[
 SizeOption = Annotated[
     int | None,
     typer.Option(
-        "--tp", min=1, metavar="N", help="Tensor-parallel size: how many ranks share the model."
+        "--tp",
+        min=1,
+        metavar="N",
+        help="Tensor-parallel size: the number of ranks that share the model.",
     ),
 ]
 DTypeOption = Annotated[
-    DType, typer.Option("--dtype", help="Of the parameters; auto takes the checkpoint's.")
+    DType,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help=f"Dtype of the parameters: {_listed(DType)}; auto takes the checkpoint's.",
+    ),
 ]
 QuantizationOption = Annotated[
     Quantization | None,
     typer.Option(
         "--quantization",
-        help="Quantize linear layers while loading; a checkpoint that is quantized says so itself.",
+        metavar="SCHEME",
+        help=f"Quantize linear layers while loading: {_listed(Quantization)}. A checkpoint that "
+        "is already quantized needs no option: its config.json names the scheme.",
     ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="cpu, cuda, cuda:1 …; auto takes CUDA if there is one.")
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:1 …; auto takes CUDA if there is a CUDA device.",
+    ),
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object instead, and nothing else.")
+AllOption = Annotated[
+    bool,
+    typer.Option("--all", help="Print a line for each tensor; default: one line for all layers."),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
-EXAMPLES = {
-    "inspect": "Example: vllm-module inspect Qwen/Qwen3-0.6B --all",
-    "plan": "Example: vllm-module plan ./Qwen3-8B --tp 4",
-    "load": "Example: vllm-module load ./Qwen3-8B --tp 2 --dtype bfloat16, "
-    "or with a process a rank: torchrun --nproc-per-node 2 -m vllm_module.cli load ./Qwen3-8B",
-    "generate": 'Example: vllm-module generate ./Qwen3-0.6B --tp 2 --prompt "The sky is"',
-    "chat": "Example: vllm-module chat ./Qwen3-0.6B --temperature 0.7 --top-p 0.9",
-    "bench": "Example: vllm-module bench ./Qwen3-0.6B --input-len 512 --concurrency 32",
-    "demo": "Example: vllm-module demo --keep ./demo-checkpoint",
-}
+TemperatureOption = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        help="0 takes the most probable token; higher values draw more evenly.",
+    ),
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        help="Draw from the most probable tokens that together have probability P.",
+    ),
+]
+TopKOption = Annotated[
+    int,
+    typer.Option(
+        "--top-k", metavar="K", help="Draw from the K most probable tokens; 0 takes all tokens."
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="S", help="Draw the same tokens each time for the same S."),
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
+]
+LengthOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        min=1,
+        metavar="L",
+        help="Most tokens of a prompt and its answer together; default: the model's limit.",
+    ),
+]
+CacheDTypeOption = Annotated[
+    CacheDType,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help=f"Dtype of the KV cache: {_listed(CacheDType)}; auto takes the model's.",
+    ),
+]
 
 
 def model_config(source: str, dtype: DType, quantization: Quantization | None) -> ModelConfig:
-    """Return what the options that a command shares with others say of a model."""
+    """Return the configuration of a model from the options that describe it."""
     entries: dict[str, Any] = {
         "model": source,
         "dtype": dtype.value,
@@ -87,7 +156,7 @@ def model_config(source: str, dtype: DType, quantization: Quantization | None) -
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device of that name; raise a usage error if there is none here."""
+    """Return the device of this name; raise a usage error if this machine does not have it."""
     try:
         device = DeviceConfig(device=name).torch_device
     except ValueError as error:
@@ -96,6 +165,8 @@ def torch_device(name: str) -> torch.device:
         raise typer.BadParameter("meta has no memory to load into", param_hint="--device")
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if count <= (device.index or 0):
-        here = f"the CUDA devices here number {count}"
-        raise typer.BadParameter(f"{name} is not there: {here}", param_hint="--device")
+        raise typer.BadParameter(
+            f"{name} does not exist: this machine has {plural(count, 'CUDA device')}",
+            param_hint="--device",
+        )
     return device

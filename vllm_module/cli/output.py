@@ -1,4 +1,4 @@
-"""What commands print: plain lines that no pipe cuts, tables, sizes and JSON."""
+"""What commands print: lines that are never cut or wrapped, tables, sizes, errors and JSON."""
 
 from __future__ import annotations
 
@@ -12,37 +12,44 @@ import torch
 from rich.console import Console
 
 from vllm_module.errors import ModelNotReadyError, WeightLoadError
+from vllm_module.messages import describe_error, printable
 
 T = TypeVar("T")
 
 
 class CommandError(Exception):
-    """What a command found wrong; the message is shown as it is and the exit code is 1."""
+    """A command failed; the message is printed without a traceback and the exit code is 1."""
 
 
-# What the user or the machine has to mend; anything else is a bug, and shows its traceback.
-REFUSALS = (CommandError, WeightLoadError, ModelNotReadyError, OSError, torch.OutOfMemoryError)
+_OWN_ERRORS = (CommandError, WeightLoadError, ModelNotReadyError)
+# Errors that the user can correct. Any other error is a bug here, and keeps its traceback.
+REFUSALS = (*_OWN_ERRORS, OSError, torch.OutOfMemoryError)
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would end the process as if the command had failed
+        raise BrokenPipeError  # rich would exit with the code of a command that failed
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that colours only terminals and never cuts or wraps a line."""
+    """Return a console that uses colours on terminals only, and never cuts or wraps a line."""
     return _Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def printable(text: str) -> str:
-    """Show control characters as their escapes: names come from files that others wrote."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+def describe_refusal(error: BaseException) -> str:
+    """Return the message of an error of ours in full, or the kind and message of another."""
+    return str(error) if isinstance(error, _OWN_ERRORS) else describe_error(error)
+
+
+def printable_lines(text: str) -> str:
+    """Escape control characters except line breaks: names in files could hold any."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def print_table(
     out: Console, header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> None:
-    """Print columns two spaces apart, those of the indices in ``right`` flush right."""
+    """Print columns two spaces apart; ``right`` has the indices of right-aligned columns."""
     cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for index, row in enumerate(cells):
@@ -63,7 +70,7 @@ def _plain(value: Any) -> Any:
 
 
 def size(nbytes: float) -> str:
-    """Write bytes for people, in decimal units."""
+    """Write a number of bytes in decimal units, with three digits."""
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
     for unit in ("kB", "MB", "GB"):
@@ -74,26 +81,26 @@ def size(nbytes: float) -> str:
 
 
 def shape(sizes: Sequence[int]) -> str:
-    """Write a shape."""
+    """Write a shape as ``[2, 3]``."""
     return f"[{', '.join(map(str, sizes))}]"
 
 
 def plural(count: int, noun: str) -> str:
-    """Write a count with its noun."""
+    """Write a count and its noun, with an s unless there is one."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
-    """Return a sorting key that puts layer 2 before layer 10."""
+    """Return a sort key by which layer 2 comes before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def grouped(
-    items: Iterable[T], name: Callable[[T], str], alike: Callable[[T], Hashable]
+    items: Iterable[T], name: Callable[[T], str], key: Callable[[T], Hashable]
 ) -> list[list[T]]:
-    """Group items whose names differ in numbers only (layers, experts) and that are ``alike``."""
+    """Group items of equal ``key`` whose names differ only in numbers (layers, experts)."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for item in items:
         pattern = tuple("#" if part.isdecimal() else part for part in name(item).split("."))
-        groups[pattern, alike(item)].append(item)
+        groups[pattern, key(item)].append(item)
     return list(groups.values())

@@ -1,4 +1,4 @@
-"""What one rank would read of a checkpoint, and the memory that takes."""
+"""The plan of one rank: what it would read of a checkpoint, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from vllm_module.weights.handle import SafetensorsHandle
 
 @dataclass(frozen=True)
 class Read:
-    """The part of a checkpoint tensor that a rank keeps, and the parameter and slot it is for.
+    """The shard of a checkpoint tensor that a rank reads, and the parameter and slot it fills.
 
-    ``byte_range`` lies in the file, ``offset`` is where the tensor begins there; a part that is
-    no single run of bytes is read in several ``pieces``.
+    ``byte_range`` and ``offset``, the start of the whole tensor, are positions in the file. A
+    shard that is not contiguous in the file is read in several ``pieces``.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Read:
     slot: str | None
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells of its line."""
+        """Return the cells of this read's line in a table."""
         begin, end = (position - self.offset for position in self.byte_range)
         span = f"{begin}:{end} of {self.of_bytes}"
         if (begin, end) == (0, self.of_bytes) and self.pieces == 1:
@@ -50,10 +50,10 @@ class Read:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's plan: bytes it reads, memory of the device, and of the host by kind of device.
+    """What a rank reads and the memory that it needs, in bytes.
 
-    ``quantizing_bytes``: the most that the device holds beside the model, of tensors in full
-    precision that are being quantized.
+    ``device_bytes``: parameters and buffers. ``staging_bytes``: host memory, by kind of device.
+    ``quantizing_bytes``: the peak of full-precision tensors on the device that are quantized.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class RankPlan:
     quantizing_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints of it."""
+        """Return what ``--json`` prints."""
         hidden = ("offset", "of_bytes")
         return {
             "rank": self.rank,
@@ -81,17 +81,17 @@ class RankPlan:
 
 
 def plan_rank(source: ModelSource, checkpoint: Checkpoint, rank: int, tp_size: int) -> RankPlan:
-    """Build the model of ``rank`` on meta and ask it what it would read."""
+    """Build the model of ``rank`` on the meta device and plan its load."""
     with tensor_parallel(rank=rank, size=tp_size):
         model = source.build(torch.device("cpu"))
     plan = model.plan_weights(checkpoint)
     memory = plan.memory()
-    order = {path: at for at, (path, _) in enumerate(_tensors(model))}
+    order = {path: index for index, (path, _) in enumerate(_tensors(model))}
     slots = {path: slots_of(tensor) for path, tensor in _tensors(model)}
     reads = [
         _read(checkpoint, read.name, read.source, read.parameter, read.slot)
         for read in sorted(
-            plan.reads(),  # the order of the model, and not of the files
+            plan.reads(),  # in the model's order; the files have another
             key=lambda r: (order[r.parameter], slots[r.parameter].index(r.slot) if r.slot else 0),
         )
     ]
@@ -107,7 +107,7 @@ def plan_rank(source: ModelSource, checkpoint: Checkpoint, rank: int, tp_size: i
 
 
 def fold_reads(reads: list[Read]) -> list[Read]:
-    """Return one read for those that differ in the layer's number and nothing else."""
+    """Merge reads that differ only in the numbers of their names, such as the layer's."""
     groups = grouped(
         reads,
         lambda read: f"{read.name}.->.{read.parameter}",
@@ -126,7 +126,7 @@ def fold_reads(reads: list[Read]) -> list[Read]:
 def _read(
     checkpoint: Checkpoint, name: str, source: object, parameter: str, slot: str | None
 ) -> Read:
-    assert isinstance(source, SafetensorsHandle)  # narrowed from one of the checkpoint's
+    assert isinstance(source, SafetensorsHandle)  # a checkpoint's handle, narrowed
     whole = checkpoint[name]
     return Read(
         name=name,

@@ -1,11 +1,10 @@
-"""The engine that ``generate``, ``chat`` and ``bench`` use, and the options that they share."""
+"""The engine of the commands that generate, and the parameters of its sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import typer
@@ -18,52 +17,6 @@ from vllm_module.config import LoadConfig
 from vllm_module.errors import RankError
 from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.sampling_params import SamplingParams
-
-
-class CacheDType(str, Enum):
-    """Dtypes of the KV cache."""
-
-    auto = "auto"
-    fp8 = "fp8"
-    fp8_e4m3 = "fp8_e4m3"
-    fp8_e5m2 = "fp8_e5m2"
-
-
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", metavar="T", help="0 takes the most probable token.")
-]
-TopPOption = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        help="Sample from the most probable tokens, up to a total probability of P.",
-    ),
-]
-TopKOption = Annotated[
-    int,
-    typer.Option("--top-k", metavar="K", help="Sample from the K most probable tokens; 0 for all."),
-]
-SeedOption = Annotated[
-    int | None, typer.Option("--seed", metavar="S", help="Sample the same tokens each time.")
-]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Text that ends the output; may be repeated."),
-]
-LengthOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len",
-        min=1,
-        metavar="L",
-        help="Most tokens of a sequence; else the model's.",
-    ),
-]
-CacheDTypeOption = Annotated[
-    CacheDType,
-    typer.Option("--kv-cache-dtype", help="Dtype of the KV cache; auto is the model's."),
-]
 
 
 @contextmanager

@@ -10,14 +10,19 @@ from vllm_module.module import vLLMModule
 
 
 class SiluAndMul(vLLMModule):
-    """SwiGLU's gate (arXiv:2002.05202): gate and up ``[..., 2 d]`` to ``silu(gate) * up``."""
+    """SwiGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``silu(gate) * up``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(x)
 
 
 class GeluAndMul(vLLMModule):
-    """GeGLU's gate (arXiv:2002.05202): gate and up ``[..., 2 d]`` to ``gelu(gate) * up``."""
+    """GeGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``gelu(gate) * up``.
+
+    Args:
+        approximate: ``"tanh"`` for the tanh approximation of GELU.
+
+    """
 
     def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
         super().__init__()
@@ -28,9 +33,9 @@ class GeluAndMul(vLLMModule):
 
 
 def get_act_and_mul(name: str) -> SiluAndMul | GeluAndMul:
-    """Return the gated activation that a configuration's ``hidden_act`` names.
+    """Return the gated activation for ``hidden_act`` of a configuration.
 
-    Raises ``UnsupportedModelError`` for any other.
+    Raises ``UnsupportedModelError`` for an activation that has no gated layer.
     """
     if name in ("silu", "swish"):
         return SiluAndMul()

@@ -14,14 +14,15 @@ from vllm_module.quantization import QuantizableKVCache
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where one step's tokens belong: sequences end to end, their pages and lengths.
+    """The sequences of one step, whose tokens lie end to end, and their pages in the KV cache.
 
     Args:
-        slot_mapping: where each token's key and value go, int64 ``[tokens]``; -1 for padding.
-        block_tables: pages of each sequence, int32 ``[sequences, most_pages]``.
-        context_lens: tokens of each sequence, this step's included, int32 ``[sequences]``.
-        query_start_loc: where each sequence's tokens begin and end, int32 ``[sequences + 1]``.
-        max_query_len: most tokens of one sequence; 1 in a step that only decodes.
+        slot_mapping: the cache slot of each token, int64 ``[tokens]``; -1 for padding.
+        block_tables: the pages of each sequence, int32 ``[sequences, most_pages]``.
+        context_lens: length of each sequence, this step included, int32 ``[sequences]``.
+        query_start_loc: index of each sequence's first token in this step, and the number of
+            tokens at the end, int32 ``[sequences + 1]``.
+        max_query_len: most tokens of one sequence in this step; 1 in a step that only decodes.
 
     """
 
@@ -33,26 +34,26 @@ class AttentionMetadata:
 
     @property
     def token_lengths(self) -> torch.Tensor:
-        """The length so far of each token's sequence, ``[tokens]``."""
-        tokens = len(self.slot_mapping)  # given, it need not be waited for on a device
+        """The length of each token's sequence, this step included, ``[tokens]``."""
+        tokens = len(self.slot_mapping)  # without output_size torch would wait for the device
         return self.context_lens.repeat_interleave(self.query_start_loc.diff(), output_size=tokens)
 
 
 class Attention(QuantizableKVCache):
-    """Causal attention of this rank's heads over a paged KV cache.
+    """Causal attention over a paged KV cache, for the heads of this rank.
 
     Args:
-        num_heads, num_kv_heads: this rank's; several query heads share a key-value head.
+        num_heads, num_kv_heads: query heads and key-value heads of this rank; ``num_heads`` is a
+            multiple of ``num_kv_heads``, which is ``num_heads`` unless given.
         head_size: features of one head.
-        scale: of the scores; ``head_size ** -0.5`` unless given.
-        sliding_window: how many of the last tokens, itself included, a token sees.
-        softcap: scores are ``softcap * tanh(scores / softcap)``.
-        alibi_slopes: one for each of this rank's heads; times the distance, they are added to the
-            scores.
+        scale: factor of the scores; ``head_size ** -0.5`` unless given.
+        sliding_window: number of tokens that a token attends to: itself and those before it.
+        softcap: replaces the scores by ``softcap * tanh(scores / softcap)``.
+        alibi_slopes: one for each head of this rank; slope times distance is added to the scores.
 
     Attributes:
-        kv_cache: keys and values, ``[2, pages, page_size, num_kv_heads, head_size]``; the runtime
-            puts it here.
+        kv_cache: keys and values, ``[2, pages, block_size, num_kv_heads, head_size]``; set by the
+            runtime.
 
     """
 
@@ -86,13 +87,18 @@ class Attention(QuantizableKVCache):
         metadata: AttentionMetadata | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and return ``[tokens, num_heads * head_size]``.
+        """Return the attention output, ``[tokens, num_heads * head_size]``.
 
-        ``query [tokens, num_heads, head_size]``; ``key`` and ``value`` likewise with
-        ``num_kv_heads``. Without ``metadata`` the tokens are one whole sequence and nothing is
-        cached. ``sinks [num_heads]`` are scores that take their share and have no value.
+        Without ``metadata`` the tokens are one whole sequence, and nothing is cached. With
+        ``metadata``, torch.compile breaks the graph here, so ``fullgraph`` is not possible.
 
-        With ``metadata``, torch.compile leaves it out: ``fullgraph`` is not possible then.
+        Args:
+            query: ``[tokens, num_heads, head_size]``.
+            key, value: ``[tokens, num_kv_heads, head_size]``.
+            metadata: the step's sequences; keys and values are written to the cache first.
+            sinks: one extra score for each head, ``[num_heads]``, that counts in the softmax and
+                has no value.
+
         """
         if metadata is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -101,8 +107,8 @@ class Attention(QuantizableKVCache):
             return output.transpose(0, 1).flatten(1)
         attend = self._attend_to_cache
         if torch.compiler.is_compiling():
-            # It (2.13) writes to the wrong part where the caches of layers are parts of one tensor.
-            # A decorator would do as well, and import the compiler wherever this file is.
+            # Compiled by torch 2.13, it writes to the wrong address if the layers' caches are views
+            # of one tensor. Not a decorator, because that imports the compiler with this file.
             attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
         return attend(query, key, value, metadata, sinks)
 
@@ -115,7 +121,7 @@ class Attention(QuantizableKVCache):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if self.kv_cache is None:
-            raise RuntimeError("attention with metadata needs a kv_cache, and none was given")
+            raise RuntimeError("attention with metadata needs a kv_cache, and it is not set")
         k_cache, v_cache = self.kv_cache
         reshape_and_cache(
             key, value, k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
@@ -141,7 +147,7 @@ class Attention(QuantizableKVCache):
 def layer_sliding_window(config: Any, layer: int) -> int | None:
     """Return the sliding window of decoder layer ``layer`` by Qwen2's and Qwen3's rule.
 
-    Raises ``UnsupportedModelError`` if ``layer_types`` does not say what the layer is.
+    Raises ``UnsupportedModelError`` if ``layer_types`` lacks the layer or has an unknown type.
     """
     if not getattr(config, "use_sliding_window", False):
         return None

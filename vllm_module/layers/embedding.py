@@ -1,17 +1,16 @@
-"""The vocabulary, cut over the ranks: tokens to features and features to logits."""
+"""The vocabulary, cut over the ranks: tokens to features, and features to logits."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from vllm_module.distributed import tensor_parallel_group
+from vllm_module.layers.linear import LinearBase
 from vllm_module.module import vLLMModule
-from vllm_module.parameters import ColumnvLLMParameter, Dim, ModelWeightParameter
-from vllm_module.quantization import QuantizableLayer
+from vllm_module.parameters import Dim, ModelWeightParameter
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
 
@@ -22,7 +21,8 @@ class VocabParallelEmbedding(vLLMModule):
     Args:
         num_embeddings: rows of the checkpoint's table.
         embedding_dim: features of a token.
-        padding_size: the rows are padded with zeros to a multiple of this that the size divides.
+        params_dtype: of the weight; torch's default dtype unless given.
+        padding_size: rows of zeros pad the table to a multiple of this and of the number of ranks.
 
     """
 
@@ -36,11 +36,8 @@ class VocabParallelEmbedding(vLLMModule):
         super().__init__()
         self.tp_group = group = tensor_parallel_group()
         self.num_embeddings = num_embeddings
-        multiple = math.lcm(padding_size, group.size)
-        padded = -(-num_embeddings // multiple) * multiple
-        self._vocab = Dim.cut(num_embeddings, group.size, padded=padded)
         self.weight = ModelWeightParameter(
-            self._vocab,
+            _padded_vocabulary(num_embeddings, padding_size),
             Dim.whole(embedding_dim),
             tp_rank=group.rank,
             tp_size=group.size,
@@ -48,22 +45,33 @@ class VocabParallelEmbedding(vLLMModule):
         )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Map token ids ``[...]`` to ``[..., embedding_dim]``."""
+        """Map token ids ``[...]`` to ``[..., embedding_dim]``.
+
+        Raises ``IndexError`` for ids outside the vocabulary (on a CUDA device, a device assertion).
+        """
         if self.tp_group.size == 1:
             return F.embedding(input_ids, self.weight[: self.num_embeddings])
-        (mine,) = self._vocab.shards(self.tp_group.rank, self.tp_group.size)
-        local = input_ids - mine.start
-        elsewhere = (local < 0) | (local >= mine.length)
+        (shard,) = self.weight.shards[0]
+        local = input_ids - shard.start
+        elsewhere = (local < 0) | (local >= shard.length)
         weight: torch.Tensor = self.weight
-        if self.tp_group.rank == 0:  # fails on tokens that are nobody's, as a whole table does
+        if self.tp_group.rank == 0:  # does not mask ids outside the vocabulary, so that they raise
             elsewhere &= (input_ids >= 0) & (input_ids < self.num_embeddings)
-            weight = weight[: mine.length]
+            weight = weight[: shard.length]
         rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
         return self.tp_group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-class ParallelLMHead(VocabParallelEmbedding, QuantizableLayer):
-    """The projection to logits, its rows cut like the embedding's."""
+class ParallelLMHead(LinearBase):
+    """The projection to logits; its rows are padded and cut like the embedding's.
+
+    Args:
+        num_embeddings: tokens of the vocabulary.
+        embedding_dim: input features.
+        bias: whether there is one; it is padded and cut like the rows.
+        params_dtype, padding_size: as in :class:`VocabParallelEmbedding`.
+
+    """
 
     def __init__(
         self,
@@ -73,29 +81,26 @@ class ParallelLMHead(VocabParallelEmbedding, QuantizableLayer):
         params_dtype: torch.dtype | None = None,
         padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, params_dtype, padding_size)
-        self.create_weight(self._vocab, Dim.whole(embedding_dim), self.weight.dtype)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = ColumnvLLMParameter(
-                self._vocab,
-                tp_rank=self.tp_group.rank,
-                tp_size=self.tp_group.size,
-                dtype=self.params_dtype,
-            )
+        vocabulary = _padded_vocabulary(num_embeddings, padding_size)
+        super().__init__(vocabulary, Dim.whole(embedding_dim), bias, False, params_dtype)
+        self.num_embeddings = num_embeddings
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
-        """Use ``embedding``'s weight; a checkpoint may store it under either name, or both."""
-        if self.weight.dtype != self.params_dtype:
+        """Share ``embedding``'s weight; a checkpoint may store it under either name, or both.
+
+        Raises ``ValueError`` if the head is quantized, or if the two differ in vocabulary, shape,
+        rank or size.
+        """
+        if self.is_quantized:
             raise ValueError("a head that is quantized cannot be tied: tie it first")
-        alike = embedding.weight.shape == self.weight.shape
-        mine, its = self.tp_group, embedding.tp_group
-        if (mine.rank, mine.size) != (its.rank, its.size):
+        head_group, group = self.tp_group, embedding.tp_group
+        if (head_group.rank, head_group.size) != (group.rank, group.size):
             raise ValueError(
-                f"a head of rank {mine.rank} of {mine.size} cannot be tied to an embedding of rank "
-                f"{its.rank} of {its.size}"
+                f"a head of rank {head_group.rank} of {head_group.size} cannot be tied to an "
+                f"embedding of rank {group.rank} of {group.size}"
             )
-        if not alike or embedding.num_embeddings != self.num_embeddings:
+        same_shape = embedding.weight.shape == self.weight.shape
+        if not same_shape or embedding.num_embeddings != self.num_embeddings:
             raise ValueError(
                 f"a head of {self.num_embeddings} tokens {list(self.weight.shape)} cannot be tied "
                 f"to an embedding of {embedding.num_embeddings} tokens "
@@ -107,3 +112,11 @@ class ParallelLMHead(VocabParallelEmbedding, QuantizableLayer):
         """Map ``hidden [..., embedding_dim]`` to logits ``[..., num_embeddings]`` on every rank."""
         logits = self.quant_method.apply(self, hidden, self.bias)
         return self.tp_group.all_gather(logits)[..., : self.num_embeddings]
+
+
+def _padded_vocabulary(num_embeddings: int, padding_size: int) -> Dim:
+    """Return the rows of a vocabulary, padded so that all ranks hold the same number of them."""
+    size = tensor_parallel_group().size
+    multiple = math.lcm(padding_size, size)
+    padded = -(-num_embeddings // multiple) * multiple
+    return Dim.cut(num_embeddings, size, padded=padded)

@@ -1,7 +1,12 @@
 """Linear layers, cut over the tensor-parallel ranks by output (column) or input (row) features.
 
-Shapes: x ``[..., input]``, weight ``[output, input]``, bias ``[output]``; the cut and the layers'
+Shapes: x ``[..., input]``, weight ``[output, input]``, bias ``[output]``. The cut and the layers'
 names are Megatron-LM's (arXiv:1909.08053, section 3).
+
+A fused layer computes several layers of a checkpoint in one matmul. Its weight has one *slot* for
+each of them: ``qkv_proj`` has the slots ``q_proj``, ``k_proj`` and ``v_proj``. ``shard_names``
+names the slots. The argument is called that in vLLM; everywhere else a shard is one rank's part of
+a checkpoint tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +23,15 @@ from vllm_module.quantization import QuantizableLayer
 
 
 class LinearBase(QuantizableLayer):
-    """What the linear layers share: a weight and a bias, described by their feature dimensions.
+    """Base of the linear layers: creates the weight and the bias.
 
-    With ``skip_bias_add`` the bias is loaded but not added: the caller adds ``layer.bias`` where
-    it can be fused with what follows.
+    Args:
+        output, input: the weight's dimensions, described for all ranks.
+        bias: whether there is one; it is cut like the output.
+        skip_bias_add: load the bias but do not add it. The caller adds ``layer.bias``, for example
+            in a fused kernel.
+        params_dtype: of weight and bias; torch's default dtype unless given.
+
     """
 
     def __init__(
@@ -51,7 +61,7 @@ class LinearBase(QuantizableLayer):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that every rank holds whole."""
+    """A linear layer of which every rank holds a whole copy."""
 
     def __init__(
         self,
@@ -71,12 +81,13 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """A linear layer whose output features are cut: each rank computes its own.
+    """A linear layer whose output features are cut: each rank computes its own part of them.
 
     Args:
         input_size, output_size: features of the unsharded layer.
         bias: whether there is one; it is cut like the output.
-        gather_output: return all output features on every rank instead of the rank's own.
+        gather_output: return all output features on every rank, not only the rank's own.
+        output: the output dimension of a fused layer, with its slots; ``output_size`` is its size.
 
     Raises:
         ShardingError: the size does not divide ``output_size``.
@@ -103,17 +114,17 @@ class ColumnParallelLinear(LinearBase):
         y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
         if not self.gather_output or self.tp_group.size == 1:
             return y
-        # Slot by slot: the ranks' outputs laid end to end would interleave the slots.
-        parts = torch.split(y, [shard.room for shard in self.weight.shards[0]], dim=-1)
-        return torch.cat([self.tp_group.all_gather(part) for part in parts], dim=-1)
+        # Slot by slot: one gather of all slots would return them interleaved by rank.
+        slots = torch.split(y, [shard.room for shard in self.weight.shards[0]], dim=-1)
+        return torch.cat([self.tp_group.all_gather(slot) for slot in slots], dim=-1)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel layers of one input, fused into one matmul.
+    """Several column-parallel layers with the same input, fused into one matmul.
 
     Args:
-        output_sizes: output features of each, unsharded.
-        shard_names: the checkpoint's name of each, in the same order.
+        output_sizes: output features of each layer, unsharded.
+        shard_names: each layer's name in the checkpoint, in the same order.
 
     """
 
@@ -145,21 +156,21 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """The query, key and value projections, fused and cut by attention head.
 
-    Where there are fewer key-value heads than ranks, neighbouring ranks hold copies of one.
+    With fewer key-value heads than ranks, neighbouring ranks hold copies of the same head.
 
     Args:
         hidden_size: input features.
         head_size: features of one head.
         total_num_heads: query heads of the unsharded layer.
-        total_num_kv_heads: key-value heads of the unsharded layer; as many as query heads if None.
-        shard_names: the checkpoint's names of the three projections.
+        total_num_kv_heads: key-value heads of the unsharded layer; ``total_num_heads`` if None.
+        shard_names: the names of the three projections in the checkpoint.
 
     Attributes:
-        num_heads, num_kv_heads: this rank's heads.
-        output_sizes: this rank's output features of q, k and v: split the output by them.
+        num_heads, num_kv_heads: number of heads on this rank.
+        output_sizes: output features of q, k and v on this rank; split the output by them.
 
     Raises:
-        ShardingError: the heads cannot be shared evenly among the ranks.
+        ShardingError: the heads cannot be divided evenly among the ranks.
 
     """
 
@@ -193,13 +204,9 @@ class QKVParallelLinear(ColumnParallelLinear):
                 f"over {size} tensor-parallel ranks: one must divide the other"
             )
         kv_parts = min(total_num_kv_heads, size)
-        self.num_heads = total_num_heads // size
-        self.num_kv_heads = total_num_kv_heads // kv_parts
-        self.output_sizes = [
-            heads * head_size for heads in (self.num_heads, *[self.num_kv_heads] * 2)
-        ]
+        q = (total_num_heads * head_size, size)
         kv = (total_num_kv_heads * head_size, kv_parts)
-        output = fused(shard_names, [(total_num_heads * head_size, size), kv, kv])
+        output = fused(shard_names, [q, kv, kv])
         super().__init__(
             hidden_size,
             output.size,
@@ -209,6 +216,10 @@ class QKVParallelLinear(ColumnParallelLinear):
             output=output,
         )
         self.shard_names = tuple(shard_names)
+        self.num_heads = total_num_heads // size
+        self.num_kv_heads = total_num_kv_heads // kv_parts
+        kv_features = self.num_kv_heads * head_size
+        self.output_sizes = [self.num_heads * head_size, kv_features, kv_features]
 
 
 class RowParallelLinear(LinearBase):
@@ -216,10 +227,10 @@ class RowParallelLinear(LinearBase):
 
     Args:
         input_size, output_size: features of the unsharded layer.
-        bias: whether there is one; every rank holds it whole and it is added once.
-        input_is_parallel: the input is already the rank's own part, as column-parallel layers
-            leave it; else the rank takes its part of the whole input.
-        reduce_results: sum over the ranks; else return the partial output.
+        bias: whether there is one; every rank holds all of it, and it is added once.
+        input_is_parallel: the input is the rank's own part, such as the output of a
+            column-parallel layer; else the rank takes its part of the whole input.
+        reduce_results: sum the outputs of all ranks; else return this rank's partial output.
 
     Raises:
         ShardingError: the size does not divide ``input_size``.
@@ -242,23 +253,32 @@ class RowParallelLinear(LinearBase):
         self.reduce_results = reduce_results
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``x [..., input / size]`` (``[..., input]`` unless parallel) to ``[..., output]``."""
+        """Map ``x`` to ``[..., output]``.
+
+        ``x`` is ``[..., input / size]``, or ``[..., input]`` without ``input_is_parallel``.
+        """
         group = self.tp_group
         if not self.input_is_parallel:
             x = x.chunk(group.size, dim=-1)[group.rank]
-        # One rank's partial sum carries the bias, so that the total has it once.
+        # Only rank 0 adds the bias, so that the sum has it once.
         bias = self.bias if group.rank == 0 and not self.skip_bias_add else None
         y = self.quant_method.apply(self, x, bias)
         return group.all_reduce(y) if self.reduce_results and group.size > 1 else y
 
 
 def fused(shard_names: Sequence[str], sizes: Sequence[tuple[int, int]]) -> Dim:
-    """Return the dimension of several slots, given each one's features and parts."""
+    """Return a dimension with the slots ``shard_names``.
+
+    ``sizes`` has the features of each slot and the number of parts that the slot is cut into.
+    """
     if isinstance(shard_names, str) or len(shard_names) != len(sizes):
         raise ValueError(
             f"shard_names must name each of the {len(sizes)} fused layers, got {shard_names!r}"
         )
     if len(set(shard_names)) != len(shard_names) or not all(shard_names):
         raise ValueError(f"shard_names must be distinct and not empty, got {shard_names!r}")
-    slots = (Slot(name, *size) for name, size in zip(shard_names, sizes, strict=True))
+    slots = (
+        Slot(name, features, parts)
+        for name, (features, parts) in zip(shard_names, sizes, strict=True)
+    )
     return Dim(tuple(slots))

@@ -8,11 +8,12 @@ from vllm_module.module import vLLMModule
 
 
 class RMSNorm(vLLMModule):
-    """Root mean square normalization (arXiv:1910.07467), with the residual addition fused in.
+    """Root mean square normalization (arXiv:1910.07467), fused with the addition of a residual.
 
     Args:
-        hidden_size: features normalized over, the last dimension.
+        hidden_size: size of the last dimension, which is normalized.
         eps: added to the mean square.
+        params_dtype: of the weight; torch's default dtype unless given.
 
     """
 
@@ -27,9 +28,10 @@ class RMSNorm(vLLMModule):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Normalize ``x [..., hidden_size]``, in float32 inside.
+        """Normalize ``x [..., hidden_size]``; the arithmetic is in float32.
 
-        With ``residual`` (like ``x``), normalize their sum and return it too, as the new residual.
+        With ``residual``, of the same shape, normalize ``x + residual`` and return this sum too, as
+        the new residual.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.config import rope_settings
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rotary_embedding import rotary_embedding
 from vllm_module.layers.attention import AttentionMetadata
@@ -19,7 +20,8 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class RotaryEmbedding(vLLMModule):
     """Rotates queries and keys by their positions.
 
-    One instance serves a whole model: :meth:`cos_sin` once a step, then a call a layer.
+    All layers of a model share one instance: the model calls :meth:`cos_sin` once a step, and each
+    layer then calls the instance with the result.
 
     Args:
         head_size: features of one head.
@@ -27,11 +29,16 @@ class RotaryEmbedding(vLLMModule):
         base: ``rope_theta``.
         scaling: ``rope_type`` (default, linear, dynamic, yarn or llama3) and its settings, by
             Hugging Face's names.
-        rotary_dim: how many of a head's first features rotate; all of them unless given.
-        is_neox_style: pairs are halves apart (GPT-NeoX, Llama); else neighbours (GPT-J).
+        rotary_dim: the first features of a head that are rotated; all of them unless given.
+        is_neox_style: feature ``i`` is rotated with ``i + rotary_dim / 2`` (GPT-NeoX, Llama); else
+            with its neighbour (GPT-J).
+
+    Attributes:
+        inv_freq: angle per position of each pair of features, float32 ``[rotary_dim / 2]``.
+        attention_scaling: factor on cosines and sines, and so squared on the scores.
 
     Raises:
-        UnsupportedModelError: an unknown ``rope_type`` or a setting that it lacks.
+        UnsupportedModelError: the ``rope_type`` is unknown, or one of its settings is missing.
 
     """
 
@@ -58,7 +65,7 @@ class RotaryEmbedding(vLLMModule):
         scaling = dict(scaling or {})
         # "type" is the older spelling.
         self.rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-        self.attention_scaling = 1.0  # on cos and sin, so squared on the scores
+        self.attention_scaling = 1.0
         if base <= 0:
             raise UnsupportedModelError(f"rope_theta must be positive, got {base}")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_size:
@@ -78,42 +85,45 @@ class RotaryEmbedding(vLLMModule):
 
     @classmethod
     def from_config(cls, config: Any) -> RotaryEmbedding:
-        """Build from a Hugging Face configuration, as transformers 4 or 5 writes it."""
+        """Build from a Hugging Face configuration.
+
+        transformers 5 writes all settings into ``rope_parameters``. transformers 4 writes
+        ``rope_scaling``, and ``rope_theta`` and ``partial_rotary_factor`` beside it.
+        """
         head_size = getattr(config, "head_dim", None)
         head_size = head_size or config.hidden_size // config.num_attention_heads
-        parameters = getattr(config, "rope_parameters", None) or {}
-        scaling = dict(getattr(config, "rope_scaling", None) or parameters)
+        scaling = rope_settings(config)
         by_layer = [key for key, value in scaling.items() if isinstance(value, Mapping)]
         if by_layer:
             raise UnsupportedModelError(
                 f"rope_parameters by layer type are not supported: {by_layer}"
             )
-
-        def setting(name: str, default: float) -> float:
-            values = (scaling.get(name), parameters.get(name), getattr(config, name, None), default)
-            return next(value for value in values if value is not None)
-
-        theta, share = setting("rope_theta", 10000.0), setting("partial_rotary_factor", 1.0)
-        max_position = config.max_position_embeddings
-        original = getattr(config, "original_max_position_embeddings", None)
-        original = original or scaling.get("original_max_position_embeddings") or max_position
-        scaling["original_max_position_embeddings"] = original
-        return cls(head_size, max_position, theta, scaling, rotary_dim=int(head_size * share))
+        return cls(
+            head_size,
+            config.max_position_embeddings,
+            scaling["rope_theta"],
+            scaling,
+            rotary_dim=int(head_size * scaling["partial_rotary_factor"]),
+        )
 
     def _exponents(self) -> torch.Tensor:
         return torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
 
     def _frequencies(self, scaling: Mapping[str, Any]) -> torch.Tensor:
+        """Return ``inv_freq``, scaled; set what else the ``rope_type`` needs."""
         inv_freq = 1.0 / self.base ** self._exponents()
         if self.rope_type == "default":
             return inv_freq
         if self.rope_type == "linear":
             return inv_freq / scaling["factor"]
         if self.rope_type == "dynamic":
-            self.factor = float(scaling["factor"])
+            self.factor = float(scaling["factor"])  # cos_sin, which knows the lengths, applies it
             return inv_freq
         if self.rope_type == "yarn":
-            return self._yarn(inv_freq, scaling)
+            original = scaling["original_max_position_embeddings"]
+            factor = scaling.get("factor") or self.max_position / original
+            self.attention_scaling = _yarn_attention_scaling(factor, scaling)
+            return _yarn(inv_freq, self.base, factor, original, scaling)
         if self.rope_type == "llama3":
             return _llama3(inv_freq, scaling)
         raise UnsupportedModelError(
@@ -121,41 +131,12 @@ class RotaryEmbedding(vLLMModule):
             "expected default, linear, dynamic, yarn or llama3"
         )
 
-    def _yarn(self, inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-        """Interpolate slow frequencies and keep fast ones (arXiv:2309.00071)."""
-        original = scaling["original_max_position_embeddings"]
-        factor = scaling.get("factor") or self.max_position / original
-
-        def mscale(weight: float) -> float:
-            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-        attention_factor = scaling.get("attention_factor")
-        if attention_factor is None:
-            attention_factor = mscale(1.0)
-            over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
-            if over and under:
-                attention_factor = mscale(over) / mscale(under)
-        self.attention_scaling = float(attention_factor)
-
-        def pair_that_turns(rotations: float) -> float:
-            turns = math.log(original / (rotations * 2 * math.pi))
-            return self.rotary_dim * turns / (2 * math.log(self.base))
-
-        low = pair_that_turns(scaling.get("beta_fast") or 32)
-        high = pair_that_turns(scaling.get("beta_slow") or 1)
-        if scaling.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.rotary_dim - 1)
-        pairs = torch.arange(self.rotary_dim // 2, dtype=torch.float32)
-        slow = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
-        return inv_freq / factor * slow + inv_freq * (1 - slow)
-
     def cos_sin(self, positions: torch.Tensor, metadata: AttentionMetadata | None = None) -> CosSin:
         """Return cosines and sines, float32 ``[tokens, 1, rotary_dim / 2]``.
 
         Args:
             positions: of the tokens, int64 ``[tokens]``.
-            metadata: has the sequences' lengths, by which dynamic scaling goes; without it the
+            metadata: the step's sequences, whose lengths dynamic scaling needs; without it the
                 tokens are one whole sequence.
 
         """
@@ -173,10 +154,10 @@ class RotaryEmbedding(vLLMModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate ``query [tokens, heads, head_size]`` and ``key`` likewise, in place; return both.
+        """Rotate ``query`` and ``key``, each ``[tokens, heads, head_size]``, in place; return both.
 
-        They may be views, such as parts of a fused projection's output. Where a gradient will be
-        asked for, copies are rotated and returned.
+        They may be views, for example of a fused projection's output. If either needs a gradient,
+        copies are rotated and returned.
         """
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
             query, key = query.clone(), key.clone()  # autograd refuses writes to parts of a split
@@ -184,10 +165,46 @@ class RotaryEmbedding(vLLMModule):
         return query, key
 
 
+def _yarn(
+    inv_freq: torch.Tensor, base: float, factor: float, original: int, scaling: Mapping[str, Any]
+) -> torch.Tensor:
+    """Divide low frequencies by ``factor``, keep high ones, blend between (arXiv:2309.00071)."""
+    rotary_dim = 2 * len(inv_freq)
+
+    def pair_that_turns(rotations: float) -> float:
+        """Return the pair, as a fraction, that turns so often over the original context."""
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return rotary_dim * turns / (2 * math.log(base))
+
+    low = pair_that_turns(scaling.get("beta_fast") or 32)
+    high = pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    pairs = torch.arange(len(inv_freq), dtype=torch.float32)
+    divided = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    return inv_freq / factor * divided + inv_freq * (1 - divided)
+
+
+def _yarn_attention_scaling(factor: float, scaling: Mapping[str, Any]) -> float:
+    """Return YaRN's factor on cosines and sines; ``mscale`` and ``_all_dim`` are DeepSeek-V2's."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    numerator, denominator = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if numerator and denominator:
+        return mscale(numerator) / mscale(denominator)
+    return mscale(1.0)
+
+
 def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Stretch long wavelengths, keep short ones, blend between (Llama 3.1's reference code)."""
+    """Divide low frequencies by ``factor``, keep high ones, blend (Llama 3.1's reference code)."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = original * inv_freq / (2 * math.pi)  # over the original context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return inv_freq / factor * (1 - keep) + inv_freq * keep
+    turns = original * inv_freq / (2 * math.pi)  # of each pair, over the original context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv_freq / factor * (1 - kept) + inv_freq * kept

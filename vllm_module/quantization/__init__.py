@@ -1,4 +1,4 @@
-"""Methods of quantization: which parameters a layer has, and how it multiplies by them."""
+"""Quantization methods: which parameters a layer has, and how it multiplies by them."""
 
 from vllm_module.quantization.apply import quantize
 from vllm_module.quantization.eight_bit import EightBitMethod

@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from torch import nn
+
 from vllm_module.errors import ShardingError, UnsupportedModelError
 from vllm_module.module import vLLMModule
 from vllm_module.quantization.eight_bit import EightBitMethod
@@ -13,35 +15,33 @@ from vllm_module.quantization.scheme import Scheme
 
 
 def quantize(model: vLLMModule, rules: Rules) -> None:
-    """Have the layers of ``model``, which is not loaded yet, hold their weights as ``rules`` say.
+    """Give each layer of ``model``, which is not loaded yet, the scheme that ``rules`` have for it.
 
-    A fused layer goes by the names of its parts. A head that is tied to the embedding stays as it
-    is.
+    Rules name the layers of a checkpoint, so a fused layer is looked up by the names of its slots.
+    A layer whose weight is shared with another module, such as a tied head, is not quantized.
 
     Raises:
-        UnsupportedModelError: parts of one layer differ, or a target that the user wrote is not
-            there.
-        ShardingError: a block of a weight would belong to two ranks or parts.
+        UnsupportedModelError: the slots of one layer have different schemes, or a target that the
+            user wrote has no effect.
+        ShardingError: a block of a weight would belong to two ranks or slots.
 
     """
-    if any(
-        module.load_state.loaded for module in model.modules() if isinstance(module, vLLMModule)
-    ):
+    if any(_is_loaded(module) for module in model.modules()):
         raise RuntimeError(f"{type(model).__name__} is loaded: quantize it before it is")
     modules = dict(model.named_modules())
     layers = {path: each for path, each in modules.items() if isinstance(each, QuantizableLayer)}
-    holders = Counter(id(p) for each in modules.values() for p in each._parameters.values())
-    chosen: dict[str, Scheme] = {}
-    used: set[str] = set()
+    shared = _shared_parameters(model)
+    schemes: dict[str, Scheme] = {}
+    used_targets: set[str] = set()
     for path, layer in layers.items():
-        if holders[id(layer.weight)] == 1:
+        if layer.weight not in shared:
             targets, scheme = _decide(path, layer, rules)
-            used |= targets
+            used_targets |= targets
             if scheme is not None:
-                chosen[path] = scheme
-    _demand_effect(model, rules, used, modules.keys() - layers.keys())
-    methods = {scheme: EightBitMethod(scheme) for scheme in chosen.values()}
-    for path, scheme in chosen.items():
+                schemes[path] = scheme
+    _demand_effect(model, rules, used_targets, modules.keys() - layers.keys())
+    methods = {scheme: EightBitMethod(scheme) for scheme in schemes.values()}
+    for path, scheme in schemes.items():
         try:
             layers[path].quantize(methods[scheme])
         except ShardingError as error:
@@ -56,28 +56,46 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
             module.create_kv_scales()
 
 
+def _is_loaded(module: nn.Module) -> bool:
+    return isinstance(module, vLLMModule) and bool(module.load_state.loaded)
+
+
+def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that several modules hold, such as the weight of a tied head."""
+    holders = Counter(
+        parameter
+        for module in model.modules()
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+    return {parameter for parameter, count in holders.items() if count > 1}
+
+
 def _decide(path: str, layer: QuantizableLayer, rules: Rules) -> tuple[set[str], Scheme | None]:
-    """Return the one scheme of a layer and of the parts that it fuses, and who decided that."""
-    above = path.rpartition(".")[0]
-    parts = [f"{above}.{slot}".lstrip(".") for slot in layer.shard_names]
-    found = {part: rules.rule_of(part, path) for part in parts} or {path: rules.rule_of(path)}
-    if len({scheme for _, scheme in found.values()}) > 1:
-        said = "; ".join(f"{part}: {of or 'not quantized'}" for part, (_, of) in found.items())
-        raise UnsupportedModelError(
-            f"{path} fuses parts that are not quantized alike: {said}. Quantize all of them in one "
-            "way or none"
+    """Return the targets that match the layer or its slots, and the one scheme that they give."""
+    parent = path.rpartition(".")[0]
+    names = [f"{parent}.{slot}".lstrip(".") for slot in layer.shard_names]
+    decisions = {name: rules.rule_of(name, path) for name in names} or {path: rules.rule_of(path)}
+    schemes = {scheme for _, scheme in decisions.values()}
+    if len(schemes) > 1:
+        listed = "; ".join(
+            f"{name}: {scheme or 'not quantized'}" for name, (_, scheme) in decisions.items()
         )
-    return {target for target, _ in found.values()}, next(iter(found.values()))[1]
+        raise UnsupportedModelError(
+            f"{path} fuses layers that are not quantized alike: {listed}. Quantize all of them in "
+            "one way or none"
+        )
+    return {target for target, _ in decisions.values()}, schemes.pop()
 
 
 def _demand_effect(model: vLLMModule, rules: Rules, used: set[str], others: Iterable[str]) -> None:
-    """Refuse targets of the user that decide nothing, and leave nothing alone either."""
+    """Refuse the user's targets that match no layer, except to ignore one of the ``others``."""
     schemes = dict(rules.rules)
     for target in rules.demanded:
         ignored = schemes[target] is None and any(matches(target, name) for name in others)
         if target not in used and not ignored:
             raise UnsupportedModelError(
                 f"quantization: {target!r} has no effect on {type(model).__name__}: name layers as "
-                "the checkpoint does, parts of fused ones too; or write re: and a regular "
-                "expression; tied heads are never quantized, and the first rule that fits decides"
+                "the checkpoint does, also those that are fused here, or write re: and a regular "
+                "expression. A tied head is never quantized, and only the first rule that matches "
+                "counts"
             )

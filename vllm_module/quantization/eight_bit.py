@@ -1,4 +1,4 @@
-"""Weights in eight bits, stored so or quantized while they are loaded."""
+"""Weights in eight bits: stored quantized, or quantized while they are loaded."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online import QuantizeOnline
 from vllm_module.quantization.scheme import Scheme
 
-_CHUNK = 1 << 22  # numbers that are looked at at a time
+_CHUNK = 1 << 22  # numbers that are checked at a time
 
 
 class EightBitMethod(QuantizeMethod):
-    """A weight in eight bits with scales, stored so or quantized while it is loaded."""
+    """A weight in eight bits with scales: stored quantized, or quantized while it is loaded."""
 
     processes = True
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
+        self.parameter_names = ("weight", scheme.scale_name)
+        if scheme.activations == "static":
+            self.parameter_names += ("input_scale",)
         if scheme.online:
             return
-        # Either of them is what the weight is multiplied by, whatever "inv" says.
+        # Under both names the weight is multiplied by the scale, whatever "inv" suggests.
         (other,) = {"weight_scale", "weight_scale_inv"} - {scheme.scale_name}
         self.weight_aliases = {other: scheme.scale_name}
         if scheme.activations == "static":
@@ -41,21 +44,21 @@ class EightBitMethod(QuantizeMethod):
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return ``weight``, its scale (float32) and, where stored, ``input_scale``."""
         scheme, output = self.scheme, layer.output
-        rank, size, wide = layer.tp_group.rank, layer.tp_group.size, torch.float32
+        rank, size, dtype = layer.tp_group.rank, layer.tp_group.size, torch.float32
         scale: BasevLLMParameter
         if scheme.strategy == "tensor":
-            scale = PerTensorScaleParameter(output, tp_rank=rank, tp_size=size, dtype=wide)
+            scale = PerTensorScaleParameter(output, tp_rank=rank, tp_size=size, dtype=dtype)
         elif scheme.strategy == "channel":
-            scale = ChannelQuantScaleParameter(output, tp_rank=rank, tp_size=size, dtype=wide)
+            scale = ChannelQuantScaleParameter(output, tp_rank=rank, tp_size=size, dtype=dtype)
         else:
             scale = BlockQuantScaleParameter(
-                output, layer.input, block=scheme.block, tp_rank=rank, tp_size=size, dtype=wide
+                output, layer.input, block=scheme.block, tp_rank=rank, tp_size=size, dtype=dtype
             )
         created: dict[str, BasevLLMParameter]
         created = {"weight": layer.new_weight(scheme.dtype), scheme.scale_name: scale}
         if scheme.activations == "static":
             created["input_scale"] = PerTensorScaleParameter(
-                output, tp_rank=rank, tp_size=size, dtype=wide
+                output, tp_rank=rank, tp_size=size, dtype=dtype
             )
         return created
 
@@ -65,45 +68,50 @@ class EightBitMethod(QuantizeMethod):
         return {"weight": QuantizeOnline(self.scheme, layer.params_dtype)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        """Refuse scales and weights that are no numbers to compute with."""
+        """Raise ``WeightReadError`` for scales and weights that nothing can be multiplied by."""
         scale = getattr(layer, self.scheme.scale_name)
-        if self.scheme.online:  # a number that is not finite makes its scale so
-            what = "must be finite to be quantized: train or convert it anew"
-            _demand(scale, torch.isfinite, "weight", what)
+        if self.scheme.online:  # a weight that is not finite makes its scale not finite
+            rule = "must be finite to be quantized: train or convert it again"
+            _demand(scale, torch.isfinite, "weight", rule)
             return
-        again = "quantize the checkpoint anew"
-        what = f"must be finite and not negative: {again}"
-        _demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, what)
+        advice = "quantize the checkpoint again"
+        rule = f"must be finite and not negative: {advice}"
+        _demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, rule)
         if self.scheme.activations == "static":
-            what = f"must be finite and positive: calibrate it and {again}"
-            static = layer.get_parameter("input_scale")
-            _demand(static, lambda x: x.isfinite() & (x > 0), "input_scale", what)
+            rule = f"must be finite and positive: calibrate it and {advice}"
+            input_scale = layer.get_parameter("input_scale")
+            _demand(input_scale, lambda x: x.isfinite() & (x > 0), "input_scale", rule)
         if self.scheme.dtype == torch.float8_e4m3fn:
-            # NaN has every bit but the sign; there is no infinity.
-            what = f"must be finite: {again}"
-            _demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", what)
+            # NaN has every bit set except the sign; e4m3fn has no infinity.
+            rule = f"must be finite: {advice}"
+            _demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", rule)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         scheme = self.scheme
         scale, block = scheme.for_matmul(layer.weight, getattr(layer, scheme.scale_name))
-        static = None
-        if scheme.activations == "static":  # one input for all slots, which the largest one holds
-            static = layer.get_parameter("input_scale").max()
-        quantized = scheme.activations != "none"
-        return scaled_matmul(x, layer.weight, scale, block, bias, static, quantize_input=quantized)
+        input_scale = None
+        if scheme.activations == "static":  # all slots have the same input: the largest scale fits
+            input_scale = layer.get_parameter("input_scale").max()
+        quantize_input = scheme.activations != "none"
+        return scaled_matmul(
+            x, layer.weight, scale, block, bias, input_scale, quantize_input=quantize_input
+        )
 
 
 def _demand(
-    parameter: nn.Parameter, good: Callable[[torch.Tensor], torch.Tensor], name: str, what: str
+    parameter: nn.Parameter, valid: Callable[[torch.Tensor], torch.Tensor], name: str, rule: str
 ) -> None:
-    """Refuse a parameter's first slot that is not good all over; ``name`` is what it is called."""
+    """Raise ``WeightReadError`` with the first number of ``parameter`` that is not valid.
+
+    ``name`` and ``rule`` are for the message.
+    """
     assert isinstance(parameter, BasevLLMParameter)
     for slot in parameter.slots:
         region = parameter.region(slot)
-        rows = max(1, _CHUNK // max(1, region[:1].numel()))  # masks are as large as what they mask
-        for part in (region[first : first + rows] for first in range(0, len(region), rows)):
-            if not bool((fine := good(part)).all()):
-                where = f"{name}{f' (slot {slot!r})' if slot else ''}"
-                raise WeightReadError(f"{where} has {part[~fine][0].item():g}, and {what}")
+        rows = max(1, _CHUNK // max(1, region[:1].numel()))  # a mask of all would take much memory
+        for chunk in (region[first : first + rows] for first in range(0, len(region), rows)):
+            if not bool((mask := valid(chunk)).all()):
+                tensor = f"{name} (slot {slot!r})" if slot else name
+                raise WeightReadError(f"{tensor} has {chunk[~mask][0].item():g}, and {rule}")

@@ -8,11 +8,11 @@ from vllm_module.parameters import Dim, PerTensorScaleParameter
 
 
 class QuantizableKVCache(vLLMModule):
-    """A layer with a cache of keys and values, which an FP8 checkpoint may have scales for.
+    """A layer with a KV cache, for which an FP8 checkpoint may store scales.
 
     Attributes:
         k_scale, v_scale: float32 ``[1]``; the cache holds keys and values divided by them. ``None``
-            without :meth:`create_kv_scales`.
+            before :meth:`create_kv_scales`.
 
     """
 
@@ -25,7 +25,7 @@ class QuantizableKVCache(vLLMModule):
         self.register_parameter("v_scale", None)
 
     def create_kv_scales(self) -> None:
-        """Expect ``k_scale`` and ``v_scale`` of a checkpoint, beside this layer."""
+        """Create both scales on meta; a checkpoint stores them beside this layer, not below it."""
         self.stored_beside = ("k_scale", "v_scale")
         for name in self.stored_beside:
             scale = PerTensorScaleParameter(Dim.whole(1), tp_rank=0, tp_size=1, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What a method of quantization is, and the layers that take one."""
+"""The interface of a quantization method, and the layers that use one."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
 
 
 class QuantizeMethod(ABC):
-    """How layers hold their weight ``[output, input]`` and multiply by it; one serves many.
+    """How layers store their weight ``[output, input]`` and multiply by it.
+
+    A method has no state of a layer, so many layers can share one.
 
     Attributes:
+        parameter_names: names of the parameters that ``create_weights`` returns.
         processes: whether ``process_weights_after_loading`` does anything.
-        weight_aliases: other names that checkpoints have for the parameters.
+        weight_aliases: other names of the parameters in checkpoints, each with the parameter's.
 
     """
 
+    parameter_names: tuple[str, ...]
     processes = False
     weight_aliases: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
-        """Return the layer's parameters, on meta, by name; ``weight`` is among them."""
+        """Return new parameters for the layer, on meta, by name; ``weight`` is among them."""
 
     def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
-        """Return what converts checkpoint tensors as they arrive, for parameters that need it."""
+        """Return the conversions of checkpoint tensors, by the name of the parameter they fill."""
         return {}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        """Check, or work out, what the layer runs with once its weights are complete."""
+        """Check the layer's weights, or compute others from them, once all of them are loaded."""
         raise NotImplementedError
 
     @abstractmethod
@@ -50,6 +54,8 @@ class QuantizeMethod(ABC):
 class UnquantizedMethod(QuantizeMethod):
     """A weight in the layer's own dtype."""
 
+    parameter_names = ("weight",)
+
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         return {"weight": layer.new_weight(layer.params_dtype)}
 
@@ -60,10 +66,10 @@ class UnquantizedMethod(QuantizeMethod):
 
 
 class QuantizableLayer(vLLMModule):
-    """A layer with a weight ``[output, input]`` that a method of quantization holds and applies.
+    """A layer whose weight ``[output, input]`` is created and applied by a quantization method.
 
     Attributes:
-        output, input: the weight's features, the same description on every rank.
+        output, input: the weight's dimensions, described for all ranks.
         params_dtype: of the weight before it is quantized.
         quant_method: creates, processes and applies the weight.
 
@@ -77,34 +83,38 @@ class QuantizableLayer(vLLMModule):
     quant_method: QuantizeMethod = UnquantizedMethod()
 
     def create_weight(self, output: Dim, input: Dim, params_dtype: torch.dtype) -> None:
-        """Describe the weight and create it, unquantized, on meta."""
+        """Create the weight, unquantized and on meta."""
         self.output, self.input, self.params_dtype = output, input, params_dtype
         self._parameters |= self.quant_method.create_weights(self)
 
-    def quantize(self, method: QuantizeMethod) -> None:
-        """Have ``method`` create the weight, in place of the one that is there on meta.
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight has another method than :class:`UnquantizedMethod`."""
+        return not isinstance(self.quant_method, UnquantizedMethod)
 
-        Raises ``ShardingError`` where this rank's shard and the method's blocks do not fit, and
-        ``RuntimeError`` once the layer was loaded.
+    def quantize(self, method: QuantizeMethod) -> None:
+        """Replace the weight, which is still on meta, by the parameters of ``method``.
+
+        Raises ``ShardingError`` if a block of the method would belong to two ranks or slots, and
+        ``RuntimeError`` if the layer is loaded.
         """
-        names = self.quant_method.create_weights(self).keys()
-        if not all(self.get_parameter(name).is_meta for name in names):
+        replaced = self.quant_method.parameter_names
+        if not all(self.get_parameter(name).is_meta for name in replaced):
             raise RuntimeError(f"{type(self).__name__} is loaded: quantize it before it is")
-        created = method.create_weights(self)
-        others = {name: p for name, p in self._parameters.items() if name not in names}
-        self._parameters = {**created, **others}
+        kept = {name: p for name, p in self._parameters.items() if name not in replaced}
+        self._parameters = {**method.create_weights(self), **kept}
         self.quant_method = method
         self.conversions = method.conversions(self)
         self.weight_aliases = dict(method.weight_aliases)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move what the method created, but never cast it: ``model.half()`` means other tensors."""
-        names = self.quant_method.create_weights(self) if self.quant_method.processes else ()
-        created = {id(self._parameters[name]) for name in names}
+        """Move quantized parameters, but never cast them: ``model.half()`` casts the others."""
+        names = self.quant_method.parameter_names if self.is_quantized else ()
+        quantized = {self._parameters[name] for name in names}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             new = fn(tensor)
-            cast = id(tensor) in created and new.dtype != tensor.dtype
+            cast = tensor in quantized and new.dtype != tensor.dtype
             return tensor.to(new.device) if cast else new
 
         return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
@@ -112,20 +122,20 @@ class QuantizableLayer(vLLMModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse tensors of another dtype, which PyTorch would cast without their scales."""
+        """Refuse full precision for an 8-bit parameter: PyTorch would cast it without a scale."""
         errors: list[str] = args[-1]
-        for name in self.quant_method.create_weights(self):
-            given, own = state_dict.get(prefix + name), self.get_parameter(name)
-            if given is not None and own.dtype.itemsize == 1 and given.dtype != own.dtype:
+        for name in self.quant_method.parameter_names:
+            given, dtype = state_dict.get(prefix + name), self.get_parameter(name).dtype
+            if given is not None and dtype.itemsize == 1 and given.dtype != dtype:
                 errors.append(
-                    f"{prefix}{name} is held in {own.dtype}, and {given.dtype} was given: "
+                    f"{prefix}{name} is held in {dtype}, and {given.dtype} was given: "
                     "load_weights and update_weights quantize"
                 )
                 return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def new_weight(self, dtype: torch.dtype) -> ModelWeightParameter:
-        """Return a weight of ``dtype``, on meta."""
+        """Return a weight of ``dtype``, on meta, for a method to create."""
         rank, size = self.tp_group.rank, self.tp_group.size
         return ModelWeightParameter(
             self.output, self.input, tp_rank=rank, tp_size=size, dtype=dtype

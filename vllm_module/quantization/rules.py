@@ -1,4 +1,4 @@
-"""Which layer is quantized how: from what the user asks for, or from a checkpoint's config.json."""
+"""Rules that give layers a scheme: from the user's request, or from a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from vllm_module.messages import shorten
 from vllm_module.quantization.scheme import ONLINE, Activations, Scheme
 
 Rule = tuple[str, Scheme | None]
-EVERY_LAYER = "Linear"  # as compressed-tensors says it, by PyTorch's class
+EVERY_LAYER = "Linear"  # compressed-tensors names it after PyTorch's class
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of target and scheme (``None``: not quantized), of which a layer takes the first.
+    """Pairs of target and scheme (``None``: not quantized); the first that matches a layer counts.
 
-    A target is a name, or some of its components in a row, and stands for all that is below;
-    ``re:`` and a regular expression that matches a name's beginning; or ``Linear``, which is every
-    layer that can be quantized.
+    A target is one of:
+
+    - a name, or consecutive components of one: it matches that module and everything below it;
+    - ``re:`` and a regular expression, which has to match the beginning of a name;
+    - ``Linear``: it matches every layer that can be quantized.
 
     Attributes:
-        demanded: targets that the user wrote, and that have to be of some effect.
+        demanded: the targets that the user wrote; each must have an effect.
         kv_cache: whether the checkpoint has scales for keys and values.
 
     """
@@ -39,33 +41,34 @@ class Rules:
     def rule_of(self, name: str, fused: str = "") -> Rule:
         """Return the rule for the layer that a checkpoint calls ``name``.
 
-        It may be part of a layer that we call ``fused``, which stands for its parts; but patterns
-        are written for checkpoints, and ``.*v_proj`` would match qkv_proj too.
+        ``fused`` is the path of the layer that has it as a slot, if there is one. A target may name
+        that layer instead, but a pattern may not: patterns are written for the checkpoint's names,
+        and ``.*v_proj`` would match ``qkv_proj``.
         """
         for target, scheme in self.rules:
-            ours = fused and not target.startswith("re:")
-            if matches(target, name) or (ours and matches(target, fused)):
+            by_path = fused and not target.startswith("re:")
+            if matches(target, name) or (by_path and matches(target, fused)):
                 return target, scheme
         return "", None
 
 
 def matches(target: str, name: str) -> bool:
-    """Tell whether a layer's ``name`` is one that ``target`` stands for."""
+    """Tell whether ``target`` matches the layer ``name``."""
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), name) is not None
     return target == EVERY_LAYER or f".{target}." in f".{name}."
 
 
 def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules | None:
-    """Return the rules for a checkpoint, ``None`` where nothing is quantized.
+    """Return the rules for a checkpoint, or ``None`` if nothing is quantized.
 
     Args:
         asked: ``ModelConfig.quantization``.
         stored: ``quantization_config`` of the checkpoint's config.json, ``None`` if there is none.
 
     Raises:
-        UnsupportedModelError: the two contradict each other, or no method here implements it.
-        CheckpointFormatError: ``stored`` makes no sense.
+        UnsupportedModelError: the two contradict each other, or the format is not supported.
+        CheckpointFormatError: ``stored`` is invalid.
 
     """
     if stored is None:
@@ -107,13 +110,13 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
         for target, name in asked.overrides.items()
     ]
     rules += [(_target(target), None) for target in asked.ignore]
-    # A head may be tied or lacking, and is left alone then in any case.
+    # "lm_head" is ignored by default, and a model may have no head, or a tied one.
     written = {*asked.overrides, *({*asked.ignore} - {"lm_head"})}
     return Rules((*rules, (EVERY_LAYER, schemes[asked.scheme])), tuple(sorted(written)))
 
 
 class _FP8(BaseModel):
-    """``quant_method: fp8``, as DeepSeek-V3, Qwen3-FP8, Mistral and vLLM's own exports write it."""
+    """``quant_method: fp8``, as in DeepSeek-V3, Qwen3-FP8, Mistral and vLLM's own exports."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -141,7 +144,7 @@ def _fp8(stored: Mapping[str, Any]) -> Rules:
         if block
         else Scheme("tensor", activations=config.activation_scheme)
     )
-    # Published ones leave the head alone, and not all of them say so.
+    # No published checkpoint quantizes the head, and not all of them list it as ignored.
     ignored = [*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()), "lm_head"]
     rules = [(_target(target), None) for target in ignored]
     return Rules((*rules, (EVERY_LAYER, scheme)), kv_cache=bool(config.kv_cache_scheme))
@@ -157,16 +160,16 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
         ) from None
     try:
         config = Schema.model_validate(dict(stored))
-    except Exception as error:  # the library raises many kinds for what makes no sense to it
+    except Exception as error:  # the library raises many kinds for an invalid configuration
         raise _invalid(error) from None
-    for entry in ("transform_config", "sparsity_config"):  # would change what layers compute
+    for entry in ("transform_config", "sparsity_config"):  # these change what layers compute
         if stored.get(entry):
             raise _unsupported(entry, "none", stored[entry])
     groups: list[Rule] = []
     for name, group in config.config_groups.items():
         scheme = _compressed_scheme(f"config_groups.{name}", group)
         groups += [(target, scheme) for target in group.targets]
-    # As the library does: a layer's own name goes before patterns, and a class comes last.
+    # The library's order: names first, then patterns, then classes.
     groups.sort(key=lambda rule: (rule[0] == EVERY_LAYER, rule[0].startswith("re:"), rule[0]))
     rules = [*((target, None) for target in config.ignore or ()), *groups]
     return Rules(
@@ -176,7 +179,7 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
 
 
 def _exactly(target: str) -> str:
-    """Return a target that stands for one name alone, as compressed-tensors' names do."""
+    """Return a target that matches one name only, as compressed-tensors' names do."""
     if target == EVERY_LAYER or target.startswith("re:"):
         return _target(target)
     return rf"re:{re.escape(target)}\Z"
@@ -222,23 +225,24 @@ def _unsupported(where: str, expected: str, got: object) -> UnsupportedModelErro
 
 
 def _invalid(error: Exception) -> CheckpointFormatError:
-    return CheckpointFormatError(
-        f"quantization_config of config.json makes no sense: {error}"[:1000]
-    )
+    return CheckpointFormatError(f"quantization_config of config.json is invalid: {error}"[:1000])
 
 
 _STORED = {"fp8": _fp8, "compressed-tensors": _compressed_tensors}
 
 
 def _target(target: str) -> str:
-    """Return a target, if it is one: a pattern comes out of a file, and must end one day."""
+    """Return ``target``, or raise if it is a pattern that is invalid or slow to match.
+
+    Patterns come from files, and Python's matcher can take exponential time.
+    """
     if target.startswith("re:"):
         pattern = target.removeprefix("re:")
         try:
             re.compile(pattern)
         except re.error as error:
             raise CheckpointFormatError(
-                f"{shorten(target)} is no regular expression: {error}"
+                f"{shorten(target)} is not a valid regular expression: {error}"
             ) from None
         if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 4:
             raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""What a quantized weight looks like: its dtype, and how far a scale reaches."""
+"""The format of a quantized weight: its dtype, and which numbers share a scale."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Activations = Literal["none", "dynamic", "static"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to hold a weight in eight bits; names are compressed-tensors' where it has any.
+    """One format of a weight in eight bits; the names follow compressed-tensors.
 
     Attributes:
-        strategy: what shares a scale: the tensor that a checkpoint stores (one slot of a fused
-            layer), an output channel, or a block.
+        strategy: which numbers share a scale: a checkpoint tensor (one slot of a fused layer), an
+            output channel, or a block.
         dtype: of the weight: float8_e4m3fn or int8.
-        activations: whether the input is quantized, by scales of its own or by a stored one.
+        activations: whether the input is quantized: not at all, by a scale computed from it
+            (dynamic), or by a stored scale (static).
         block: rows and columns of a block.
-        online: the checkpoint holds full precision, which is quantized as it arrives.
-        scale_name: what the weight's scale is called, beside the weight.
+        online: the checkpoint is in full precision and is quantized while it is loaded.
+        scale_name: name of the parameter with the weight's scales.
 
     """
 
@@ -48,41 +49,41 @@ class Scheme:
     ) -> tuple[torch.Tensor, tuple[int, int]]:
         """Return a layer's scales as a matmul takes them, and the rows and columns that share one.
 
-        Each slot keeps the scale that its own numbers need, whatever its neighbours'; a matmul
-        takes one a row.
+        Per tensor, each slot has a scale of its own; a matmul takes one for each row.
         """
         if self.strategy == "block":
             return scale, self.block
         if self.strategy == "tensor":
-            rooms = [shard.room for shard in weight.shards[0]]
-            if len(rooms) == 1:
+            shards = weight.shards[0]
+            if len(shards) == 1:
                 return scale.view(1, 1), (weight.shape[0], weight.shape[1])
-            rows = [scale[slot : slot + 1].expand(room) for slot, room in enumerate(rooms)]
+            rows = [scale[i : i + 1].expand(shard.room) for i, shard in enumerate(shards)]
             scale = torch.cat(rows).unsqueeze(1)
         return scale, (1, weight.shape[1])
 
-    def error_bound(self, wide: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """Return how far each number may be from what it was before it was quantized.
+    def error_bound(self, values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        """Return the largest possible error of each number after quantizing and dequantizing it.
 
-        For FP8, half a unit in the last of its three places, 2^-4 of the number, and below the
-        normal numbers 2^-10 of the scale; for INT8, half the scale; and rounding in float32, in
-        which all of it is computed.
+        For FP8 (e4m3) it is half a unit in the last of three mantissa bits: 2^-4 of the number, or
+        2^-10 of the scale for subnormal numbers. For INT8 it is half the scale. Both include the
+        rounding of the float32 arithmetic.
 
         Args:
-            wide: numbers of any shape.
-            largest: absolute value in a number's block, or more; of a shape that broadcasts to it.
+            values: full-precision numbers of any shape.
+            largest: largest absolute value in the block of each number, or an upper bound of it;
+                broadcasts to the shape of ``values``.
 
         """
         scale = (largest / greatest(self.dtype)).clamp(min=torch.finfo(torch.float32).tiny)
-        last = 2.0**-22 * wide.abs()
+        rounding = 2.0**-22 * values.abs()
         if self.dtype.is_floating_point:
-            return torch.maximum(wide.abs() * 2.0**-4, scale * 2.0**-10) + last
-        return scale / 2 + last * greatest(self.dtype)
+            return torch.maximum(values.abs() * 2.0**-4, scale * 2.0**-10) + rounding
+        return scale / 2 + rounding * greatest(self.dtype)
 
 
 _INT8 = torch.int8
 
-# What a full-precision checkpoint can be turned into, by vLLM's names.
+# The schemes for quantizing while loading, by vLLM's names.
 ONLINE: dict[str, Scheme] = {
     "fp8_per_tensor": Scheme("tensor", online=True),
     "fp8_per_channel": Scheme("channel", online=True),

@@ -1,4 +1,4 @@
-"""Requests in, tokens out: one step at a time, for everything that is going on."""
+"""The engine: requests in, tokens out, one step at a time."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from vllm_module.runtime.sampler import LogitsError, Row, SampledToken, prompt_l
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler, Step
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
-from vllm_module.runtime.tokenizer import TextStream, Tokenizer
+from vllm_module.runtime.stopping import check_stop, complete_text
+from vllm_module.runtime.tokenizer import Tokenizer
 
-_NO_TOKEN = (
-    "NaN or infinity among its logits, or no token left to choose: that is the model's, unless "
-    "penalties or biases are extreme"
+_BROKEN_LOGITS = (
+    "its logits contain NaN or infinity, or leave no token to choose: check the model's weights, "
+    "and penalties and biases if they are extreme"
 )
 
 
 class Engine:
-    """Takes requests at any time and steps through all of them together.
+    """Serves requests together: :meth:`add` them, and call :meth:`step` until all have ended.
 
-    Several threads may call it: one at a time does something. What is aborted in the middle of
-    that, be it by the garbage collector that found a stream, ends after it.
+    Threads may share an engine; one of them runs at a time.
 
     Args:
-        execute: computes a step's tokens on every rank and returns the logits of its rows.
-        scheduler: whose turn it is.
-        vocab_size: tokens that there are.
-        max_model_len: most tokens of a sequence.
-        tokenizer: for text and stop strings; token ids do without.
-        stop_token_ids: what ends a sequence unless it ignores its end; of those, the tokens that
-            there are.
+        execute: runs the model on every rank and returns the logits of the step's rows.
+        scheduler: chooses what each step computes.
+        vocab_size: number of tokens that the model knows.
+        max_model_len: most tokens of a sequence, prompt and output.
+        tokenizer: needed for text and stop strings, not for token ids.
+        stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
+
+    Attributes:
+        requests: those that have not ended, by id.
 
     """
 
@@ -53,15 +55,112 @@ class Engine:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(stop_token_ids).intersection(range(vocab_size))
-        pool = scheduler.pool
-        self.room = pool.num_pages * pool.page_size
-        self.max_model_len = min(max_model_len, self.room)
-        self.requests: dict[str, Request] = {}  # unfinished
-        self.refuses: str | None = None
+        self.cache_tokens = scheduler.pool.num_pages * scheduler.pool.page_size
+        self.max_model_len = min(max_model_len, self.cache_tokens)
+        self.requests: dict[str, Request] = {}
+        self.refusal: str | None = None  # why no requests are accepted
         self.lock = threading.RLock()
         self._busy = False
-        self._aborted: list[tuple[str, FinishReason]] = []  # while it was busy
+        self._aborts: list[tuple[str, FinishReason]] = []  # to be done when nothing else is
         self._arrivals = 0
+
+    def step(self) -> list[Request]:
+        """Compute the next tokens of all requests that fit into one step.
+
+        Returns the requests that got a token or ended. Raises whatever the model raises; every
+        request then ends with that as its error.
+        """
+        with self.alone():
+            try:
+                step = self.scheduler.schedule()
+                if not step.scheduled:
+                    return []
+                logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
+                return self._process(step, logits)
+            except BaseException as error:
+                self._end_all(f"a step failed: {describe_error(error)}")
+                raise
+
+    def _process(self, step: Step, logits: torch.Tensor) -> list[Request]:
+        """Use a step's logits, whose rows :func:`step_inputs` chose: prompt logprobs, then tokens.
+
+        A sequence gets a token once all tokens that it has are computed. A prompt that is computed
+        in chunks gets one after its last chunk.
+        """
+        complete = [sequence for sequence, count in step.scheduled if count == sequence.remaining]
+        prompts = [(s.request, s.prompt_logprob_positions(count)) for s, count in step.scheduled]
+        self.scheduler.mark_computed(step)
+        row = 0
+        for request, positions in prompts:
+            if positions:
+                self._add_prompt_logprobs(request, logits[row : row + len(positions)], positions)
+                row += len(positions)
+        self._append_tokens(complete, logits[row:])
+        return list(dict.fromkeys(sequence.request for sequence in complete))
+
+    def _append_tokens(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """Sample the next token of each sequence, and end the sequences that it ends.
+
+        A request with ``n`` samples has one sequence up to here, and from here on ``n``.
+        """
+        rows, sampled = [], []
+        for row, sequence in enumerate(sequences):
+            request = sequence.request
+            if sequence.finish_reason is not None:
+                continue  # its prompt's logits were broken
+            if len(request.sequences) < request.params.n:
+                self.scheduler.fork(request)
+                sampled += request.sequences
+                rows += [row] * len(request.sequences)
+            else:
+                sampled.append(sequence)
+                rows.append(row)
+        if rows != list(range(len(sequences))):
+            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        for sequence, token in self._sample(sampled, logits):
+            sequence.tokens.append(token.token_id)
+            if token.logprobs is not None:
+                sequence.logprobs.append(token.logprobs)
+                sequence.cumulative_logprob += token.logprob or 0.0
+            reason = check_stop(sequence, self.stop_token_ids, self.max_model_len, self.tokenizer)
+            if reason is not None:
+                self._finish(sequence, reason)
+
+    def _sample(
+        self, sequences: list[Sequence], logits: torch.Tensor
+    ) -> Iterable[tuple[Sequence, SampledToken]]:
+        """Return sequences with their next tokens; requests with broken logits end instead."""
+        rows = [self._row(sequence) for sequence in sequences]
+        try:
+            return zip(sequences, sample(logits, rows), strict=True)
+        except LogitsError as error:
+            broken = {sequences[row].request for row in error.rows}
+            for request in broken:
+                self._end_request(request, "error", _BROKEN_LOGITS)
+            kept = [row for row, s in enumerate(sequences) if s.request not in broken]
+            if not kept:
+                return ()
+            tokens = sample(logits[torch.tensor(kept)], [rows[row] for row in kept])
+            return zip([sequences[row] for row in kept], tokens, strict=True)
+
+    def _row(self, sequence: Sequence) -> Row:
+        params = sequence.request.params
+        banned: Collection[int] = ()
+        if params.min_tokens and len(sequence.output) < params.min_tokens:
+            banned = self.stop_token_ids | set(params.stop_token_ids)
+        uniform = 0.0 if params.greedy else sequence.uniform.random()
+        return Row(params, sequence.tokens, sequence.request.prompt_len, uniform, banned)
+
+    def _add_prompt_logprobs(
+        self, request: Request, logits: torch.Tensor, positions: range
+    ) -> None:
+        logprobs = request.prompt_logprobs
+        assert logprobs is not None
+        next_tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
+        try:
+            logprobs += prompt_logprobs(logits, next_tokens, request.params.prompt_logprobs or 0)
+        except LogitsError:
+            self._end_request(request, "error", _BROKEN_LOGITS)
 
     def add(
         self,
@@ -72,9 +171,9 @@ class Engine:
         *,
         streamed: bool = False,
     ) -> Request:
-        """Take a request in; with ``streamed``, its text is kept up to date at every step.
+        """Accept a request; with ``streamed``, its text is updated at every step.
 
-        Raises ``ValueError``, and takes nothing, for one that cannot be served.
+        Raises ``ValueError`` for a request that cannot be served; nothing changes then.
         """
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
@@ -89,100 +188,20 @@ class Engine:
                 raise
             return request
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
-        """End a request, which may have ended already, and free what it held.
-
-        At once, or when what is going on is done: it waits for nothing.
-        """
-        self._aborted.append((request_id, reason))
-        self._end_aborted()
-
-    def step(self) -> list[Request]:
-        """Compute what is next and return the requests that have something new.
-
-        Raises whatever computing raised; every request then ends with that as its error.
-        """
-        with self.alone():
-            try:
-                step = self.scheduler.schedule()
-                return self._compute(step) if step.scheduled else []
-            except BaseException as error:
-                self._end_everything(f"a step failed: {describe_error(error)}")
-                raise
-
-    def fail(self, reason: str) -> None:
-        """End everything that is going on with ``reason`` as its error, and take no more."""
-        self.refuses = reason
-        self._end_everything(reason)
-
-    def resume(self) -> None:
-        """Take requests again, for which nothing holds that was computed with other weights."""
-        self.refuses = None
-        self.scheduler.forget()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other threads out.
-
-        Raises ``RuntimeError`` in the middle of a step of this thread's own, as from a signal
-        handler.
-        """
-        with self.lock:
-            if self._busy:
-                raise RuntimeError("the engine is in the middle of a step")
-            self._busy = True
-            try:
-                yield
-            finally:
-                self._busy = False
-        self._end_aborted()
-
-    def _end_aborted(self) -> None:
-        """End what was aborted, unless somebody is busy, who will do it."""
-        while self._aborted and self.lock.acquire(blocking=False):
-            try:
-                if self._busy:
-                    return
-                self._busy = True
-                try:
-                    while self._aborted:
-                        request_id, reason = self._aborted.pop(0)
-                        if request_id in self.requests:
-                            self._end_request(self.requests[request_id], reason)
-                finally:
-                    self._busy = False
-            finally:
-                self.lock.release()
-
-    def _compute(self, step: Step) -> list[Request]:
-        prompts = [(s, s.prompt_positions(count)) for s, count in step.scheduled]
-        prompts = [(sequence, positions) for sequence, positions in prompts if positions]
-        complete = [s for s, count in step.scheduled if count == s.remaining]
-        logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
-        self.scheduler.computed(step)
-        first = 0
-        for sequence, positions in prompts:
-            rows = logits[first : first + len(positions)]
-            self._keep_prompt_logprobs(sequence.request, rows, positions)
-            first += len(positions)
-        self._sample(complete, logits[first:])
-        return list(dict.fromkeys(sequence.request for sequence in complete))
-
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        if self.refuses is not None:
-            raise ValueError(f"the engine takes no more requests: {self.refuses}")
+        if self.refusal is not None:
+            raise ValueError(f"the engine takes no more requests: {self.refusal}")
         if request_id in self.requests:
-            raise ValueError(f"request {request_id!r} is there already")
+            raise ValueError(f"request {request_id!r} exists already: choose another id")
         if not prompt:
             raise ValueError("the prompt has no tokens")
-        named = [*prompt, *(params.logit_bias or ()), *params.stop_token_ids]
-        for token in named if min(named) < 0 or max(named) >= self.vocab_size else ():
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token {token} is outside of the vocabulary of {self.vocab_size}")
+        token_ids = [*prompt, *(params.logit_bias or ()), *params.stop_token_ids]
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            token = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            raise ValueError(f"token {token} is outside of the vocabulary of {self.vocab_size}")
         if len(prompt) >= self.max_model_len:
-            limit = (
-                "the cache has room for" if self.max_model_len == self.room else "a sequence has"
-            )
+            limited_by_cache = self.max_model_len == self.cache_tokens
+            limit = "the cache has room for" if limited_by_cache else "a sequence has"
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, and with one more {limit} at most "
                 f"{self.max_model_len}"
@@ -195,107 +214,64 @@ class Engine:
         if params.stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the checkpoint has none")
 
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Choose the next token of each sequence; samples of one prompt part here."""
-        rows, chosen = [], []
-        for row, sequence in enumerate(sequences):
-            request = sequence.request
-            if sequence.finish_reason is not None:
-                continue  # the logits of its prompt were none
-            if len(request.sequences) < request.params.n:
-                self.scheduler.fork(request)
-                chosen += request.sequences
-                rows += [row] * len(request.sequences)
-            else:
-                chosen.append(sequence)
-                rows.append(row)
-        if rows != list(range(len(sequences))):
-            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-        for sequence, token in self._chosen(chosen, logits):
-            sequence.tokens.append(token.token_id)
-            if token.logprobs is not None:
-                sequence.logprobs.append(token.logprobs)
-                sequence.cumulative_logprob += token.logprob or 0.0
-            reason = self._end(sequence, token.token_id)
-            if reason is not None:
-                self._finish(sequence, reason)
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """End a request and free its pages; do nothing if it has ended.
 
-    def _chosen(
-        self, sequences: list[Sequence], logits: torch.Tensor
-    ) -> Iterable[tuple[Sequence, SampledToken]]:
-        """Pair sequences with their next tokens; requests whose logits are none end by that."""
-        rows = [self._row(sequence) for sequence in sequences]
-        try:
-            return zip(sequences, sample(logits, rows), strict=True)
-        except LogitsError as error:
-            broken = {sequences[row].request for row in error.rows}
-            for request in broken:
-                self._end_request(request, "error", _NO_TOKEN)
-            good = [row for row, s in enumerate(sequences) if s.request not in broken]
-            if not good:
-                return ()
-            chosen = [sequences[row] for row in good]
-            tokens = sample(logits[torch.tensor(good)], [rows[row] for row in good])
-            return zip(chosen, tokens, strict=True)
+        Never waits, so a finalizer can call it: during a step, the request ends after the step.
+        """
+        self._aborts.append((request_id, reason))
+        self._do_aborts()
 
-    def _row(self, sequence: Sequence) -> Row:
-        params = sequence.request.params
-        banned: Collection[int] = ()
-        if params.min_tokens and len(sequence.output) < params.min_tokens:
-            banned = self.stop_token_ids | set(params.stop_token_ids)
-        uniform = 0.0 if params.greedy else sequence.uniform.random()
-        return Row(params, sequence.tokens, sequence.request.prompt_len, uniform, banned)
+    def fail(self, reason: str) -> None:
+        """End all requests with ``reason`` as their error, and refuse new ones."""
+        self.refusal = reason
+        self._end_all(reason)
 
-    def _end(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Tell whether the token that came ends its sequence, and why."""
-        params = sequence.request.params
-        length = len(sequence.tokens) - sequence.request.prompt_len
-        if length >= params.min_tokens:
-            if token in self.stop_token_ids and not params.ignore_eos:
-                return "stop"
-            if token in params.stop_token_ids:
-                sequence.stop_reason = token
-                return "stop"
-        if sequence.request.streamed and self._reads_stop(sequence, token, length):
-            return "stop"
-        if length == params.max_tokens or len(sequence.tokens) >= self.max_model_len:
-            return "length"
-        return None
+    def resume(self) -> None:
+        """Accept requests again, which reuse no keys and values computed before now."""
+        self.refusal = None
+        self.scheduler.reset_prefix_cache()
 
-    def _reads_stop(self, sequence: Sequence, token: int, length: int) -> bool:
-        """Add the token's text; whether a stop string is there, at which the text is cut."""
-        params = sequence.request.params
-        if sequence.stream is None:
-            assert self.tokenizer is not None
-            sequence.stream = TextStream(
-                self.tokenizer, sequence.request.prompt_token_ids, params.skip_special_tokens
-            )
-        seen = len(sequence.text)
-        sequence.text += sequence.stream.push(token)
-        if length < params.min_tokens:
-            return False
-        for stop in params.stops:
-            found = sequence.text.find(stop, max(0, seen - len(stop) + 1))
-            if found >= 0:
-                end = found + len(stop) if params.include_stop_str_in_output else found
-                sequence.text = sequence.text[:end]
-                sequence.stop_reason = stop
-                return True
-        return False
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the engine's lock: other threads wait, and their aborts are done afterwards.
+
+        Raises ``RuntimeError`` if this thread holds it already, such as a signal handler that
+        interrupts a step.
+        """
+        with self.lock:
+            if self._busy:
+                raise RuntimeError("the engine is in the middle of a step")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+        self._do_aborts()
+
+    def _do_aborts(self) -> None:
+        """End aborted requests; if the engine is busy, :meth:`alone` does it afterwards."""
+        while self._aborts and self.lock.acquire(blocking=False):
+            try:
+                if self._busy:
+                    return
+                self._busy = True
+                try:
+                    while self._aborts:
+                        request_id, reason = self._aborts.pop(0)
+                        if request_id in self.requests:
+                            self._end_request(self.requests[request_id], reason)
+                finally:
+                    self._busy = False
+            finally:
+                self.lock.release()
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.finish(sequence)
         sequence.finish_reason = reason
-        self._complete_text(sequence)
+        complete_text(sequence, self.tokenizer)
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
-
-    def _complete_text(self, sequence: Sequence) -> None:
-        if self.tokenizer is not None and not isinstance(sequence.stop_reason, str):
-            request = sequence.request
-            sequence.text = self.tokenizer.continuation(
-                request.prompt_token_ids, sequence.output, request.params.skip_special_tokens
-            )
 
     def _end_request(
         self, request: Request, reason: FinishReason, error: str | None = None
@@ -305,8 +281,8 @@ class Engine:
             if sequence.finish_reason is None:
                 self._finish(sequence, reason)
 
-    def _end_everything(self, error: str) -> None:
-        """End all requests, wherever something that failed has left their pages."""
+    def _end_all(self, error: str) -> None:
+        """End all requests and free all pages, even if a step failed in the middle."""
         requests = list(self.requests.values())
         self.requests.clear()
         self.scheduler.reset()
@@ -316,15 +292,4 @@ class Engine:
         for sequence in sequences:
             sequence.finish_reason = "error"
         for sequence in sequences:
-            self._complete_text(sequence)
-
-    def _keep_prompt_logprobs(
-        self, request: Request, logits: torch.Tensor, positions: range
-    ) -> None:
-        kept = request.prompt_logprobs
-        assert kept is not None
-        following = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
-        try:
-            kept += prompt_logprobs(logits, following, request.params.prompt_logprobs or 0)
-        except LogitsError:
-            self._end_request(request, "error", _NO_TOKEN)
+            complete_text(sequence, self.tokenizer)

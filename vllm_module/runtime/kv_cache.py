@@ -1,3 +1,5 @@
+"""The memory of keys and values, and the copying of its pages."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,26 +15,32 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def attention_layers(model: vLLMModule) -> list[Attention]:
-    """Return the layers of ``model`` that keep keys and values."""
+    """Return the layers of ``model`` that have keys and values."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def page_bytes(model: vLLMModule, page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a page takes in all layers of this rank, keys and values."""
+    """Return the bytes of a page: this rank's keys and values of all layers."""
     features = sum(2 * layer.num_kv_heads * layer.head_size for layer in attention_layers(model))
     return features * page_size * dtype.itemsize
 
 
 class KVCache:
-    """The memory of keys and values, on the device and beside it; which page is whose is elsewhere.
+    """Memory for pages of keys and values, on the device and in host memory.
 
-    Layers of one shape share one tensor, so that a page is copied in all of them by one launch.
+    It knows nothing of sequences: :class:`~vllm_module.runtime.page_pool.PagePool` counts which
+    pages are used. Layers with the same number and size of heads share one tensor, so that one
+    kernel launch copies a page in all of them.
 
     Args:
-        model: its attention layers get their part of the cache; :meth:`close` takes it back.
-        num_pages: pages on the device, host_pages: in host memory, for sequences that wait.
-        page_size: tokens a page.
+        model: its attention layers get their views of the cache; :meth:`close` removes them.
+        num_pages: pages on the device.
+        page_size: tokens per page.
         device, dtype: of the cache.
+        host_pages: pages in host memory, for sequences that are swapped out.
+
+    Raises:
+        RuntimeError: the layers have a cache already.
 
     """
 
@@ -48,15 +56,15 @@ class KVCache:
         self._layers = attention_layers(model)
         if any(layer.kv_cache is not None for layer in self._layers):
             raise RuntimeError("the model's layers have a KV cache already: close that one first")
-        alike: dict[tuple[int, int], list[Attention]] = {}
+        by_shape: dict[tuple[int, int], list[Attention]] = {}
         for layer in self._layers:
-            alike.setdefault((layer.num_kv_heads, layer.head_size), []).append(layer)
+            by_shape.setdefault((layer.num_kv_heads, layer.head_size), []).append(layer)
         self._caches, self._host_caches = [], []
-        for (heads, size), layers in alike.items():
-            shape = (len(layers), 2, num_pages, page_size, heads, size)
+        for (heads, head_size), layers in by_shape.items():
+            shape = (len(layers), 2, num_pages, page_size, heads, head_size)
             cache = torch.zeros(shape, device=device, dtype=dtype)
-            for layer, its in zip(layers, cache, strict=True):
-                layer.kv_cache = its
+            for layer, layer_cache in zip(layers, cache, strict=True):
+                layer.kv_cache = layer_cache
             self._caches.append(cache)
             if host_pages:
                 shape = (*shape[:2], host_pages, *shape[3:])
@@ -69,14 +77,15 @@ class KVCache:
         return sum(cache.nbytes for cache in self._caches)
 
     def move(self, swapped_out: Pairs, copied: Pairs, swapped_in: Pairs) -> None:
-        """Copy pages, pairs of from and to: out to the host, on the device, in from the host."""
+        """Copy pages, given as (from, to): to the host, on the device, and then from the host."""
         for cache, host in zip(self._caches, self._host_caches, strict=False):
             if swapped_out:
                 swap_blocks(cache, host, torch.tensor(swapped_out))
         if copied:
-            # A page that is copied from, let go and taken again in one step: one after the other.
-            again = {source for source, _ in copied} & {target for _, target in copied}
-            for pairs in [[pair] for pair in copied] if again else [copied]:
+            # A page that was copied from may be freed, allocated again and copied to in one step:
+            # then the order matters, and one launch has none.
+            ordered = {source for source, _ in copied} & {target for _, target in copied}
+            for pairs in [[pair] for pair in copied] if ordered else [copied]:
                 for cache in self._caches:
                     copy_blocks(cache, torch.tensor(pairs, device=cache.device))
         for cache, host in zip(self._caches, self._host_caches, strict=False):
@@ -84,7 +93,7 @@ class KVCache:
                 swap_blocks(host, cache, torch.tensor(swapped_in))
 
     def close(self) -> None:
-        """Take the cache from the model's layers."""
+        """Remove the cache from the model's layers and release its memory."""
         for layer in self._layers:
             layer.kv_cache = None
         self._caches, self._host_caches = [], []

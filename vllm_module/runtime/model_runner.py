@@ -1,4 +1,4 @@
-"""One rank's part of a step: lay out its tokens, run the model, return logits."""
+"""One rank's part of a step: tensors of its tokens, the model, logits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from vllm_module.runtime.scheduler import Step
 
 @dataclass
 class StepInputs:
-    """What every rank needs to know of a step, as plain numbers: it travels in one message.
+    """What a rank needs to compute a step, as plain numbers that one message carries to all ranks.
 
     Attributes:
-        input_ids, positions, slots: of the tokens, sequences end to end.
-        tables, contexts, starts: of the sequences; where their tokens begin, and the last ends.
-        rows: tokens whose logits are wanted.
+        input_ids, positions: of the step's tokens, one sequence after another.
+        slot_mapping: the cache slot of each token: its page * page size + its place on the page.
+        block_tables: the pages of each sequence; -1 for a page that the sliding window has passed.
+        context_lens: each sequence's tokens up to the end of this step.
+        query_start_loc: where each sequence's tokens start, and where the last one's end.
+        rows: the indices of the tokens whose logits are returned.
+        max_query_len: the most tokens of a sequence in this step.
+        swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.scheduler.Step`.
 
     """
 
     input_ids: list[int]
     positions: list[int]
-    slots: list[int]
-    tables: list[list[int]]
-    contexts: list[int]
-    starts: list[int]
+    slot_mapping: list[int]
+    block_tables: list[list[int]]
+    context_lens: list[int]
+    query_start_loc: list[int]
     rows: list[int]
     max_query_len: int
     swapped_out: list[tuple[int, int]]
@@ -39,42 +44,46 @@ class StepInputs:
 def step_inputs(step: Step, page_size: int) -> StepInputs:
     """Lay out the tokens that ``step`` computes.
 
-    Rows are the last token of each sequence that this step completes and, before them, all tokens
-    of prompts whose logprobs are wanted.
+    ``rows`` has first the prompt tokens that give missing prompt logprobs, and then the last token
+    of each sequence that has no tokens left after this step.
     """
     ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
-    tables, contexts, starts = [], [], [0]
-    rows: list[int] = []
-    last: list[int] = []
+    slot_mapping: list[int] = []
+    block_tables, context_lens, query_start_loc = [], [], [0]
+    prompt_rows: list[int] = []
+    last_rows: list[int] = []
     longest = 0
     for sequence, count in step.scheduled:
-        pages, first = sequence.pages, sequence.computed
-        end = first + count
-        if count == 1:  # most of them, most of the time
-            ids.append(sequence.tokens[first])
-            positions.append(first)
-            slots.append(pages[first // page_size] * page_size + first % page_size)
+        pages, start = sequence.pages, sequence.num_computed
+        end = start + count
+        if count == 1:  # decoding: most sequences of most steps
+            ids.append(sequence.tokens[start])
+            positions.append(start)
+            slot_mapping.append(pages[start // page_size] * page_size + start % page_size)
         else:
-            ids += sequence.tokens[first:end]
-            positions += range(first, end)
-            slots += [pages[p // page_size] * page_size + p % page_size for p in range(first, end)]
-        tables.append(pages)
-        contexts.append(end)
-        starts.append(len(ids))
+            ids += sequence.tokens[start:end]
+            positions += range(start, end)
+            slot_mapping += [
+                pages[position // page_size] * page_size + position % page_size
+                for position in range(start, end)
+            ]
+        block_tables.append(pages)
+        context_lens.append(end)
+        query_start_loc.append(len(ids))
         longest = max(longest, count)
-        rows += [len(ids) - end + position for position in sequence.prompt_positions(count)]
+        wanted = sequence.prompt_logprob_positions(count)
+        prompt_rows += [len(ids) - end + position for position in wanted]
         if end == len(sequence.tokens):
-            last.append(len(ids) - 1)
+            last_rows.append(len(ids) - 1)
     return StepInputs(
         ids,
         positions,
-        slots,
-        tables,
-        contexts,
-        starts,
-        rows + last,
+        slot_mapping,
+        block_tables,
+        context_lens,
+        query_start_loc,
+        prompt_rows + last_rows,
         longest,
         step.swapped_out,
         step.copied,
@@ -83,15 +92,16 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
 
 
 class ModelRunner:
-    """Runs steps of one rank's model, whose attention layers have a cache.
+    """Runs steps on one rank's model, whose attention layers have a cache.
 
-    On a GPU, steps that decode replay graphs captured for batches of some sizes: a batch is padded
-    to the next of them with sequences of no tokens, which are stored nowhere.
+    On a GPU, steps that only decode replay CUDA graphs, which :meth:`capture` records for some
+    batch sizes. A batch is padded to the next of these sizes with sequences of no tokens: context
+    0, and cache slot -1, where nothing is stored.
 
     Args:
         model: this rank's.
-        device: where it is.
-        compiled: whether torch.compile is to fuse its operations.
+        device: of the model.
+        compiled: whether torch.compile fuses the model's operations.
 
     """
 
@@ -108,13 +118,11 @@ class ModelRunner:
         if self._graphs and inputs.max_query_len == 1 and count <= max(self._graphs):
             hidden = self._replay(inputs, min(size for size in self._graphs if size >= count))
         else:
-            widest = max(map(len, inputs.tables))
-            tables = [pages + [-1] * (widest - len(pages)) for pages in inputs.tables]
             metadata = AttentionMetadata(
-                slot_mapping=self._tensor(inputs.slots, torch.int64),
-                block_tables=self._tensor(tables, torch.int32),
-                context_lens=self._tensor(inputs.contexts, torch.int32),
-                query_start_loc=self._tensor(inputs.starts, torch.int32),
+                slot_mapping=self._tensor(inputs.slot_mapping, torch.int64),
+                block_tables=self._tensor(_padded(inputs.block_tables), torch.int32),
+                context_lens=self._tensor(inputs.context_lens, torch.int32),
+                query_start_loc=self._tensor(inputs.query_start_loc, torch.int32),
                 max_query_len=inputs.max_query_len,
             )
             ids = self._tensor(inputs.input_ids, torch.int64)
@@ -124,9 +132,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def largest_steps(self, tokens: int, max_num_seqs: int, max_pages: int) -> None:
-        """Run the steps that take most memory: ``tokens`` of one sequence, and one token of many.
+        """Run the steps that need most memory: ``tokens`` of one sequence, and one token of many.
 
-        Nothing is stored, and of the cache its first page is all that is read.
+        Nothing is stored in the cache, and only its first page is read.
         """
         ids = torch.zeros(max(tokens, max_num_seqs), dtype=torch.int64, device=self.device)
         hidden = self.model(ids[:tokens], torch.arange(tokens, device=self.device))
@@ -145,27 +153,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, max_num_seqs: int, max_pages: int) -> None:
-        """Capture graphs of steps that decode, the largest first, in one pool of memory."""
+        """Capture graphs of steps that only decode, the largest first, in one memory pool."""
         sizes = [1, 2, 4, *range(8, max_num_seqs + 1, 8)]
         sizes = [size for size in sizes if size <= max_num_seqs]
         most, device = sizes[-1], self.device
         self._ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._slots = torch.full((most,), -1, dtype=torch.int64, device=device)
-        self._tables = torch.full((most, max_pages), -1, dtype=torch.int32, device=device)
-        self._contexts = torch.zeros(most, dtype=torch.int32, device=device)
-        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._slot_mapping = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self._block_tables = torch.full((most, max_pages), -1, dtype=torch.int32, device=device)
+        self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.arange(most + 1, dtype=torch.int32, device=device)
         pool = None
         for size in reversed(sizes):
             metadata = AttentionMetadata(
-                slot_mapping=self._slots[:size],
-                block_tables=self._tables[:size],
-                context_lens=self._contexts[:size],
-                query_start_loc=self._starts[: size + 1],
+                slot_mapping=self._slot_mapping[:size],
+                block_tables=self._block_tables[:size],
+                context_lens=self._context_lens[:size],
+                query_start_loc=self._query_start_loc[: size + 1],
                 max_query_len=1,
             )
             arguments = self._ids[:size], self._positions[:size], metadata
-            self.model(*arguments)  # kernels are compiled, libraries make their workspaces
+            self.model(*arguments)  # compiles kernels and allocates the libraries' workspaces
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool):
@@ -174,23 +182,27 @@ class ModelRunner:
             self._graphs[size] = graph, hidden
 
     def _replay(self, inputs: StepInputs, size: int) -> torch.Tensor:
-        """Run a step that decodes by the graph of ``size`` sequences."""
+        """Run a step that only decodes by the graph of ``size`` sequences."""
         count = len(inputs.input_ids)
-        for static, values, rest in (
+        for static, values, padding in (
             (self._ids, inputs.input_ids, 0),
             (self._positions, inputs.positions, 0),
-            (self._slots, inputs.slots, -1),
-            (self._contexts, inputs.contexts, 0),
+            (self._slot_mapping, inputs.slot_mapping, -1),
+            (self._context_lens, inputs.context_lens, 0),
         ):
-            padded = values + [rest] * (size - count)
+            padded = values + [padding] * (size - count)
             static[:size].copy_(torch.tensor(padded, dtype=static.dtype), non_blocking=True)
-        widest = max(map(len, inputs.tables))
-        tables = [pages + [-1] * (widest - len(pages)) for pages in inputs.tables]
-        table = torch.tensor(tables, dtype=torch.int32)
-        self._tables[:count, :widest].copy_(table, non_blocking=True)
+        tables = torch.tensor(_padded(inputs.block_tables), dtype=torch.int32)
+        self._block_tables[:count, : tables.shape[1]].copy_(tables, non_blocking=True)
         graph, hidden = self._graphs[size]
         graph.replay()
         return hidden
 
     def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def _padded(block_tables: list[list[int]]) -> list[list[int]]:
+    """Return the tables with one length, padded by -1."""
+    width = max(map(len, block_tables))
+    return [pages + [-1] * (width - len(pages)) for pages in block_tables]

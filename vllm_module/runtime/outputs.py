@@ -1,3 +1,5 @@
+"""What callers get: a request, its samples, and how each one ended."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,14 +13,16 @@ class CompletionOutput:
     """One sample of a request.
 
     Attributes:
-        index: which of the request's samples.
-        text: what the tokens read; empty without a tokenizer.
+        index: of the sample, from 0.
+        text: of the tokens; empty without a tokenizer.
         token_ids: generated so far.
-        cumulative_logprob: of the tokens, where logprobs were asked for.
-        logprobs: of each token, the chosen one and the likeliest, by token id.
-        finish_reason: ``"stop"``, ``"length"``, ``"abort"`` or ``"error"``; ``None`` while it
-            goes on.
-        stop_reason: the token id or string that ended it, if not the model's own end.
+        cumulative_logprob: the sum over the tokens; ``None`` unless logprobs were asked for.
+        logprobs: for each token, the logprobs of it and of the most probable ones, by token id;
+            ``None`` unless they were asked for.
+        finish_reason: ``"stop"``, ``"length"``, ``"abort"`` or ``"error"``; ``None`` before the
+            end.
+        stop_reason: the token id or string of the request's parameters that ended it; ``None`` for
+            the model's own end token.
 
     """
 
@@ -33,12 +37,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what came of it so far.
+    """A request and its samples so far.
 
     Attributes:
-        prompt: as text, where it was given so.
-        prompt_logprobs: of each token of the prompt but the first, where asked for.
-        error: why it was refused; its outputs then have no tokens.
+        prompt: its text; ``None`` if it was given as token ids.
+        outputs: one for each sample.
+        finished: whether all samples have ended.
+        prompt_logprobs: for each token of the prompt, as ``CompletionOutput.logprobs``; ``None``
+            for the first token, and altogether unless they were asked for.
+        error: why the request was refused or failed; a refused one has no tokens.
 
     """
 
@@ -51,33 +58,32 @@ class RequestOutput:
     error: str | None = None
 
 
-def completion_output(sequence: Sequence) -> CompletionOutput:
-    """Return what there is of a sample."""
+def request_output(request: Request) -> RequestOutput:
+    """Return the state of a request, as its caller sees it."""
+    return RequestOutput(
+        request.request_id,
+        request.prompt,
+        request.prompt_token_ids,
+        [_completion_output(sequence) for sequence in request.sequences],
+        request.finished,
+        request.prompt_logprobs,
+        request.error,
+    )
+
+
+def _completion_output(sequence: Sequence) -> CompletionOutput:
     params = sequence.request.params
-    wanted = params.logprobs is not None
+    has_logprobs = params.logprobs is not None
     text = sequence.text
     if params.stops and sequence.finish_reason is None and not params.include_stop_str_in_output:
-        # What could be the beginning of a stop string, and would be taken back, is not there yet.
+        # The end of the text may be the beginning of a stop string, which will be cut off.
         text = text[: max(0, len(text) + 1 - max(map(len, params.stops)))]
     return CompletionOutput(
         sequence.index,
         text,
         sequence.output,
-        sequence.cumulative_logprob if wanted else None,
-        list(sequence.logprobs) if wanted else None,
+        sequence.cumulative_logprob if has_logprobs else None,
+        list(sequence.logprobs) if has_logprobs else None,
         sequence.finish_reason,
         sequence.stop_reason,
-    )
-
-
-def request_output(request: Request) -> RequestOutput:
-    """Return what there is of a request."""
-    return RequestOutput(
-        request.request_id,
-        request.prompt,
-        request.prompt_token_ids,
-        [completion_output(sequence) for sequence in request.sequences],
-        request.finished,
-        request.prompt_logprobs,
-        request.error,
     )

@@ -1,22 +1,31 @@
-"""Which pages of a KV cache are whose, and what is on those that nobody holds any more."""
+"""Which pages of a KV cache are in use, and which hold tokens that a later prompt can reuse.
+
+A page holds the keys and values of ``page_size`` consecutive tokens of one sequence. The field,
+and with it the public API and the kernels, calls a page a block: ``block_size``, ``block_tables``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-ROOT = 0  # of all prefixes: no page comes before
+ROOT = 0  # the prefix of no tokens, with which every sequence starts
 
 
 class PagePool:
-    """Pages, counted by their holders. One that is let go keeps what is on it until it is needed.
+    """Reference counts of pages, and an index of cached pages by their tokens.
 
-    Whole pages of tokens can be remembered by what is on them and before them. A remembered prefix
-    is a chain of numbers, each for a page of tokens after another prefix, so that a prefix is found
-    by its tokens themselves and nothing is mistaken for anything else.
+    :meth:`allocate` gives a page its first reference, :meth:`share` adds one and :meth:`free`
+    removes one. A page without references is free, and keeps its content until it is allocated
+    again.
+
+    :meth:`cache` puts a full page into the index. A prefix is a number that stands for all tokens
+    up to the end of a page. The index maps (prefix, tokens of the next page) to (page, prefix with
+    that page): a trie that compares the tokens themselves, so no hash collision can return the page
+    of another text.
 
     Args:
         num_pages: pages in all.
-        page_size: tokens a page.
+        page_size: tokens per page.
 
     """
 
@@ -26,31 +35,31 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Free all pages, whoever held them, and forget what is on them."""
-        self._holders = [0] * self.num_pages
-        # Free pages, the one that is taken next first; a dict, to take one out of the middle.
+        """Free all pages and evict everything that is cached."""
+        self._reference_counts = [0] * self.num_pages
+        # In order of allocation. A dict, because sharing takes pages out of the middle.
         self._free = dict.fromkeys(range(self.num_pages))
-        self._remembered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # page, prefix
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # by page
-        self._next_prefix = ROOT
+        self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of cached pages
+        self._last_prefix = ROOT
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages without references."""
         return len(self._free)
 
-    def holders(self, page: int) -> int:
-        """How many hold ``page``."""
-        return self._holders[page]
+    def reference_count(self, page: int) -> int:
+        """Return the number of references to ``page``."""
+        return self._reference_counts[page]
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that so many tokens fill, the last one perhaps in part."""
+        """Return the number of pages that hold ``tokens`` tokens."""
         return -(-tokens // self.page_size)
 
-    def take(self, count: int) -> list[int]:
-        """Return ``count`` pages that are now held once; what was on them is forgotten.
+    def allocate(self, count: int) -> list[int]:
+        """Return ``count`` free pages, with one reference each; cached ones are evicted.
 
-        Raises ``RuntimeError`` where fewer are free.
+        Raises ``RuntimeError`` if fewer are free.
         """
         if count > len(self._free):
             raise RuntimeError(f"{count} pages are needed and {len(self._free)} are free")
@@ -58,67 +67,67 @@ class PagePool:
         for _ in range(count):
             page = next(iter(self._free))
             del self._free[page]
-            self._forget(page)
-            self._holders[page] = 1
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._cached[key]
+            self._reference_counts[page] = 1
             pages.append(page)
         return pages
 
-    def hold(self, pages: Iterable[int]) -> None:
-        """Hold pages once more each."""
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a reference to each page, which may be free and cached."""
         for page in pages:
-            if not self._holders[page]:
+            if not self._reference_counts[page]:
                 del self._free[page]
-            self._holders[page] += 1
+            self._reference_counts[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Let pages go, of which the first are taken again first."""
+    def free(self, pages: Iterable[int]) -> None:
+        """Remove a reference from each page; pages freed first are allocated first.
+
+        Raises ``RuntimeError`` for a page without references.
+        """
         for page in pages:
-            if not self._holders[page]:
-                raise RuntimeError(f"page {page} is let go, and nobody holds it")
-            self._holders[page] -= 1
-            if not self._holders[page]:
+            if not self._reference_counts[page]:
+                raise RuntimeError(f"page {page} is freed, and has no references")
+            self._reference_counts[page] -= 1
+            if not self._reference_counts[page]:
                 self._free[page] = None
 
-    def remember(self, page: int, before: int, tokens: Sequence[int]) -> int:
-        """Remember that ``page`` holds ``tokens`` after the prefix ``before``; return that prefix.
+    def cache(self, page: int, prefix: int, tokens: Sequence[int]) -> int:
+        """Cache ``page``, which holds ``tokens`` after ``prefix``; return the prefix with them.
 
-        Where another page holds the same already, that one stays the one that is found.
+        If another page is cached with the same tokens, that page stays in the index.
         """
-        key = (before, tuple(tokens))
-        if (found := self._remembered.get(key)) is not None:
-            return found[1]
-        prefix = self.new_prefix()
-        self._remembered[key] = (page, prefix)
+        key = (prefix, tuple(tokens))
+        if (cached := self._cached.get(key)) is not None:
+            return cached[1]
+        extended = self.new_prefix()
+        self._cached[key] = (page, extended)
         self._keys[page] = key
-        return prefix
+        return extended
 
-    def new_prefix(self) -> int:
-        """Return a prefix that nothing is after yet."""
-        self._next_prefix += 1
-        return self._next_prefix
+    def find_cached(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
+        """Return at most ``limit`` cached pages that hold the first of ``tokens``, and the prefix.
 
-    def find(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Return pages that hold the beginning of ``tokens``, ``most`` at most, and their prefix.
-
-        They are not held yet: call :meth:`hold` before anything is taken.
+        Call :meth:`share` on the pages before anything is allocated, which could evict them.
         """
         pages: list[int] = []
         prefix, size = ROOT, self.page_size
-        while len(pages) < most:
-            first = len(pages) * size
-            found = self._remembered.get((prefix, tuple(tokens[first : first + size])))
-            if found is None:
+        while len(pages) < limit:
+            start = len(pages) * size
+            cached = self._cached.get((prefix, tuple(tokens[start : start + size])))
+            if cached is None:
                 break
-            page, prefix = found
+            page, prefix = cached
             pages.append(page)
         return pages, prefix
 
-    def forget_everything(self) -> None:
-        """Forget what is on all pages, as after an update of the weights."""
-        self._remembered.clear()
-        self._keys.clear()
+    def new_prefix(self) -> int:
+        """Return a prefix that no cached page continues."""
+        self._last_prefix += 1
+        return self._last_prefix
 
-    def _forget(self, page: int) -> None:
-        key = self._keys.pop(page, None)
-        if key is not None:
-            del self._remembered[key]
+    def evict_all(self) -> None:
+        """Remove all pages from the index; references stay."""
+        self._cached.clear()
+        self._keys.clear()

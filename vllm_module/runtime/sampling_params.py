@@ -11,46 +11,46 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class SamplingParams(BaseModel):
-    """How the tokens of one request are chosen, and where they end; names and defaults are vLLM's.
+    """How to choose the tokens of a request, and when to stop; names and defaults are vLLM's.
 
-    A token is chosen in this order: ``logit_bias``, the penalties, ``min_tokens``, and then the
-    most probable token where ``temperature`` is 0; otherwise ``temperature``, ``min_p``,
-    ``top_k``, ``top_p`` and a draw.
+    The next token is chosen in this order: ``logit_bias``, the penalties, ``min_tokens``; then the
+    most probable token if ``temperature`` is 0, otherwise ``temperature``, ``min_p``, ``top_k``,
+    ``top_p`` and a random draw.
 
     Attributes:
-        n: sequences made of each prompt.
-        temperature: what logits are divided by; 0 takes the most probable token, and then
-            ``min_p``, ``top_k`` and ``top_p`` change nothing.
-        top_p: in (0, 1]; draw from the fewest most probable tokens that together have this much
-            of the probability.
+        n: samples of each prompt.
+        temperature: divides the logits; 0 takes the most probable token, whatever ``min_p``,
+            ``top_k`` and ``top_p`` are.
+        top_p: in (0, 1]; draw from the fewest most probable tokens whose probabilities add up to
+            this.
         top_k: draw from this many of the most probable tokens; 0 or -1 for all.
-        min_p: in [0, 1]; draw from tokens with at least this part of the most probable one's
+        min_p: in [0, 1]; draw from tokens with at least this fraction of the most probable token's
             probability.
-        repetition_penalty: above 0; what logits of tokens of the prompt or the output are divided
-            by, if positive, or else multiplied with (CTRL, arXiv 1909.05858).
-        presence_penalty: in [-2, 2]; subtracted from the logit of a token of the output.
-        frequency_penalty: in [-2, 2]; subtracted once for each time that the token is there.
-        seed: of the draws, from -2**63 up to 2**64 - 1; the same seed draws the same tokens,
-            whatever else is in the batch. None for one that nobody knows.
-        stop: text, or several, none of them empty, at which the output ends.
-        stop_token_ids: tokens at which the output ends, besides the checkpoint's own; None is none.
-        ignore_eos: go on at the checkpoint's own end.
+        repetition_penalty: above 0; divides the positive logits of tokens in the prompt or the
+            output, and multiplies the others (CTRL, arXiv 1909.05858).
+        presence_penalty: in [-2, 2]; subtracted from the logits of tokens in the output.
+        frequency_penalty: in [-2, 2]; the same, once for each occurrence.
+        seed: of the random draws, from -2**63 to 2**64 - 1. The same seed gives the same tokens,
+            whatever else is in the batch. None for a random seed.
+        stop: a string, or several, none of them empty; the output ends at the first that occurs.
+        stop_token_ids: tokens that end the output, besides the checkpoint's own; None for none.
+        ignore_eos: do not end at the checkpoint's own end tokens.
         max_tokens: most tokens of the output, at least 1; None for as many as the context holds.
-        min_tokens: no stop token is chosen before the output has this many.
-        logprobs: with each token of the output, log-probabilities of it and of this many of the
-            most probable ones, as the model has them before anything above changes them.
+        min_tokens: nothing but the context's length ends the output before it has this many.
+        logprobs: return, for each token of the output, the logprobs of it and of this many of the
+            most probable ones, from the model's logits before any parameter changes them.
         prompt_logprobs: the same for the tokens of the prompt.
         logit_bias: added to the logits of these tokens; in [-100, 100].
         skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string that ended the output in its text.
+        include_stop_str_in_output: keep the stop string at the end of the text.
 
     Raises:
-        ValueError: a value outside of what is said above, NaN and infinities included, of
-            another type, or ``min_tokens`` above ``max_tokens``.
+        ValueError: a value is outside of its range, NaN or infinite, or of another type; or
+            ``min_tokens`` is above ``max_tokens``.
 
     """
 
-    # Strict, because True is no temperature and "5" no seed; an integer is a float all the same.
+    # Strict: True is not a temperature and "5" is not a seed; integers are accepted as floats.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     n: int = Field(default=1, ge=1)
@@ -62,7 +62,7 @@ class SamplingParams(BaseModel):
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: _Text | Annotated[list[_Text], Field(strict=False)] | None = None  # a tuple will do too
+    stop: _Text | Annotated[list[_Text], Field(strict=False)] | None = None  # or a tuple
     stop_token_ids: Annotated[
         list[_Token], Field(strict=False), BeforeValidator(lambda ids: [] if ids is None else ids)
     ] = Field(default_factory=list)
@@ -86,10 +86,10 @@ class SamplingParams(BaseModel):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken and nothing drawn."""
+        """Whether the most probable token is always taken."""
         return self.temperature == 0
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """``stop`` as a tuple, however it was given."""
+        """``stop`` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

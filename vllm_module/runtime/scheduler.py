@@ -1,4 +1,4 @@
-"""Which tokens of which sequences a step computes, and where their keys and values go."""
+"""Which tokens a step computes, and which pages hold their keys and values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from vllm_module.runtime.sequence import Request, Sequence
 
 @dataclass
 class Step:
-    """What is computed together, and the pages that are copied before, in this order.
+    """What the model computes at once, and which pages are copied before that.
 
     Attributes:
-        scheduled: sequences, and how many of their next tokens.
-        swapped_out, copied, swapped_in: pairs of pages, from and to.
+        scheduled: sequences, each with the number of its next tokens to compute.
+        swapped_out, copied, swapped_in: (from, to) pairs of pages, copied in this order: from the
+            device to the host, on the device, from the host to the device.
 
     """
 
@@ -26,18 +27,24 @@ class Step:
 
 
 class Scheduler:
-    """Continuous batching: whatever has tokens to compute goes on, first come, first served.
+    """Continuous batching, first come, first served.
 
-    A sequence that decodes has one token to compute, a prompt all of its own, in chunks where the
-    step is full. Where pages run out, the sequence that came last gives up its own, and starts
-    over later (or is swapped to host memory and back); the first therefore always goes on.
+    Every step has all running sequences that fit into it. There are no phases: a sequence that
+    decodes has one token to compute, and one that prefills has its whole prompt, which is cut into
+    chunks when the step is full.
+
+    When pages run out, the sequence that came last is preempted: its pages are freed, and it
+    starts over later, or continues if its pages could be swapped to host memory. The first sequence
+    is never preempted, and every sequence becomes the first at some time, so none starves.
 
     Args:
-        pool: pages of the cache; host: of the memory that sequences are swapped to.
-        max_num_seqs: sequences in a step at most.
-        max_num_batched_tokens: tokens in a step at most.
-        prefix_caching: whether prompts begin with the pages of others that began alike.
-        window: tokens back that any layer sees; older pages are given back. ``None`` for all.
+        pool: pages of the cache.
+        host: pages of the host memory that sequences are swapped to.
+        max_num_seqs: most sequences in a step.
+        max_num_batched_tokens: most tokens in a step.
+        prefix_caching: whether a prompt reuses the pages of earlier sequences that begin alike.
+        window: the widest sliding window of all layers, in tokens; pages before it are freed.
+            ``None`` if a layer attends to all tokens.
 
     """
 
@@ -59,172 +66,182 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Let ``sequence`` wait for its turn, which is that of its request's arrival."""
-        insort(self.waiting, sequence, key=_turn)
-
-    def fork(self, request: Request) -> None:
-        """Make the request's other samples of its first one, whose pages they share."""
-        first = request.sequences[0]
-        while len(request.sequences) < request.params.n:
-            sequence = request.new_sequence()
-            sequence.computed, sequence.pages = first.computed, list(first.pages)
-            sequence.remembered, sequence.prefix = first.remembered, first.prefix
-            sequence.left_behind = first.left_behind
-            self.pool.hold(page for page in sequence.pages if page >= 0)
-            request.sequences.append(sequence)
-            insort(self.running, sequence, key=_turn)
-
-    def finish(self, sequence: Sequence) -> None:
-        """Take ``sequence`` out, whatever it was doing, and give its pages back."""
-        for queue in (self.waiting, self.running):
-            if sequence in queue:
-                queue.remove(sequence)
-        self._give_back(sequence)
-        self.host.release(sequence.host_pages)
-        sequence.host_pages = []
-
-    def reset(self) -> None:
-        """Let everything go, whatever state it is in."""
-        self.waiting, self.running = [], []
-        self.pool.reset()
-        self.host.reset()
-
-    def forget(self) -> None:
-        """Let no prompt begin with pages of before, as after an update of the weights."""
-        self.pool.forget_everything()
-        for sequence in (*self.running, *self.waiting):
-            sequence.prefix = self.pool.new_prefix()  # which no other sequence has
-
     def schedule(self) -> Step:
-        """Choose what the next step computes; its pages are taken."""
+        """Choose the sequences and tokens of the next step, and allocate their pages."""
         step = Step()
         budget = self.max_num_batched_tokens
-        preempted = self.preemptions
+        preemptions = self.preemptions
         position = 0
         while position < len(self.running) and budget and position < self.max_num_seqs:
             sequence = self.running[position]
             count = min(sequence.remaining, budget)
-            if not self._make_room(sequence, count, step):
-                break  # it was the last, and gave up its own pages
+            if not self._allocate_or_preempt(sequence, count, step):
+                break
             step.scheduled.append((sequence, count))
             budget -= count
             position += 1
-        while (
-            self.waiting
-            and budget
-            and preempted == self.preemptions
-            and len(self.running) < self.max_num_seqs
-        ):
+        if self.preemptions > preemptions:
+            return step  # pages are short: admit nothing
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             if not self._admit(sequence, step):
                 break
             del self.waiting[0]
-            insort(self.running, sequence, key=_turn)
+            insort(self.running, sequence, key=_arrival)
             count = min(sequence.remaining, budget)
-            admitted = self._grow(sequence, count, step)
-            assert admitted, "room for all of its tokens was there"
+            allocated = self._allocate(sequence, count, step)
+            assert allocated, "_admit made sure that the pages for all its tokens are free"
             step.scheduled.append((sequence, count))
             budget -= count
         return step
 
-    def computed(self, step: Step) -> None:
-        """Take note that the step's tokens have their keys and values in the cache."""
+    def mark_computed(self, step: Step) -> None:
+        """Record that the step's tokens are in the cache; cache full pages for other prompts."""
         size = self.pool.page_size
         for sequence, count in step.scheduled:
-            sequence.computed += count
-            while self.prefix_caching and sequence.computed >= (sequence.remembered + 1) * size:
-                first = sequence.remembered * size
-                tokens = sequence.tokens[first : first + size]
-                page = sequence.pages[sequence.remembered]
-                sequence.prefix = self.pool.remember(page, sequence.prefix, tokens)
-                sequence.remembered += 1
+            sequence.num_computed += count
+            full = sequence.num_computed // size if self.prefix_caching else 0
+            while sequence.num_cached_pages < full:
+                index = sequence.num_cached_pages
+                tokens = sequence.tokens[index * size : (index + 1) * size]
+                page = sequence.pages[index]
+                sequence.prefix = self.pool.cache(page, sequence.prefix, tokens)
+                sequence.num_cached_pages += 1
             if self.window is not None:
-                self._leave_behind(sequence, self.window)
+                self._free_passed_pages(sequence, self.window)
 
-    def _leave_behind(self, sequence: Sequence, window: int) -> None:
-        """Give back pages that no token to come will see."""
-        unseen = max(0, sequence.computed - window + 1) // self.pool.page_size
-        while sequence.left_behind < min(unseen, len(sequence.pages)):
-            page = sequence.pages[sequence.left_behind]
-            self.pool.release([page])
-            sequence.pages[sequence.left_behind] = -1
-            sequence.left_behind += 1
+    def add(self, sequence: Sequence) -> None:
+        """Add ``sequence`` to those that wait, in the order of arrival."""
+        insort(self.waiting, sequence, key=_arrival)
 
-    def _make_room(self, sequence: Sequence, count: int, step: Step) -> bool:
-        """Grow ``sequence``, at the cost of those that came last; whether it is still running."""
-        while not self._grow(sequence, count, step):
-            victim = self.running[-1]
-            self._preempt(victim, step)
-            if victim is sequence:
-                return False
-        return True
+    def fork(self, request: Request) -> None:
+        """Add the request's other samples, which share the pages of its first sequence."""
+        first = request.sequences[0]
+        while len(request.sequences) < request.params.n:
+            sequence = request.new_sequence()
+            sequence.num_computed, sequence.pages = first.num_computed, list(first.pages)
+            sequence.num_cached_pages, sequence.prefix = first.num_cached_pages, first.prefix
+            sequence.num_passed_pages = first.num_passed_pages
+            self.pool.share(page for page in sequence.pages if page >= 0)
+            request.sequences.append(sequence)
+            insort(self.running, sequence, key=_arrival)
 
-    def _grow(self, sequence: Sequence, count: int, step: Step) -> bool:
-        """Take the pages that the next ``count`` tokens need; whether there were enough."""
-        pool, pages = self.pool, sequence.pages
-        needed = pool.pages_for(sequence.computed + count) - len(pages)
-        written = sequence.computed // pool.page_size  # the first page that is written to
-        shared = written < len(pages) and pool.holders(pages[written]) > 1
-        if needed + shared > pool.free_pages:
-            return False
-        if shared:  # with samples of the same prompt, which keep what is on it
-            (own,) = pool.take(1)
-            step.copied.append((pages[written], own))
-            pool.release([pages[written]])
-            pages[written] = own
-        if needed > 0:
-            pages += pool.take(needed)
-        return True
+    def finish(self, sequence: Sequence) -> None:
+        """Remove ``sequence``, running or waiting, and free its pages."""
+        for queue in (self.waiting, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._free_pages(sequence)
+        self.host.free(sequence.host_pages)
+        sequence.host_pages = []
+
+    def reset(self) -> None:
+        """Remove all sequences and free all pages, even if a step failed in the middle."""
+        self.waiting, self.running = [], []
+        self.pool.reset()
+        self.host.reset()
+
+    def reset_prefix_cache(self) -> None:
+        """Make later prompts reuse no page computed before now, as after a weight update."""
+        self.pool.evict_all()
+        for sequence in (*self.running, *self.waiting):
+            sequence.prefix = self.pool.new_prefix()  # which no prompt can find
 
     def _admit(self, sequence: Sequence, step: Step) -> bool:
-        """Give a waiting sequence what is there of its pages, if the rest would fit as well."""
-        pool = self.pool
-        total = pool.pages_for(len(sequence.tokens))
+        """Prepare a waiting sequence to run; return whether pages for all its tokens are free."""
         if sequence.host_pages:
-            held = [index for index, page in enumerate(sequence.pages) if page >= 0]
-            if total - len(sequence.pages) + len(held) > pool.free_pages:
-                return False
-            pages = pool.take(len(held))
-            step.swapped_in += zip(sequence.host_pages, pages, strict=True)
-            for index, page in zip(held, pages, strict=True):
-                sequence.pages[index] = page
-            self.host.release(sequence.host_pages)
-            sequence.host_pages = []
-            return True
-        pages, prefix = [], ROOT
+            return self._swap_in(sequence, step)
+        pool = self.pool
+        pages: list[int] = []
+        prefix = ROOT
         if self.prefix_caching and sequence.request.params.prompt_logprobs is None:
-            # One token at least is left to compute, for what comes after it.
-            whole = (len(sequence.tokens) - 1) // pool.page_size
-            pages, prefix = pool.find(sequence.tokens, whole)
-        unheld = sum(not pool.holders(page) for page in pages)
-        if total - len(pages) + unheld > pool.free_pages:
+            # The last token is always computed: its logits give the next one.
+            limit = (len(sequence.tokens) - 1) // pool.page_size
+            pages, prefix = pool.find_cached(sequence.tokens, limit)
+        free_and_cached = sum(not pool.reference_count(page) for page in pages)
+        needed = pool.pages_for(len(sequence.tokens)) - len(pages)
+        if needed + free_and_cached > pool.free_pages:
             return False
-        pool.hold(pages)
+        pool.share(pages)
         sequence.pages, sequence.prefix = pages, prefix
-        sequence.remembered = len(pages)
-        sequence.computed = len(pages) * pool.page_size
+        sequence.num_cached_pages = len(pages)
+        sequence.num_computed = len(pages) * pool.page_size
+        return True
+
+    def _swap_in(self, sequence: Sequence, step: Step) -> bool:
+        """Copy a sequence's pages back from the host, if pages for all its tokens are free."""
+        pool = self.pool
+        swapped = [index for index, page in enumerate(sequence.pages) if page >= 0]
+        growth = pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
+        if len(swapped) + growth > pool.free_pages:
+            return False
+        pages = pool.allocate(len(swapped))
+        step.swapped_in += zip(sequence.host_pages, pages, strict=True)
+        for index, page in zip(swapped, pages, strict=True):
+            sequence.pages[index] = page
+        self.host.free(sequence.host_pages)
+        sequence.host_pages = []
+        return True
+
+    def _allocate_or_preempt(self, sequence: Sequence, count: int, step: Step) -> bool:
+        """Allocate, preempting the last sequences if needed; return False if it was preempted."""
+        while not self._allocate(sequence, count, step):
+            last = self.running[-1]
+            self._preempt(last, step)
+            if last is sequence:
+                return False
+        return True
+
+    def _allocate(self, sequence: Sequence, count: int, step: Step) -> bool:
+        """Allocate pages for the next ``count`` tokens; return whether enough are free."""
+        pool, pages = self.pool, sequence.pages
+        needed = pool.pages_for(sequence.num_computed + count) - len(pages)
+        written = sequence.num_computed // pool.page_size  # the first page that is written to
+        shared = written < len(pages) and pool.reference_count(pages[written]) > 1
+        if needed + shared > pool.free_pages:
+            return False
+        if shared:  # copy on write: other samples of the prompt use the page
+            (copy,) = pool.allocate(1)
+            step.copied.append((pages[written], copy))
+            pool.free([pages[written]])
+            pages[written] = copy
+        if needed > 0:
+            pages += pool.allocate(needed)
         return True
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
+        """Move a running sequence back to those that wait; swap its pages out if the host can."""
         self.preemptions += 1
         self.running.remove(sequence)
-        held = [page for page in sequence.pages if page >= 0]
-        if held and len(held) <= self.host.free_pages:
-            sequence.host_pages = self.host.take(len(held))
-            step.swapped_out += zip(held, sequence.host_pages, strict=True)
-            self.pool.release(held)
+        pages = [page for page in sequence.pages if page >= 0]
+        if pages and len(pages) <= self.host.free_pages:
+            # ``sequence.pages`` stays: _swap_in replaces the entries that are not -1.
+            sequence.host_pages = self.host.allocate(len(pages))
+            step.swapped_out += zip(pages, sequence.host_pages, strict=True)
+            self.pool.free(pages)
         else:
-            self._give_back(sequence)
+            self._free_pages(sequence)
         self.add(sequence)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        """Let the sequence's pages go, the last first: its beginning is more likely of use."""
+    def _free_passed_pages(self, sequence: Sequence, window: int) -> None:
+        """Free pages whose tokens are outside of the window of all later tokens."""
+        passed = max(0, sequence.num_computed - window + 1) // self.pool.page_size
+        while sequence.num_passed_pages < min(passed, len(sequence.pages)):
+            index = sequence.num_passed_pages
+            self.pool.free([sequence.pages[index]])
+            sequence.pages[index] = -1
+            sequence.num_passed_pages += 1
+
+    def _free_pages(self, sequence: Sequence) -> None:
+        """Free the sequence's pages, the last first, since a prompt reuses the first ones.
+
+        Pages freed first are allocated first, which evicts them.
+        """
         if not sequence.host_pages:
-            self.pool.release(page for page in reversed(sequence.pages) if page >= 0)
+            self.pool.free(page for page in reversed(sequence.pages) if page >= 0)
         sequence.pages = []
-        sequence.remembered, sequence.prefix, sequence.left_behind = 0, ROOT, 0
+        sequence.num_cached_pages, sequence.prefix, sequence.num_passed_pages = 0, ROOT, 0
 
 
-def _turn(sequence: Sequence) -> tuple[int, int]:
+def _arrival(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.arrival, sequence.index

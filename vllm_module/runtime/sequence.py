@@ -1,3 +1,5 @@
+"""A request and its samples: the state that the engine and the scheduler work on."""
+
 from __future__ import annotations
 
 import random
@@ -17,11 +19,15 @@ class Sequence:
     """One sample of a request: its tokens, and the pages that hold their keys and values.
 
     Attributes:
-        tokens: of the prompt and those generated after it.
-        computed: how many of them, from the first, have keys and values in the cache.
-        pages: in the cache, the ones that a sliding window has left given back and -1.
+        tokens: the prompt's and the generated ones.
+        num_computed: the first tokens, whose keys and values are in the cache.
+        pages: of the cache, in the order of the tokens; -1 for a page that was freed because the
+            sliding window has passed it.
         host_pages: in host memory, while the sequence is swapped out.
-        uniform: draws this sequence's random numbers, one a token.
+        num_cached_pages: the first pages, which the pool has in its index under ``prefix``.
+        num_passed_pages: the first pages, which the sliding window has passed.
+        uniform: generator of this sequence's random numbers, one per generated token.
+        stream: turns tokens into text, if the text is needed at every step.
 
     """
 
@@ -29,47 +35,49 @@ class Sequence:
     index: int
     tokens: list[int]
     uniform: random.Random
-    computed: int = 0
+    num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
-    remembered: int = 0  # pages whose content the pool knows
-    prefix: int = ROOT  # the prefix that they are
-    left_behind: int = 0  # pages that the sliding window has left
+    num_cached_pages: int = 0
+    prefix: int = ROOT
+    num_passed_pages: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     text: str = ""
-    stream: TextStream | None = None  # where the text is needed before the end
+    stream: TextStream | None = None
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None
 
     @property
     def output(self) -> list[int]:
-        """Tokens that were generated."""
+        """The generated tokens."""
         return self.tokens[self.request.prompt_len :]
 
     @property
     def remaining(self) -> int:
-        """Tokens whose keys and values are not in the cache yet."""
-        return len(self.tokens) - self.computed
+        """The number of tokens whose keys and values are not in the cache yet."""
+        return len(self.tokens) - self.num_computed
 
-    def prompt_positions(self, count: int) -> range:
-        """Which of the next ``count`` tokens' logits say how likely the prompt's next token was.
+    def prompt_logprob_positions(self, count: int) -> range:
+        """Return which of the next ``count`` positions give a prompt logprob that is still missing.
 
-        Only where that is wanted, and not known from before the sequence had to start over.
+        The logits at a position give the logprob of the prompt's next token. The range is empty
+        unless the request asked for them; a sequence that starts over has some already.
         """
-        known = self.request.prompt_logprobs
-        if known is None or self.index:
+        logprobs = self.request.prompt_logprobs
+        if logprobs is None or self.index:
             return range(0)
-        end = min(self.computed + count, self.request.prompt_len - 1)
-        return range(max(self.computed, len(known) - 1), end)
+        end = min(self.num_computed + count, self.request.prompt_len - 1)
+        return range(max(self.num_computed, len(logprobs) - 1), end)
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and the samples that continue it; they start as one and part after the prompt.
+    """A prompt and its samples. There is one sequence until the prompt is computed, then ``n``.
 
     Attributes:
-        arrival: its place in the order of requests; the earlier goes first.
+        arrival: place in the order of requests; earlier requests are served first.
+        streamed: whether the text is needed at every step, and not only at the end.
 
     """
 
@@ -81,22 +89,22 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
-    streamed: bool = False  # whether the text is kept up to date
+    streamed: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # nothing comes before the first
+            self.prompt_logprobs = [None]  # the first token has none
         seed = self.params.seed
         self._seeds = random.Random(seed) if seed is not None else random.Random()
         self.sequences = [self.new_sequence()]
 
     def new_sequence(self) -> Sequence:
-        """Return the next sample, as far as the prompt."""
+        """Return the next sample, with the prompt's tokens and a seed of its own."""
         uniform = random.Random(self._seeds.getrandbits(64))
         return Sequence(self, len(self.sequences), list(self.prompt_token_ids), uniform)
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will be generated."""
+        """Whether every sample has ended."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)

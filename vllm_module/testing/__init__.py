@@ -1,4 +1,4 @@
-"""The model author's toolkit: the laws of loading, to be held against any module.
+"""The model author's toolkit: the laws of loading, which any module can be tested against.
 
 A whole test file::
 
@@ -10,11 +10,11 @@ A whole test file::
     def test_my_model_keeps_the_law(law):
         law(MyForCausalLM, model_configs())
 
-Hypothesis draws the cases and its settings say how many.
+Hypothesis draws the cases; its settings say how many.
 """
 
 try:
-    import hypothesis as _hypothesis  # noqa: F401  # to say what is missing
+    import hypothesis as _hypothesis  # noqa: F401  # imported to name the extra if it is missing
 except ImportError as error:
     raise ImportError(
         "vllm_module.testing draws its cases with Hypothesis: pip install 'vllm-module[testing]'"

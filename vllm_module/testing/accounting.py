@@ -1,4 +1,4 @@
-"""Laws of what a load accepts: every tensor accounted for, in any order and any form."""
+"""Laws of what a load accepts: every tensor is accounted for, in any order and any form."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from vllm_module.weights import open_checkpoint
 
 @law
 def assert_accounting_exact(case: Case) -> None:
-    """Law 1: every tensor is loaded or skipped by a rule, every slot filled once, or it is refused.
+    """Law 1: every tensor is loaded or skipped by a rule, and every slot is filled exactly once.
 
-    A whole checkpoint is reported name by name. One with tensors missing, unexpected, given twice
-    or misshapen is refused, collection or stream, naming exactly those; the module will not run,
-    and of a refused collection nothing is read: a module that was whole goes on. A tensor that
-    two modules share, as the configuration's ``tie_word_embeddings`` says, may be stored twice, but
-    not with two values.
+    The report of a complete checkpoint lists every name. A checkpoint, collection or stream, with
+    missing, unexpected, duplicated or misshapen tensors is refused by exactly these names, and the
+    module does not run. Nothing of a refused collection is read, so a module that was loaded keeps
+    running. A tied tensor, which two modules share, may be stored twice, but not with two values;
+    the module is tied if and only if the configuration's ``tie_word_embeddings`` says so.
     """
     names = Names.of(case.whole)
     _assert_tied_as_configured(case, names)
@@ -44,8 +44,8 @@ def assert_accounting_exact(case: Case) -> None:
     ]
     tied = sorted(name for others in names.tied.values() for name in others)
     stored = case.some(tied, "stored again", least=0)
-    again = {n: name for name, others in names.tied.items() for n in others if n in stored}
-    tensors = case.tensors | {other: case.tensors[name] for other, name in again.items()}
+    first_name = {n: name for name, others in names.tied.items() for n in others if n in stored}
+    tensors = case.tensors | {other: case.tensors[name] for other, name in first_name.items()}
     given = tensors | {name: torch.ones(2) for name in skipped}
     module = case.build(case.rank, case.size)
     filled = module.load_weights(given)
@@ -53,41 +53,41 @@ def assert_accounting_exact(case: Case) -> None:
     report = module.load_report
     assert report is not None
     used = [name for sources in report.loaded.values() for name in sources]
-    assert sorted(used) == sorted(tensors), f"the report tells of {sorted(used)}"
+    assert sorted(used) == sorted(tensors), f"the report lists {sorted(used)}"
     assert sorted(report.skipped) == sorted(skipped), f"skipped {sorted(report.skipped)}"
     assert filled == report.loaded.keys(), f"returned {sorted(filled)}"
-    for other, name in again.items():
+    for other, name in first_name.items():
         _assert_tie_is_compared(case, tensors, name, other)
 
-    damage = _Damage(case, given, again)
+    damage = _Damage(case, given, first_name)
     before = state(module)
     refusal(
         WeightLoadError,
         lambda: module.load_weights(tuple(damage.pairs)),
-        f"a damaged checkpoint was loaded anew: {damage.told}",
+        f"a damaged checkpoint was loaded anew: {damage.problems}",
     )
-    module.check_ready()  # nothing was written: it goes on with what it has
+    module.check_ready()  # nothing was written, so it can still run
     assert_same_state(state(module), before, "after it refused another checkpoint")
     module = case.build(case.rank, case.size)
     streamed = case.choose([False, True], "as a stream")
     error = refusal(
         WeightLoadError,
         lambda: module.load_weights(iter(damage.pairs) if streamed else tuple(damage.pairs)),
-        f"a damaged checkpoint was loaded: {damage.told}",
+        f"a damaged checkpoint was loaded: {damage.problems}",
     )
     assert error.report is not None, str(error)
     meta = [p.is_meta for p in module.parameters() if isinstance(p, BasevLLMParameter)]
-    assert streamed or all(meta), "something of a refused collection was read"
-    for kind, damaged in damage.told.items():
-        told = sorted(problem.name for problem in getattr(error.report, kind))
-        assert told == sorted(damaged), f"{kind}: told {told}, not {sorted(damaged)}"
+    assert streamed or all(meta), "part of a refused collection was read"
+    for kind, damaged in damage.problems.items():
+        reported = sorted(problem.name for problem in getattr(error.report, kind))
+        assert reported == sorted(damaged), f"{kind}: reported {reported}, not {sorted(damaged)}"
         for name in damaged:
             assert name.split(".")[-1] in str(error), f"{name} is not in the message: {error}"
-    refusal(ModelNotReadyError, module.check_ready, f"ready although it refused: {damage.told}")
+    refusal(ModelNotReadyError, module.check_ready, f"ready although it refused: {damage.problems}")
 
 
 def _assert_tied_as_configured(case: Case, names: Names) -> None:
-    """Check that the head is the embedding where the configuration says so, and nowhere else."""
+    """Check that the head and the embedding are tied if and only if the configuration says so."""
     ties = getattr(getattr(case.whole, "config", None), "tie_word_embeddings", None)
     if ties:
         assert names.tied, "the configuration ties the embedding and the head, the module does not"
@@ -97,12 +97,12 @@ def _assert_tied_as_configured(case: Case, names: Names) -> None:
 
 
 def _assert_tie_is_compared(case: Case, tensors: Tensors, name: str, other: str) -> None:
-    """Two names of one tensor that differ in one bit of what the rank keeps are refused."""
+    """Check that two names of one tensor are refused if one bit that the rank keeps differs."""
     module = case.build(case.rank, case.size)
     reads = module.plan_weights(WatchedSource(tensors)).reads()
     kept = [read.source for read in reads if read.name == other and read.source.shape.numel()]
     if not kept:
-        return  # padding alone is all this rank keeps of it, and there is nothing to compare
+        return  # the rank keeps nothing but padding
     assert isinstance(kept[0], WatchedHandle)
     position = case.choose(range(kept[0].shape.numel()), f"element of {other}")
     index = torch.unravel_index(torch.tensor(position), kept[0].shape)
@@ -119,10 +119,13 @@ def _assert_tie_is_compared(case: Case, tensors: Tensors, name: str, other: str)
 
 
 class _Damage:
-    """One to three damages of a checkpoint: its pairs, and the names each kind is told of."""
+    """A checkpoint damaged in one to three places, and the names to be reported for it.
 
-    def __init__(self, case: Case, tensors: Tensors, again: Mapping[str, str]) -> None:
-        self.told: dict[str, list[str]] = {
+    ``first_name`` maps names that store a tied tensor again to the name that stores it first.
+    """
+
+    def __init__(self, case: Case, tensors: Tensors, first_name: Mapping[str, str]) -> None:
+        self.problems: dict[str, list[str]] = {
             "missing": [],
             "unexpected": [],
             "duplicated": [],
@@ -130,7 +133,7 @@ class _Damage:
         }
         self._case = case
         self._tensors = dict(tensors)
-        self._more: list[tuple[str, torch.Tensor]] = []
+        self._duplicates: list[tuple[str, torch.Tensor]] = []
         kinds = {
             "dropped": self._drop,
             "renamed": self._rename,
@@ -141,37 +144,37 @@ class _Damage:
             "another dtype": self._retype,
             "on meta": self._empty,
         }
-        own = sorted([*case.tensors, *again])
-        for name in case.some(own, "damaged names", most=3):
-            # What is stored under another name too is not missed.
-            spare = {"dropped", "renamed"} if name in {*again, *again.values()} else set()
-            kind = case.choose(sorted(kinds.keys() - spare), f"damage of {name}")
+        stored_twice = {*first_name, *first_name.values()}
+        for name in case.some(sorted([*case.tensors, *first_name]), "damaged names", most=3):
+            # Nothing is missing if another name stores the same tensor.
+            harmless = {"dropped", "renamed"} if name in stored_twice else set()
+            kind = case.choose(sorted(kinds.keys() - harmless), f"damage of {name}")
             kinds[kind](name)
 
     @property
     def pairs(self) -> list[tuple[str, torch.Tensor]]:
-        return [*self._tensors.items(), *self._more]
+        return [*self._tensors.items(), *self._duplicates]
 
     def _drop(self, name: str) -> None:
         del self._tensors[name]
-        self.told["missing"].append(name)
+        self.problems["missing"].append(name)
 
     def _rename(self, name: str) -> None:
         self._tensors[f"{name}_2"] = self._tensors[name]
         self._drop(name)
-        self.told["unexpected"].append(f"{name}_2")
+        self.problems["unexpected"].append(f"{name}_2")
 
     def _add(self, name: str) -> None:
         self._tensors[f"_extra.{name}"] = self._tensors[name]
-        self.told["unexpected"].append(f"_extra.{name}")
+        self.problems["unexpected"].append(f"_extra.{name}")
 
     def _repeat(self, name: str) -> None:
-        self._more.append((name, self._tensors[name]))
-        self.told["duplicated"].append(name)
+        self._duplicates.append((name, self._tensors[name]))
+        self.problems["duplicated"].append(name)
 
     def _replace(self, name: str, tensor: torch.Tensor) -> None:
         self._tensors[name] = tensor
-        self.told["misshapen"].append(name)
+        self.problems["misshapen"].append(name)
 
     def _lengthen(self, name: str) -> None:
         tensor = self._tensors[name]
@@ -195,16 +198,16 @@ class _Damage:
 def assert_order_independent(case: Case) -> None:
     """Law 2: any order of names, any split into files or calls and any form give the same bits.
 
-    Drawn are how it is stored (the order, which fused layers are one tensor, by which of its names
-    a tied one goes), in which precision, and whether it comes as a collection, a stream, files or
-    several updates.
+    Drawn are the order, which fused layers are stored as one tensor, the names of tied tensors, the
+    stored dtype, and whether the checkpoint is given as a collection, a stream, files or several
+    updates.
     """
-    wide = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-    # What an override or a conversion computes depends on the precision that it is given.
+    floats = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    # The results of an override or a conversion depend on the precision of its input.
     computed = case.overridden or converted(case.whole)
-    dtype = None if computed else case.choose([None, *wide], "stored dtype")
+    dtype = None if computed else case.choose([None, *floats], "stored dtype")
     given = {
-        name: tensor.to(dtype) if dtype and tensor.dtype in wide else tensor
+        name: tensor.to(dtype) if dtype and tensor.dtype in floats else tensor
         for name, tensor in case.tensors.items()
     }
     expected = case.build(case.rank, case.size)
@@ -213,7 +216,7 @@ def assert_order_independent(case: Case) -> None:
     note(f"stored as {form}")
     tensors = form.of(given)
     pairs = list(tensors.items())
-    ways = ["collection", "files", "stream", "calls", "files"]  # most is to be seen in files
+    ways = ["collection", "files", "stream", "calls", "files"]  # files twice: they find the most
     way = case.choose(ways, "given as")
     module = case.build(case.rank, case.size)
     if way == "calls":

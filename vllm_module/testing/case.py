@@ -1,7 +1,7 @@
-"""One drawn case of a law, and what turns a check of a case into a law.
+"""One drawn case of a law, and the decorator that makes a law of a check.
 
-Hypothesis draws what the module is built with, the tensor-parallel size and whatever else the law
-asks for; a failure shrinks to the smallest of them, and its message names the parameter.
+Hypothesis draws the module's arguments, the tensor-parallel size and a seed. A failure shrinks to
+the smallest case, and its message names the parameter.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Inputs = Callable[[vLLMModule], tuple[Any, ...] | dict[str, Any]]
 
 
 class Law(Protocol):
-    """A law of loading, to be held against a module.
+    """A law of loading: a function that tests a module against one promise.
 
     Args:
-        build: builds the module: a class or a function.
-        *args, **kwargs: what ``build`` takes, each a value or a Hypothesis strategy to draw it.
-        inputs: given the unsharded module, returns what ``forward`` takes, the same on every
-            rank: a tuple, or a dict by name. A causal language model (one with
-            ``compute_logits``) gets token ids and positions unless this is given; a module without
-            a ``forward`` needs none.
+        build: a class or function that builds the module.
+        *args, **kwargs: arguments of ``build``, each a value or a Hypothesis strategy.
+        inputs: a function that takes the unsharded module and returns the arguments of ``forward``,
+            the same on every rank: a tuple, or a dict by name. By default a causal language model
+            (a module with ``compute_logits``) gets token ids and positions; a module without
+            ``forward`` needs none.
 
     Returns the number of cases tried, which Hypothesis' settings choose.
 
     Raises:
-        AssertionError: the module breaks the law; the message names the parameter, and
-            Hypothesis prints the smallest case that does.
+        AssertionError: the module breaks the law. The message names the parameter, and Hypothesis
+            prints the smallest failing case.
 
     """
 
@@ -60,11 +60,11 @@ class Law(Protocol):
         inputs: Inputs | None = None,
         **kwargs: Any,
     ) -> int:
-        """Hold the law against what ``build`` builds."""
+        """Test what ``build`` returns against the law."""
 
 
 class Case:
-    """What one example has drawn: how to build the module, and a checkpoint for it."""
+    """One drawn example: how to build the module, and a checkpoint for it."""
 
     def __init__(
         self, data: st.DataObject, build: Callable[[], vLLMModule], inputs: Inputs | None
@@ -73,37 +73,37 @@ class Case:
         self._build = build
         self._inputs = inputs
         self._built: dict[int, vLLMModule] = {}
-        self.sizes: tuple[int, int] | None = None  # drawn, and taken
+        self.sizes: tuple[int, int] | None = None  # the size drawn, and the size used
 
     def draw(self, strategy: st.SearchStrategy[T], label: str) -> T:
-        """Draw something that a failure then shows under ``label``."""
+        """Draw a value, which a failure shows under ``label``."""
         return self._data.draw(strategy, label)
 
     @cached_property
     def seed(self) -> int:
-        """Decides the values of tensors and all choices below that."""
+        """The seed of all tensor values, and of ``choose`` and ``some``."""
         return self.draw(st.integers(0, 2**16 - 1), "seed")
 
     @cached_property
     def random(self) -> Random:
-        """Makes choices that need no shrinking, and evenly, which Hypothesis does not aim at."""
+        """Makes choices that need no shrinking; unlike Hypothesis, with equal probability."""
         return Random(self.seed)
 
     def choose(self, options: Sequence[T], label: str) -> T:
-        """Choose one of ``options``, which a failure then shows under ``label``."""
+        """Choose one of ``options``, which a failure shows under ``label``."""
         chosen = self.random.choice(options)
         note(f"{label}: {chosen!r}")
         return chosen
 
     def some(self, options: Sequence[T], label: str, least: int = 1, most: int = 99) -> list[T]:
-        """Choose ``least`` to ``most`` of ``options``, each once."""
+        """Choose ``least`` to ``most`` of ``options``, without repetition."""
         count = self.random.randint(least, min(most, len(options)))
         chosen = self.random.sample(options, count)
         note(f"{label}: {chosen!r}")
         return chosen
 
     def build(self, rank: int = 0, size: int = 1) -> vLLMModule:
-        """Build rank ``rank`` of ``size``, not loaded."""
+        """Build the module of rank ``rank`` of ``size``, not loaded."""
         with tensor_parallel(rank=rank, size=size):
             return self._new()
 
@@ -118,26 +118,26 @@ class Case:
 
     @cached_property
     def whole(self) -> vLLMModule:
-        """The unsharded module, never loaded."""
+        """The unsharded module; it is never loaded."""
         return self.build()
 
     @cached_property
     def tensors(self) -> Tensors:
-        """A checkpoint for the module: random values under every name it expects."""
+        """A checkpoint: random values for every name that the module expects."""
         expected = self.whole.expected_weights()
         if not expected:
             raise ValueError(
-                f"{type(self.whole).__name__} expects no weights: no law of loading concerns it"
+                f"{type(self.whole).__name__} expects no weights: the laws of loading do not apply"
             )
         return random_weights(expected, seed=self.seed)
 
     def other_tensors(self) -> Tensors:
-        """Another checkpoint of the same names and shapes."""
+        """Return another checkpoint of the same names and shapes."""
         return random_weights(self.whole.expected_weights(), seed=self.seed + 1)
 
     @cached_property
     def overridden(self) -> bool:
-        """Whether some ``load_weights`` of the tree may transform what it is given."""
+        """Whether a module of the tree overrides ``load_weights``, and may transform weights."""
         return any(
             type(module).load_weights is not vLLMModule.load_weights
             for module in self.whole.modules()
@@ -146,27 +146,27 @@ class Case:
 
     @cached_property
     def size(self) -> int:
-        """A tensor-parallel size: the one drawn, or the next smaller that the module takes.
+        """The tensor-parallel size: the one drawn, or the next smaller one that the module accepts.
 
-        Sizes that it does not take have to be refused on every rank, with the numbers.
+        Every rank must refuse the other sizes, with the numbers in the message.
         """
         if (world := world_size()) is not None:
-            if not self._takes(world):
+            if not self._accepts(world):
                 reject()
             return world
         drawn = self.draw(tp_sizes(), "tensor-parallel size")
-        size = next(size for size in range(drawn, 0, -1) if self._takes(size))
+        size = next(size for size in range(drawn, 0, -1) if self._accepts(size))
         self.sizes = drawn, size
         if size != drawn:
-            note(f"{drawn} ranks cannot share this module, {size} can")
+            note(f"the module refuses {drawn} ranks and accepts {size}")
         return size
 
     @cached_property
     def rank(self) -> int:
-        """One of the ranks."""
+        """The rank that the law looks at."""
         return self.choose(range(self.size), "rank")
 
-    def _takes(self, size: int) -> bool:
+    def _accepts(self, size: int) -> bool:
         refusals = []
         ranks = {0, size - 1}
         for rank in ranks:
@@ -181,16 +181,16 @@ class Case:
         return not refusals
 
     def at(self) -> str:
-        """Say which rank this is, for messages."""
+        """Return ``rank 0 of 2``, for messages."""
         return f"rank {self.rank} of {self.size}"
 
     def on_every_rank(self, work: Callable[[vLLMModule], T]) -> list[T]:
-        """Run ``work`` with each rank's module at once, and return what it returned, by rank.
+        """Run ``work`` on every rank's module at the same time, and return the results by rank.
 
-        The ranks are threads here, or, in an initialized process group, its processes.
+        Ranks are threads, or the processes of an initialized process group.
         """
         if world_size() is None:
-            # Built one after another: a constructor may set what is the process's, such as a dtype.
+            # Built one by one: a constructor may set the process's default dtype.
             modules = [self.build(rank, self.size) for rank in range(self.size)]
             return run_ranks(self.size, lambda rank: work(modules[rank]))
         results: list[Any] = [None] * self.size
@@ -202,15 +202,15 @@ class Case:
 
     @cached_property
     def inputs(self) -> tuple[Any, ...] | dict[str, Any] | None:
-        """What ``forward`` takes, ``None`` if the module has none."""
+        """The arguments of ``forward``; ``None`` if the module has no ``forward``."""
         module: Any = self.whole
         if self._inputs is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # every process draws the same
+                torch.manual_seed(0)  # so that every process draws the same inputs
                 inputs = self._inputs(module)
             if not isinstance(inputs, tuple | dict):
                 raise TypeError(
-                    "inputs must return a tuple of what forward takes, or a dict by name, got "
+                    "inputs must return a tuple of forward's arguments, or a dict by name, got "
                     f"{type(inputs).__name__}: write (x,) for one tensor"
                 )
             return inputs
@@ -218,14 +218,14 @@ class Case:
             return None
         if not hasattr(module, "compute_logits"):
             raise ValueError(
-                f"{type(module).__name__} is no causal language model: say what its forward "
-                "takes, such as inputs=lambda module: (torch.randn(3, 8),)"
+                f"{type(module).__name__} is no causal language model: pass the arguments of its "
+                "forward, such as inputs=lambda module: (torch.randn(3, 8),)"
             )
         positions = torch.arange(5)
         return positions * 7919 % module.config.vocab_size, positions
 
     def run(self, module: Any) -> list[Any]:
-        """Run a loaded module and return its outputs, flat; logits, of a language model."""
+        """Run a loaded module; return its outputs, or a language model's logits, as a flat list."""
         inputs = copy.deepcopy(self.inputs)  # forward may write to them
         assert inputs is not None
         with torch.no_grad():
@@ -246,7 +246,7 @@ def _flat(outputs: Any) -> Iterator[Any]:
 
 
 def law(check: Callable[[Case], None]) -> Law:
-    """Make a law of ``check``, which raises ``AssertionError`` for a case that breaks it."""
+    """Make a law of ``check``, which raises ``AssertionError`` if a case breaks the law."""
 
     @wraps(check)
     def hold(
@@ -255,7 +255,7 @@ def law(check: Callable[[Case], None]) -> Law:
         tried = 0
         sizes: set[tuple[int, int]] = set()
 
-        # One failure at a time, plainly; and no clock, which would be the machine's.
+        # One failure at a time; and no deadline, which would depend on the machine.
         @settings(report_multiple_bugs=False, deadline=None)
         @given(st.data())
         def one_case(data: st.DataObject) -> None:
@@ -269,14 +269,14 @@ def law(check: Callable[[Case], None]) -> Law:
             if case.sizes is not None:
                 sizes.add(case.sizes)
 
-        # As pytest's parameters do: or all laws would draw the same cases, and drop each other's
-        # failures from the database. Addresses differ from run to run.
+        # Each law and module gets its own cases and database entry, as pytest's parameters do.
+        # Addresses differ from run to run, so they are left out.
         identity = re.sub("0x[0-9a-f]+", "", f"{check.__name__} {build!r} {args!r} {kwargs!r}")
         digest = hashlib.sha256(identity.encode()).digest()
         one_case.hypothesis.inner_test._hypothesis_internal_add_digest = digest  # type: ignore[attr-defined]
         one_case()
         refused = {drawn for drawn, _ in sizes if drawn > 1}
-        assert len(refused) < 4 or any(taken > 1 for _, taken in sizes), (
+        assert len(refused) < 4 or any(used > 1 for _, used in sizes), (
             f"every tensor-parallel size but 1 was refused, in {tried} cases: {sorted(refused)}"
         )
         return tried
@@ -289,7 +289,7 @@ def _draw(data: st.DataObject, value: Any, label: str) -> Any:
 
 
 def refusal(kind: type[E] | tuple[type[E], ...], load: Callable[[], object], otherwise: str) -> E:
-    """Return the error of this kind that ``load`` raises; where it does not, fail."""
+    """Return the error that ``load`` raises; fail with ``otherwise`` if it raises none."""
     try:
         load()
     except kind as error:
@@ -298,12 +298,12 @@ def refusal(kind: type[E] | tuple[type[E], ...], load: Callable[[], object], oth
 
 
 def world_size() -> int | None:
-    """Return the number of real processes, ``None`` outside of a process group."""
+    """Return the number of processes in the process group; ``None`` without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def _outcome(work: Callable[[], T]) -> T | BaseException:
-    """Return what ``work`` raises, so that every rank raises it and Hypothesis goes on in step."""
+    """Return the result of ``work`` or the error it raised, which every rank then raises."""
     try:
         return work()
     except Exception as error:

@@ -1,9 +1,9 @@
-"""Checkpoints made up for a module: their values, the forms they come in, and files of them."""
+"""Made-up checkpoints of a module: their values, the forms they are stored in, and their files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,11 +23,11 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Tensors:
-    """Return a tensor of random values for each name, of the shape and dtype given with it.
+    """Return a random tensor for each name, with the shape and dtype of the one given.
 
-    ``expected`` is what :meth:`vLLMModule.expected_weights` returns. Matrices are normal, scaled by
-    the root of their last dimension, so that outputs stay of the order of inputs; vectors are
-    positive, for they may be variances, and so is what is called a scale.
+    ``expected`` is what :meth:`vLLMModule.expected_weights` returns. Matrices are normal, divided
+    by the root of their last dimension, so that outputs have the size of inputs. Vectors and scales
+    are positive: a vector may be a variance.
     """
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -43,28 +43,28 @@ def _random(like: torch.Tensor, generator: torch.Generator, positive: bool) -> t
             return (torch.rand(like.shape, generator=generator) + 0.5).to(like.dtype)
         values = torch.randn(like.shape, generator=generator)
         return (values / like.shape[-1] ** 0.5).to(like.dtype)
-    most = 2 if like.dtype == torch.bool else 127
-    return torch.randint(1, most, like.shape, generator=generator).to(like.dtype)
+    end = 2 if like.dtype == torch.bool else 127
+    return torch.randint(1, end, like.shape, generator=generator).to(like.dtype)
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused parameter: its own name, and the names and dimension that its parts are stored by."""
+    """A fused parameter: its name, the names of its slots, and the dimension they lie along."""
 
     name: str
-    parts: tuple[str, ...]
+    slot_names: tuple[str, ...]
     dim: int
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names a checkpoint of a module may use, beside those it expects.
+    """The names that a module's checkpoint may use, beside those that the module expects.
 
     Attributes:
-        fused: the fused parameters, which may be stored as one tensor each.
-        tied: for each expected name, the other names of the same tensor, if it has any.
-        aliases: for each name, the other spellings that the tree declares for it.
-        skipped: names that some owner's rule leaves out, with all that lies below them.
+        fused: the fused parameters, each of which may be stored as one tensor.
+        tied: for each expected name of a tied tensor, its other names.
+        aliases: for each name with aliases in the tree, the other spellings.
+        skipped: names that a module's rule skips, with all names below them.
 
     """
 
@@ -75,81 +75,94 @@ class Names:
 
     @classmethod
     def of(cls, module: vLLMModule) -> Names:
-        """Read them off what the modules of a tree declare, shared ones under each of their paths.
+        """Collect what the modules of a tree declare, a shared module under each of its paths.
 
-        Raises ``AssertionError`` for an alias of something that is not there.
+        Raises ``AssertionError`` for an alias of a name that does not exist.
         """
         fused: dict[str, Fused] = {}
-        first: dict[tuple[int, str], list[str]] = {}
-        spelled: list[tuple[str, str]] = []
+        names: dict[tuple[int, str], list[str]] = {}  # of each tensor and slot
+        declared: list[tuple[str, str]] = []  # prefixes of names, and their aliases
         skipped: list[str] = []
         for prefix, owner in module.named_modules(remove_duplicate=False):
-            at = f"{prefix}." if prefix else ""
-            unstored = made(owner)
-            beside = getattr(owner, "stored_beside", ())
-            own = [*owner._parameters.items(), *owner._buffers.items()]
-            for attr, tensor in own:
-                if tensor is None or attr in unstored:
-                    continue
-                path = f"{at}{attr}"
-                if attr in beside:
-                    path = f"{prefix.rpartition('.')[0]}.{attr}".lstrip(".")
+            for path, tensor in _stored_tensors(prefix, owner):
                 slots = tensor.slots if isinstance(tensor, BasevLLMParameter) else ("",)
                 for slot in slots:
-                    name = part_name(path, slot) if slot else path
-                    first.setdefault((id(tensor), slot), []).append(name)
+                    name = slot_name(path, slot) if slot else path
+                    names.setdefault((id(tensor), slot), []).append(name)
                 if isinstance(tensor, BasevLLMParameter) and any(slots):
                     assert isinstance(owner, vLLMModule), f"{path} has slots that nobody declares"
-                    # The layer's declaration has the order, which the parameter has to follow.
-                    parts = tuple(part_name(path, slot) for slot in owner.shard_names)
-                    fused[path] = Fused(path, parts, tensor.slot_dim)
+                    # In the order of the layer's declaration, which the parameter must follow.
+                    slot_names = tuple(slot_name(path, slot) for slot in owner.shard_names)
+                    fused[path] = Fused(path, slot_names, tensor.slot_dim)
             if isinstance(owner, vLLMModule):
+                at = f"{prefix}." if prefix else ""
                 skipped += [f"{at}{component}" for component in owner.skipped_weights]
-                children = {*owner._modules, *owner._parameters, *owner._buffers}
-                children |= {s for c in owner.children() for s in getattr(c, "shard_names", ())}
-                for alias, meant in owner.weight_aliases.items():
-                    assert meant in children, (
-                        f"{prefix or type(owner).__name__} has the alias {alias!r} of {meant!r}, "
-                        "which is not there"
-                    )
-                    spelled.append((f"{at}{meant}", f"{at}{alias}"))
-        groups = {names[0]: tuple(names[1:]) for names in first.values()}
-        tied = {name: others for name, others in groups.items() if others}
-        again = {name for others in tied.values() for name in others}
-        aliases: dict[str, tuple[str, ...]] = {}
-        for name in [*groups, *again, *fused]:
-            spellings = {name}
-            for meant, alias in spelled:
-                spellings |= {
-                    alias + each[len(meant) :]
-                    for each in spellings
-                    if each == meant or each.startswith(f"{meant}.")
-                }
-            if others := tuple(sorted(spellings - {name})):
-                aliases[name] = others
-        whole = tuple(f for f in fused.values() if not again & {*f.parts})
-        return cls(whole, tied, aliases, tuple(skipped))
+                declared += _declared_aliases(prefix, owner)
+        tied = {first: tuple(others) for first, *others in names.values() if others}
+        repeated = {name for others in tied.values() for name in others}
+        expected = [first for first, *_ in names.values()]
+        aliases = {
+            name: others
+            for name in [*expected, *repeated, *fused]
+            if (others := _other_spellings(name, declared))
+        }
+        unshared = tuple(f for f in fused.values() if not repeated & {*f.slot_names})
+        return cls(unshared, tied, aliases, tuple(skipped))
 
     def resolve(self, name: str) -> bool:
-        """Tell whether the tree knows ``name``, as a tensor, a part, an alias or by a skip rule."""
-        known = {*self.tied, *self.aliases, *(name for f in self.fused for name in f.parts)}
+        """Return whether ``name`` is known: as a tensor, a slot, an alias or by a skip rule."""
+        known = {*self.tied, *self.aliases, *(name for f in self.fused for name in f.slot_names)}
         known = known.union(*self.tied.values(), *self.aliases.values())
         for layer in self.fused:
             above, _, attr = layer.name.rpartition(".")
-            # By way of the layer itself, which knows its slots.
-            known |= {
-                layer.name,
-                *(f"{above}.{part.split('.')[-2]}.{attr}" for part in layer.parts),
-            }
+            # A fused layer also accepts its slots below its own name.
+            slots = (name.split(".")[-2] for name in layer.slot_names)
+            known |= {layer.name, *(f"{above}.{slot}.{attr}" for slot in slots)}
         return name in known or any(
             name == skipped or name.startswith(f"{skipped}.") for skipped in self.skipped
         )
 
 
-def made(module: nn.Module, *, below: bool = False) -> set[str]:
-    """Return the tensors of ``module`` that are made or computed, and never stored.
+def _stored_tensors(prefix: str, owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the module at ``prefix`` that a checkpoint stores, by path."""
+    unstored = made(owner)
+    beside = getattr(owner, "stored_beside", ())
+    for attr, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+        if tensor is None or attr in unstored:
+            continue
+        at = prefix.rpartition(".")[0] if attr in beside else prefix
+        yield f"{at}.{attr}".lstrip("."), tensor
 
-    Its own, by name, or with ``below`` those of the whole tree, by path.
+
+def _declared_aliases(prefix: str, owner: vLLMModule) -> list[tuple[str, str]]:
+    """Return the full names that the module at ``prefix`` gives aliases, with the aliases."""
+    at = f"{prefix}." if prefix else ""
+    known = {*owner._modules, *owner._parameters, *owner._buffers}
+    known |= {slot for child in owner.children() for slot in getattr(child, "shard_names", ())}
+    for alias, name in owner.weight_aliases.items():
+        assert name in known, (
+            f"{prefix or type(owner).__name__} has the alias {alias!r} of {name!r}, "
+            "which does not exist"
+        )
+    return [(f"{at}{name}", f"{at}{alias}") for alias, name in owner.weight_aliases.items()]
+
+
+def _other_spellings(name: str, aliases: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return ``name`` with any prefixes replaced by their aliases, in every combination."""
+    spellings = {name}
+    for prefix, alias in aliases:
+        spellings |= {
+            alias + spelling[len(prefix) :]
+            for spelling in spellings
+            if spelling == prefix or spelling.startswith(f"{prefix}.")
+        }
+    return tuple(sorted(spellings - {name}))
+
+
+def made(module: nn.Module, *, below: bool = False) -> set[str]:
+    """Return the tensors of ``module`` that are computed and never stored.
+
+    By name those of ``module`` itself; with ``below``, by path those of the whole tree.
     """
     if below:
         modules = module.named_modules(remove_duplicate=False)
@@ -160,16 +173,16 @@ def made(module: nn.Module, *, below: bool = False) -> set[str]:
 
 
 def converted(module: vLLMModule) -> dict[str, Conversion]:
-    """Return, by path, what is kept otherwise than a checkpoint stores it."""
+    """Return, by path, the conversions of tensors that a checkpoint stores in another form."""
     found = {location.path: location.conversion for location in locations(module)}
     return {path: conversion for path, conversion in found.items() if conversion is not None}
 
 
-def part_name(path: str, slot: str) -> str:
+def slot_name(path: str, slot: str) -> str:
     """Return the name by which a checkpoint stores slot ``slot`` of the parameter at ``path``.
 
-    ``layers.0.qkv_proj.weight`` and ``q_proj`` give ``layers.0.q_proj.weight``: a part is stored
-    where its layer is.
+    ``layers.0.qkv_proj.weight`` and ``q_proj`` give ``layers.0.q_proj.weight``: the slot stands in
+    place of its layer.
     """
     above, _, attr = path.rpartition(".")
     layers, dot, _ = above.rpartition(".")
@@ -177,11 +190,11 @@ def part_name(path: str, slot: str) -> str:
 
 
 def fuse(tensors: Mapping[str, torch.Tensor], layers: Sequence[Fused]) -> Tensors:
-    """Return ``tensors`` with the parts of each of ``layers`` stored as the one fused tensor."""
+    """Return ``tensors`` with the slots of each of ``layers`` stored as one fused tensor."""
     stored = dict(tensors)
     for layer in layers:
-        parts = [stored.pop(part) for part in layer.parts]
-        stored[layer.name] = torch.cat(parts, dim=layer.dim)
+        slots = [stored.pop(name) for name in layer.slot_names]
+        stored[layer.name] = torch.cat(slots, dim=layer.dim)
     return stored
 
 
@@ -190,11 +203,11 @@ class CheckpointForm:
     """One of the forms in which a module's checkpoint may be stored.
 
     Attributes:
-        fused: the layers whose parts are stored as one tensor.
-        tied: for each tied tensor, the names it is stored by.
-        spelled: for names that are stored under an alias, which.
+        fused: the layers whose slots are stored as one tensor.
+        tied: for each tied tensor, the names that store it.
+        spelled: for each name with aliases, the spelling that stores it.
         order: all names, in the order in which they are stored.
-        files: how many files they are dealt out to.
+        files: the number of files.
 
     """
 
@@ -206,29 +219,29 @@ class CheckpointForm:
 
     @classmethod
     def choose(cls, module: vLLMModule, random: Random) -> CheckpointForm:
-        """Choose one for ``module``."""
+        """Choose a form for ``module``."""
         names = Names.of(module)
         fused = [layer for layer in names.fused if random.random() < 0.5]
-        parts = {part for layer in fused for part in layer.parts}
+        fused_slots = {name for layer in fused for name in layer.slot_names}
         tied = {
             name: tuple(random.sample([name, *others], random.randint(1, 1 + len(others))))
             for name, others in names.tied.items()
-            if name not in parts
+            if name not in fused_slots
         }
         stored = fuse(module.expected_weights(), fused).keys() - tied.keys()
-        own = sorted(stored.union(*tied.values()))
+        all_names = sorted(stored.union(*tied.values()))
         spelled = {
             name: random.choice([name, *names.aliases[name]])
-            for name in own
+            for name in all_names
             if name in names.aliases
         }
-        order = [spelled.get(name, name) for name in own]
+        order = [spelled.get(name, name) for name in all_names]
         random.shuffle(order)
         files = random.randint(1, min(4, len(order)))
         return cls(tuple(fused), tied, spelled, tuple(order), files)
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return ``tensors``, by the names the module expects, in this form."""
+        """Return ``tensors``, given by the names that the module expects, in this form."""
         stored = fuse(tensors, self.fused)
         for name, names in self.tied.items():
             if name in stored:
@@ -238,9 +251,9 @@ class CheckpointForm:
 
 
 def checkpoint_forms(module: vLLMModule) -> st.SearchStrategy[CheckpointForm]:
-    """Draw how a checkpoint of ``module`` is stored: fused or split, tied or not, order and files.
+    """Draw how a checkpoint of ``module`` is stored: fused or split, tied names, order and files.
 
-    All of them have to load as the same model.
+    All forms have to load as the same model.
     """
     seeds = st.integers(0, 2**16 - 1)
     return seeds.map(lambda seed: CheckpointForm.choose(module, Random(seed)))
@@ -255,16 +268,16 @@ def write_checkpoint(
     renamed: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint in Hugging Face's layout into ``folder``, and return it.
+    """Write a checkpoint in Hugging Face's layout into ``folder``, and return the folder.
 
     Args:
-        folder: is made if it is not there.
-        tensors: by name, in the order in which they are stored; tensors that share memory are
-            stored each on their own.
-        files: how many files they are dealt out to; several get an index.
-        fused: layers whose parts are stored as one tensor.
+        folder: is created if it does not exist.
+        tensors: by name, in the order in which they are stored. Tensors that share memory are
+            stored separately.
+        files: the number of files; several files get an index.
+        fused: layers whose slots are stored as one tensor.
         renamed: other names for some of the tensors.
-        config: the entries of ``config.json``, which is not written without them.
+        config: the entries of ``config.json``; by default the file is not written.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -282,29 +295,29 @@ def write_checkpoint(
     names = list(stored)
     for index in range(files):
         file = f"model-{index + 1:05}-of-{files:05}.safetensors"
-        held = names[index::files]
-        save_file({name: stored[name] for name in held}, folder / file)
-        weight_map |= dict.fromkeys(held, file)
+        file_names = names[index::files]
+        save_file({name: stored[name] for name in file_names}, folder / file)
+        weight_map |= dict.fromkeys(file_names, file)
     index_file = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
     return folder
 
 
 def state(module: nn.Module) -> Tensors:
-    """Return a copy of every parameter and buffer, by path, those too that are computed."""
+    """Return a copy of every parameter and buffer, computed ones too, by path."""
     tensors = module.state_dict() | dict(module.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are alike in shape, dtype and every bit, NaN included."""
+    """Return whether two tensors have the same shape, dtype and bits, NaN included."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def assert_same_state(got: Tensors, expected: Tensors, what: str) -> None:
-    """Compare two models' tensors bit by bit; ``what`` ends the message."""
+    """Compare the tensors of two models bit by bit; ``what`` ends the message."""
     assert got.keys() == expected.keys(), f"{sorted(got.keys() ^ expected.keys())} {what}"
     for path, tensor in expected.items():
-        assert same_bits(got[path], tensor), f"{path} has other bits {what}"
+        assert same_bits(got[path], tensor), f"{path} has different bits {what}"

@@ -1,4 +1,4 @@
-"""Laws of what a load costs: memory, bytes read, and the work of routing."""
+"""Laws of what a load costs: memory, bytes read, and function calls of routing."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from vllm_module.testing.sources import WatchedSource, WatchedStream
 
 @law
 def assert_reads_what_it_keeps(case: Case) -> None:
-    """Law 8: a rank reads what it keeps, once, and not before every name has found its place."""
+    """Law 8: a rank reads what it keeps, once, and only after every name has been routed."""
     module = case.build(case.rank, case.size)
     source = WatchedSource(case.tensors)
-    # Handles hold no memory: a stream of them waits for its last name too.
+    # Handles hold no memory, so even a stream of them is routed to its end first.
     streamed = case.choose([False, True], "as a stream")
     module.load_weights(iter(source.items()) if streamed else source)
     watch = source.watch
@@ -40,15 +40,15 @@ def assert_reads_what_it_keeps(case: Case) -> None:
 
 
 def _loaded(module: vLLMModule) -> list[torch.Tensor]:
-    """Return the tensors that a checkpoint fills, tied ones once."""
-    others = made(module, below=True)
+    """Return the tensors that a checkpoint fills, a tied tensor once."""
+    computed = made(module, below=True)
     persistent = module.state_dict().keys()
     buffers = [buffer for name, buffer in module.named_buffers() if name in persistent]
-    return [*(p for name, p in module.named_parameters() if name not in others), *buffers]
+    return [*(p for name, p in module.named_parameters() if name not in computed), *buffers]
 
 
 def _kept(tensor: torch.Tensor) -> int:
-    """Return how many elements come from the checkpoint: all but padding."""
+    """Return the number of elements that come from the checkpoint: all but padding."""
     if not isinstance(tensor, BasevLLMParameter):
         return tensor.numel()
     return prod(
@@ -58,25 +58,25 @@ def _kept(tensor: torch.Tensor) -> int:
 
 
 def _length(slot: Slot, tp_rank: int, tp_size: int) -> int:
-    """Return the features of ``slot`` that a rank keeps, counted one by one."""
-    each, ranks_a_part = slot.padded // slot.parts, tp_size // slot.parts
-    mine = [feature // each == tp_rank // ranks_a_part for feature in range(slot.size)]
-    return sum(mine)
+    """Return the number of features of ``slot`` that a rank keeps, counted one by one."""
+    part_size, ranks_per_part = slot.padded // slot.parts, tp_size // slot.parts
+    part = tp_rank // ranks_per_part
+    return sum(feature // part_size == part for feature in range(slot.size))
 
 
 @law
 def assert_memory_bounded(case: Case) -> None:
-    """Law 7: a load takes the final size, and a stream one tensor at a time.
+    """Law 7: a load takes the memory of the final module and of one tensor of the checkpoint.
 
-    No streamed tensor is held while the next one is made, and all memory that is allocated on
-    the way, at its peak, is the parameters' own and one tensor of the checkpoint; where weights
-    are processed, that and what works on one tensor.
+    No streamed tensor is held while the next one is made, and no tensor of a collection after the
+    load. The peak of all allocations is the parameters and one tensor of the checkpoint; if weights
+    are processed, also the working memory for one tensor.
     """
     module = case.build(case.rank, case.size)
     stream = WatchedStream(case.tensors)
     with _Allocations() as allocations:
         module.load_weights(stream)
-    held = 1 if case.overridden else 0  # an override's own loop holds what it handed down
+    held = 1 if case.overridden else 0  # the loop of an override holds the tensor it passed on
     assert stream.most_held <= held, f"{stream.most_held} streamed tensors are held at a time"
     given = {name: tensor.clone() for name, tensor in case.tensors.items()}
     kept = [weakref.ref(tensor) for tensor in given.values()]
@@ -91,8 +91,8 @@ def assert_memory_bounded(case: Case) -> None:
     largest = max(tensor.nbytes for tensor in case.tensors.values())
     working = 0
     if any(each.processes for each in module.modules() if isinstance(each, vLLMModule)):
-        # What converts or checks takes one tensor at a time, of a size of its own choice: on copies
-        # in float32 of it and of its scales.
+        # Converting and checking work on one tensor at a time, with float32 copies of it and of its
+        # scales.
         working = 6 * 4 * max(tensor.numel() for tensor in case.tensors.values())
     assert allocations.peak <= final + (1 + held) * largest + working, (
         f"loading {final} bytes, of which the largest tensor has {largest} in the checkpoint, "
@@ -101,7 +101,7 @@ def assert_memory_bounded(case: Case) -> None:
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as PyTorch has it
-    """Follows the memory that PyTorch allocates in this thread; ``peak`` is the most, in bytes."""
+    """Tracks the memory that PyTorch allocates in this thread; ``peak`` is in bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,7 +110,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as Py
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._live = {key: of for key, of in self._live.items() if not of[0].expired()}
+        self._live = {key: ref for key, ref in self._live.items() if not ref[0].expired()}
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
@@ -122,27 +122,29 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as Py
 
 @law
 def assert_cost_linear(case: Case) -> None:
-    """Law 10: routing costs as much for each name in a large tree as in a small one, in any order.
+    """Law 10: routing costs as many function calls for each name in a large tree as in a small one.
 
-    Counted in function calls, names of different modules taking turns: to plan a collection, to
-    load a stream, and to update one name, which costs the same whatever else there is (unless its
-    tensor is tied, and looked for in the tree).
+    The names of different modules alternate. Counted are a plan of a collection, a load of a stream
+    and an update of one name, whose cost does not depend on the size of the tree (unless its tensor
+    is tied: then the tree is searched).
     """
     small, large = _calls(case, 3), _calls(case, 12)
-    for what, few, many in zip(("plan", "load", "update one name of"), small, large, strict=True):
+    for what, few, many in zip(("plan", "load", "update one name"), small, large, strict=True):
         most = 1.2 if what.startswith("update") else 4.2
-        assert many <= most * few, f"to {what} 4 times the tree takes {many / few:.1f} times calls"
+        assert many <= most * few, (
+            f"4 times the tree takes {many / few:.1f} times the calls to {what}"
+        )
 
 
 def _calls(case: Case, copies: int) -> tuple[int, int, int]:
-    """Count the calls of a plan, a streamed load, and an update of one name."""
+    """Count the calls of a plan, of a streamed load and of an update of one name."""
     forest = vLLMModule()
     forest.trees = nn.ModuleList(vLLMModule() for _ in range(copies))
     for each in forest.trees:
         each.tree = case.build()
     expected = forest.expected_weights()
     tensors = random_weights(expected)
-    names = sorted(expected, key=lambda name: name[::-1])  # of different modules in turn
+    names = sorted(expected, key=lambda name: name[::-1])  # so that modules alternate
     pairs = [(name, tensors[name]) for name in names]
     planned = _count(lambda: forest.plan_weights([(name, expected[name]) for name in names]))
     loaded = _count(lambda: forest.load_weights(iter(pairs)))
@@ -152,7 +154,7 @@ def _calls(case: Case, copies: int) -> tuple[int, int, int]:
 
 
 def _count(work: Callable[[], object]) -> int:
-    """Return how many Python functions ``work`` calls."""
+    """Return the number of calls of Python functions in ``work``."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

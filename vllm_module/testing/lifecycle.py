@@ -1,4 +1,4 @@
-"""Laws of a module's life: meta, loaded, updated in place, and pure throughout."""
+"""Laws of a module's lifecycle: meta, loaded, updated in place, and pure throughout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
     assert_same_state,
     made,
-    part_name,
     random_weights,
     same_bits,
+    slot_name,
     state,
 )
 from vllm_module.testing.sources import failing_reads, failing_stream
@@ -29,20 +29,21 @@ from vllm_module.testing.sources import failing_reads, failing_stream
 
 @law
 def assert_pure(case: Case) -> None:
-    """Law 5: loading leaves no trace but the values.
+    """Law 5: loading changes the values of tensors and nothing else.
 
-    Plain parameters have an empty ``__dict__`` before, while and after; typed ones have what their
-    constructor declares; types, strides and ``requires_grad`` stay, and the checkpoint's tensors
-    gain nothing. Modules gain no attributes, Python modules no globals, and PyTorch and the
-    interpreter are left as they were. Two modules loaded by two threads get the bits of one.
+    Before, during and after a load, plain parameters have an empty ``__dict__`` and typed ones have
+    what their constructor declares. Types, strides and ``requires_grad`` stay. The checkpoint's
+    tensors get no attributes, modules no attributes, Python modules no globals, and the settings of
+    PyTorch and the interpreter stay. Modules loaded by two threads at once get the same bits.
     """
     tensors, module = case.tensors, case.build(case.rank, case.size)
     declared = {path: dict(vars(tensor)) for path, tensor in _tensors(module)}
-    kinds = {path: _kind(tensor) for path, tensor in _tensors(module)}
+    layouts = {path: _layout(tensor) for path, tensor in _tensors(module)}
 
     def check(when: str) -> None:
         for path, tensor in _tensors(module):
-            assert _kind(tensor) == kinds[path], f"{path} was {kinds[path]}: {_kind(tensor)} {when}"
+            layout = _layout(tensor)
+            assert layout == layouts[path], f"{path} was {layouts[path]}: {layout} {when}"
             extra = vars(tensor).keys() - (
                 declared[path].keys() if isinstance(tensor, BasevLLMParameter) else ()
             )
@@ -53,14 +54,14 @@ def assert_pure(case: Case) -> None:
 
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
         for pair in tensors.items():
-            check("while it is loaded")
+            check("during the load")
             yield pair
 
-    check("before it is loaded")
+    check("before the load")
     before = _surroundings(module)
     module.load_weights(watched())
     module.update_weights(tensors)
-    check("after it is loaded")
+    check("after the load")
     for name, tensor in tensors.items():
         assert not vars(tensor), f"the checkpoint's {name} now carries {sorted(vars(tensor))}"
     after = _surroundings(module)
@@ -82,13 +83,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return type(tensor), tensor.dtype, tensor.stride(), tensor.requires_grad
 
 
 def _surroundings(module: nn.Module) -> dict[str, object]:
-    """Return what a load has no business with, each thing by name."""
-    found: dict[str, object] = {
+    """Return, by name, the settings, attributes and globals that a load must not change."""
+    surroundings: dict[str, object] = {
         "garbage collection": gc.isenabled(),
         "grad mode": torch.is_grad_enabled(),
         "torch's threads": torch.get_num_threads(),
@@ -97,20 +98,20 @@ def _surroundings(module: nn.Module) -> dict[str, object]:
         "the number of threads": threading.active_count(),
     }
     for path, each in module.named_modules():
-        found[f"attributes of {path or 'the module'}"] = set(vars(each))
+        surroundings[f"attributes of {path or 'the module'}"] = set(vars(each))
     owners = {name for each in module.modules() for name in (type(each).__module__,)}
     for name, python_module in list(sys.modules.items()):
         framework = name.startswith("vllm_module.") and not name.startswith("vllm_module.testing")
         if framework or (name in owners and not name.startswith("torch")):
-            found |= _contents(name, vars(python_module))
+            surroundings |= _contents(name, vars(python_module))
     for cls in {type(each) for each in module.modules()}:
         if not cls.__module__.startswith("torch"):
-            found |= _contents(f"{cls.__module__}.{cls.__qualname__}", dict(vars(cls)))
-    return found
+            surroundings |= _contents(f"{cls.__module__}.{cls.__qualname__}", dict(vars(cls)))
+    return surroundings
 
 
 def _contents(where: str, names: dict[str, object]) -> dict[str, object]:
-    """Return the identity and length of everything that has a name there."""
+    """Return the identity and length of every value in a namespace."""
     return {
         f"{where}.{name}": (id(value), len(value) if isinstance(value, list | dict | set) else 0)
         for name, value in list(names.items())
@@ -120,15 +121,15 @@ def _contents(where: str, names: dict[str, object]) -> dict[str, object]:
 
 @law
 def assert_meta_first(case: Case) -> None:
-    """Law 6: parameters are born on meta, become real as they arrive, and all have to.
+    """Law 6: parameters are created on meta and materialize as their weights arrive.
 
-    With any part of the checkpoint the module refuses to run and names exactly the slots that are
-    not filled; only what arrived has memory. When the rest arrives, it runs.
+    With part of the checkpoint, the module refuses to run and names the slots that are not filled;
+    only parameters with a filled slot have memory. When the rest arrives, it runs.
     """
     module = case.build(case.rank, case.size)
     for path, parameter in module.named_parameters():
         if isinstance(parameter, BasevLLMParameter):
-            assert parameter.is_meta, f"{path} is born on {parameter.device}"
+            assert parameter.is_meta, f"{path} is created on {parameter.device}"
     module.plan_weights(iter(case.tensors.items()))
     for path, parameter in module.named_parameters():
         if isinstance(parameter, BasevLLMParameter):
@@ -138,12 +139,12 @@ def assert_meta_first(case: Case) -> None:
     _assert_refuses(module, "before anything was loaded")
     module.update_weights({n: t for n, t in case.tensors.items() if n not in late})
     message = _assert_refuses(module, f"without {sorted(late)}")
-    others = made(module, below=True)
+    computed = made(module, below=True)
     for path, parameter in module.named_parameters(remove_duplicate=True):
-        if path in others:
+        if path in computed:
             continue
         slots = parameter.slots if isinstance(parameter, BasevLLMParameter) else ("",)
-        missing = [s for s in slots if (part_name(path, s) if s else path) in late]
+        missing = [s for s in slots if (slot_name(path, s) if s else path) in late]
         if isinstance(parameter, BasevLLMParameter):
             assert parameter.is_meta == (len(missing) == len(slots)), (
                 f"{path} is on {parameter.device}, and lacks {missing} of its slots {slots}"
@@ -160,8 +161,8 @@ def assert_meta_first(case: Case) -> None:
 
 
 def _assert_refuses(module: vLLMModule, when: str) -> str:
-    """Check that neither ``check_ready`` nor a call goes through, and return what it says."""
-    # The refusal comes before the arguments are looked at.
+    """Check that calling the module is refused, and return the message."""
+    # The refusal comes before the missing arguments are noticed.
     error = refusal((ModelNotReadyError, TypeError), module, f"runs {when}")
     assert isinstance(error, ModelNotReadyError), f"runs {when}: {error}"
     return str(error)
@@ -169,12 +170,12 @@ def _assert_refuses(module: vLLMModule, when: str) -> str:
 
 @law
 def assert_reload_in_place(case: Case) -> None:
-    """Law 9: new weights, whole or in part, go into the memory that is there, by the same path.
+    """Law 9: new weights, all or some, go into the existing memory by the same path.
 
-    A reload gives the bits of a first load; an update changes the slots it names and no other;
-    neither moves a tensor. While it is loaded a module refuses to run and to be loaded by others.
-    A load that breaks midway, of the module or of one below it, leaves it refusing to run, through
-    any later update, until a whole load succeeds.
+    A reload gives the bits of a first load. An update changes the slots it names and no others.
+    Neither moves a tensor. During a load, the module refuses to run and to be loaded by another
+    thread. After a load that breaks midway, of the module or of a submodule, it refuses to run
+    until a complete load succeeds; an update is not enough.
     """
     module = case.build(case.rank, case.size)
     module.load_weights(case.tensors)
@@ -197,10 +198,10 @@ def assert_reload_in_place(case: Case) -> None:
 
     def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(case.tensors.items())[:1]
-        refusal(ModelNotReadyError, module.check_ready, "ready while it is loaded")
+        refusal(ModelNotReadyError, module.check_ready, "ready during a load")
         with ThreadPoolExecutor(1) as another:
             second = another.submit(module.load_weights, {})
-            refusal(RuntimeError, second.result, "loaded by two threads at a time")
+            refusal(RuntimeError, second.result, "loaded by two threads at once")
         yield from list(case.tensors.items())[1:]
 
     module.load_weights(interrupted())
@@ -212,8 +213,8 @@ def assert_reload_in_place(case: Case) -> None:
     path, broken = below[case.choose(range(len(below)), "which module breaks")]
     if not _break(case, broken):
         if not case.overridden:
-            module.check_ready()  # it broke before anything was written
-        return  # or an override took in the whole stream first
+            module.check_ready()  # the load broke before anything was written
+        return  # with an override, which may read the whole stream first
     when = f"after a load of {path or 'the module'} that broke midway"
     for each in broken.modules():
         if isinstance(each, vLLMModule):
@@ -228,23 +229,23 @@ def assert_reload_in_place(case: Case) -> None:
 
 
 def _break(case: Case, module: vLLMModule) -> bool:
-    """Have a load or an update break; return whether something was written before."""
+    """Break a load or an update; return whether something was written before."""
     tensors = random_weights(module.expected_weights(), seed=case.seed + 2)
     before = state(module)
     call = case.choose(["load_weights", "update_weights"], "call")
     fault = OSError("the source broke")
     kept = sorted({read.name for read in module.plan_weights(tensors).reads()})
-    of_reads = case.choose([False, True], "a read fails")
+    read_fails = case.choose([False, True], "a read fails")
     after = 1
     weights: Any
-    if kept and of_reads:
+    if kept and read_fails:
         name = case.choose(kept, "fails to be read")
         weights = failing_reads(tensors, [name], fault)
     else:
         after = case.choose(range(len(tensors) + 1), "the stream breaks after")
         weights = failing_stream(tensors, after, fault)
     broken = refusal(OSError, lambda: getattr(module, call)(weights), "a broken source was loaded")
-    assert broken is fault, f"raised {broken!r} in place of the source's own error"
+    assert broken is fault, f"raised {broken!r} in place of the source's error"
     if after and not case.overridden:
         return True
     return any(not same_bits(tensor, before[path]) for path, tensor in state(module).items())

@@ -9,13 +9,13 @@ import torch
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN (integers: their largest value), so that what nobody wrote shows.
+    """Fill new memory with NaN (integers: their largest value), so that unwritten elements show.
 
-    PyTorch does it itself in deterministic mode, for ``torch.empty`` and everything like it.
+    PyTorch does this in deterministic mode, for ``torch.empty`` and everything like it.
     """
     before = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings():
-        # An operation that has no deterministic form is no news here.
+        # Some operations have no deterministic form, and warn.
         warnings.filterwarnings("ignore", ".*deterministic", UserWarning)
         torch.set_deterministic_debug_mode("warn")
         try:

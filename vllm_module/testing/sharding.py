@@ -1,4 +1,4 @@
-"""Laws of where weights go: each to its slot, by its whole name, and to the ranks that keep it."""
+"""Laws of where weights go: by exact name into one slot, and to the ranks that keep it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from vllm_module.testing.checkpoints import (
     converted,
     fuse,
     made,
-    part_name,
     same_bits,
+    slot_name,
     state,
 )
 from vllm_module.tree import locations
 
-# How far sharded outputs may be from unsharded ones, as a part of the largest: sums are taken in
+# How much sharded outputs may differ from unsharded ones, relative to the largest, since sums have
 # another order. float64 models normalize and rotate in float32.
-_WITHIN = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @law
 def assert_sharding_equivalent(case: Case) -> None:
-    """Law 3: the ranks' shards cover every tensor, and all ranks together compute the same.
+    """Law 3: the ranks' shards cover every tensor, and the ranks compute the unsharded outputs.
 
-    Put together again, they give the checkpoint bit for bit: replicas agree, padding is zero,
-    nothing is left out. What is converted, such as quantized, while it is loaded is as near to the
-    checkpoint as its conversion says. Then, where the module has a ``forward``, every rank's
-    outputs are those of the unsharded module, up to the order of sums; or, where a conversion's
-    bits depend on the cut, roughly.
+    The shards, reassembled, are the checkpoint bit for bit: replicas agree, padding is zero, and
+    nothing is left out. A tensor that a conversion changes, such as quantizing, is within the
+    conversion's error bound. If the module has a ``forward``, every rank's outputs are those of the
+    unsharded module up to the order of sums, or approximately if a conversion's bits depend on the
+    cut.
     """
     size, whole, tensors = case.size, case.build(), case.tensors
-    alike = assert_covers(case)
+    same_weights = assert_covers(case)
     whole.load_weights(tensors)
     if case.inputs is None:
         return
@@ -53,16 +53,16 @@ def assert_sharding_equivalent(case: Case) -> None:
 
     for rank, got in enumerate(case.on_every_rank(outputs)):
         where = f"rank {rank} of {size}: output"
-        if alike:
+        if same_weights:
             assert_outputs(got, expected, where)
             continue
         for index, (one, other) in enumerate(zip(got, expected, strict=True)):
-            far = (one - other).norm() / other.norm()
-            assert far < 0.5, f"{where} {index} is another: {far:.2g} of it"
+            error = (one - other).norm() / other.norm()
+            assert error < 0.5, f"{where} {index} differs by {error:.2g} of its norm"
 
 
 def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
-    """Compare what forward returned: numbers up to the order of sums, all else exactly."""
+    """Compare outputs of forward: numbers up to the order of sums, everything else exactly."""
     assert len(got) == len(expected), f"{where}s: {len(got)}, and {len(expected)} on one rank"
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         what = f"{where} {index}"
@@ -72,7 +72,7 @@ def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
         assert one.shape == other.shape, (
             f"{what} has the shape {list(one.shape)}, and {list(other.shape)} on one rank"
         )
-        if other.dtype not in _WITHIN:
+        if other.dtype not in _TOLERANCES:
             assert torch.equal(one, other), f"{what} is not the same as on one rank"
             continue
         finite = other.isfinite()
@@ -80,8 +80,8 @@ def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
         if not finite.any():
             continue
         error, most = (one - other)[finite].abs().max().item(), other[finite].abs().max().item()
-        # Few numbers of few bits may all happen to be small.
-        tolerance = _WITHIN[other.dtype] * max(most, 0.1 if other.itemsize == 2 else 0)
+        # In 16 bits, a few outputs may all happen to be small.
+        tolerance = _TOLERANCES[other.dtype] * max(most, 0.1 if other.itemsize == 2 else 0)
         assert error <= tolerance, (
             f"{what} differs by {error:.3g} from the unsharded module's, whose largest is "
             f"{most:.3g}"
@@ -89,15 +89,16 @@ def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
 
 
 def assert_covers(case: Case) -> bool:
-    """Put the ranks' parameters together and compare them with the checkpoint, bit by bit.
+    """Reassemble the ranks' parameters and compare them with the checkpoint, bit by bit.
 
-    Return whether they are what one rank holds; what is converted may differ by its error.
+    Return whether they are the unsharded module's; only converted tensors may differ, within their
+    error bound.
     """
     size, tensors = case.size, case.tensors
 
     def load(module: vLLMModule) -> Tensors:
         module.load_weights(tensors)
-        # Processes exchange tensors by pickle, which knows no floats of 8 bits.
+        # Processes exchange tensors by pickle, which cannot encode eight-bit floats.
         return {
             path: tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
             for path, tensor in _restored(module).items()
@@ -108,7 +109,7 @@ def assert_covers(case: Case) -> bool:
     held = _restored(whole)
     dtypes = {path: tensor.dtype for path, tensor in held.items()}
     conversions = converted(case.whole)
-    alike = True
+    same_weights = True
     ranks = [
         {path: tensor.view(dtypes.get(path, tensor.dtype)) for path, tensor in rank.items()}
         for rank in case.on_every_rank(load)
@@ -123,10 +124,10 @@ def assert_covers(case: Case) -> bool:
             for got, where in ((tensor, "one rank"), (together[name][1], f"{size} ranks")):
                 over = ((got - given).abs() - bound).max().item()
                 assert over <= 0, (
-                    f"{path} over {where} is farther from {name} than its conversion says, "
-                    f"by {over:.3g}"
+                    f"{path} over {where} differs from {name} by {over:.3g} more than its "
+                    "conversion allows"
                 )
-            alike &= same_bits(together[name][1], tensor)
+            same_weights &= same_bits(together[name][1], tensor)
             continue
         assert same_bits(together[name][1], tensor), (
             f"{path} over {size} ranks, put together, is not what one rank holds of {name}"
@@ -138,13 +139,13 @@ def assert_covers(case: Case) -> bool:
         assert same_bits(tensor, given.reshape(tensor.shape)), (
             f"{path} on one rank is not the checkpoint's {name}"
         )
-    return alike
+    return same_weights
 
 
 def _restored(module: vLLMModule) -> Tensors:
-    """Return a copy of every tensor that is stored, by path; what was converted, turned back."""
-    others = made(module, below=True)
-    tensors = {path: tensor for path, tensor in state(module).items() if path not in others}
+    """Return a copy of every stored tensor, by path, with conversions undone."""
+    computed = made(module, below=True)
+    tensors = {path: tensor for path, tensor in state(module).items() if path not in computed}
     for location in locations(module):
         if location.conversion is not None:
             tensors[location.path] = location.conversion.restored(location.node.module)
@@ -154,7 +155,7 @@ def _restored(module: vLLMModule) -> Tensors:
 def _stored(
     module: vLLMModule, ranks: list[Tensors], where: str
 ) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return what the ranks' states make up together, by checkpoint name, each with its path."""
+    """Return the ranks' states reassembled, by checkpoint name, each tensor with its path."""
     declared = dict(module.named_parameters(remove_duplicate=False))
     found = {}
     for path in ranks[0]:
@@ -162,7 +163,7 @@ def _stored(
         tensors = [rank[path] for rank in ranks]
         if isinstance(parameter, BasevLLMParameter):
             for slot, tensor in reassemble(parameter, tensors, f"{path} {where}").items():
-                found[part_name(path, slot) if slot else path] = path, tensor
+                found[slot_name(path, slot) if slot else path] = path, tensor
             continue
         for rank, tensor in enumerate(tensors):
             assert same_bits(tensor, tensors[0]), f"{path} {where}: rank {rank} is not rank 0"
@@ -173,21 +174,21 @@ def _stored(
 def reassemble(
     parameter: BasevLLMParameter, ranks: Sequence[torch.Tensor], what: str
 ) -> dict[str, torch.Tensor]:
-    """Put all ranks' tensors of one parameter together: a tensor for each slot, as stored.
+    """Reassemble the ranks' tensors of one parameter into the stored tensor of each slot.
 
-    Works from the declared dimensions alone, so that it shares no arithmetic with what cut them.
-    Raises ``AssertionError`` where replicas differ or padding is not zero; ``what`` names it.
+    Works from the declared dimensions alone, and shares no arithmetic with the code that cuts.
+    Raises ``AssertionError`` if replicas differ or padding is not zero; ``what`` names the tensor.
     """
     stored = {}
     at = 0
     for slot in parameter.dims[parameter.slot_dim].slots:
-        room = slot.padded // slot.parts
-        pieces = [tensor.narrow(parameter.slot_dim, at, room) for tensor in ranks]
-        at += room
+        part_size = slot.padded // slot.parts
+        pieces = [tensor.narrow(parameter.slot_dim, at, part_size) for tensor in ranks]
+        at += part_size
         for dim, declared in enumerate(parameter.dims):
-            of_dim = slot if dim == parameter.slot_dim else declared.slots[0]
-            if of_dim.parts > 1:
-                pieces = [_joined(pieces, of_dim, dim, f"slot {slot.name!r} of {what}")]
+            dim_slot = slot if dim == parameter.slot_dim else declared.slots[0]
+            if dim_slot.parts > 1:
+                pieces = [_joined(pieces, dim_slot, dim, f"slot {slot.name!r} of {what}")]
         for rank, piece in enumerate(pieces):
             assert same_bits(piece, pieces[0]), f"{what}: slot {slot.name!r}: rank {rank} differs"
         whole = pieces[0]
@@ -202,21 +203,21 @@ def reassemble(
 
 
 def _joined(pieces: list[torch.Tensor], slot: Slot, dim: int, what: str) -> torch.Tensor:
-    """Join the parts along ``dim``; neighbouring ranks share one where there are more ranks."""
-    share = len(pieces) // slot.parts
+    """Join the parts along ``dim``; if ranks outnumber parts, neighbouring ranks share a part."""
+    ranks_per_part = len(pieces) // slot.parts
     for rank, piece in enumerate(pieces):
-        first = rank // share * share
+        first = rank // ranks_per_part * ranks_per_part
         assert same_bits(piece, pieces[first]), f"{what}: rank {rank} is no copy of rank {first}"
-    return torch.cat(pieces[::share], dim=dim)
+    return torch.cat(pieces[::ranks_per_part], dim=dim)
 
 
 @law
 def assert_routed_exactly(case: Case) -> None:
-    """Law 4: a name reaches the one slot that it names, whole components compared, and no other.
+    """Law 4: a name fills exactly the slot that it names, and whole components are compared.
 
-    A fused layer that is stored as one tensor, its parts in the order of ``shard_names``, loads
-    like its parts: cut by slot first and by rank then. A name that only resembles one that the
-    module knows, or that belongs elsewhere in the tree, is unexpected.
+    A fused tensor, with its slots in the order of ``shard_names``, loads like separate tensors: cut
+    by slot first and by rank second. A name that only resembles a known one, or that belongs
+    elsewhere in the tree, is unexpected.
     """
     names = Names.of(case.whole)
     split, whole = case.build(case.rank, case.size), case.build(case.rank, case.size)
@@ -238,12 +239,12 @@ def assert_routed_exactly(case: Case) -> None:
         f"{similar}, which only resemble {name!r}, were not refused",
     )
     assert error.report is not None
-    told = [problem.name for problem in error.report.unexpected]
-    assert sorted(told) == sorted(similar), f"of {similar}, only {told} were refused"
+    refused = [problem.name for problem in error.report.unexpected]
+    assert sorted(refused) == sorted(similar), f"of {similar}, only {refused} were refused"
 
 
 def _resembling(name: str, known: Iterable[str]) -> set[str]:
-    """Return names that differ from ``name`` in one component, or have one more."""
+    """Return names that differ from ``name`` in one component, or have one more or one fewer."""
     components = name.split(".")
     others = {component for other in known for component in other.split(".")}
     similar = {f"{name}.", f".{name}", f"{name}.{components[-1]}"}

@@ -1,4 +1,4 @@
-"""Sources that watch how they are read, or fail on the way."""
+"""Sources that record how they are read, or fail on the way."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def failing_stream(
 ) -> Iterator[tuple[str, Weight]]:
     """Yield the first ``after`` pairs of ``weights``, then fail.
 
-    ``fault`` is an exception to raise or a function to call, which may raise, wait, or end the
-    process; if it returns, the stream goes on.
+    ``fault`` is an exception to raise, or a function to call. The function may raise, wait or end
+    the process; if it returns, the stream goes on.
     """
     for index, pair in enumerate(weights.items()):
         if index == after:
-            _happen(fault)
+            _trigger(fault)
         yield pair
     if after >= len(weights):
-        _happen(fault)
+        _trigger(fault)
 
 
 def failing_reads(
     weights: Mapping[str, torch.Tensor], names: Iterable[str], fault: Fault
 ) -> dict[str, Weight]:
-    """Return handles of ``weights``, of which those in ``names`` fail when they are read.
+    """Return ``weights`` as handles; those in ``names`` fail when they are read.
 
-    ``fault`` is as for :func:`failing_stream`. What is only looked at or narrowed does not fail.
+    ``fault`` is as for :func:`failing_stream`. Looking at a handle or narrowing it does not fail.
     """
     failing = set(names)
     if unknown := failing - weights.keys():
@@ -45,7 +45,7 @@ def failing_reads(
     }
 
 
-def _happen(fault: Fault) -> None:
+def _trigger(fault: Fault) -> None:
     if isinstance(fault, BaseException):
         raise fault
     fault()
@@ -60,29 +60,29 @@ class FailingHandle:
         self._fault = fault
 
     def narrow(self, dim: int, start: int, length: int) -> FailingHandle:
-        """Keep a part; it fails like the whole."""
+        """Return a handle of a part, which fails too."""
         return FailingHandle(self._tensor.narrow(dim, start, length), self._fault)
 
     def read_into(self, destination: torch.Tensor) -> None:
         """Fail, then read."""
-        _happen(self._fault)
+        _trigger(self._fault)
         read_into(self._tensor, destination)
 
     def read(self) -> torch.Tensor:
         """Fail, then read into a new tensor."""
-        _happen(self._fault)
+        _trigger(self._fault)
         return self._tensor.clone()
 
 
 @dataclass
 class Watch:
-    """What is seen of a source while it is loaded.
+    """A record of how a source is loaded.
 
     Attributes:
-        reads: for each part that was read, the tensor's name, where the part begins in each
-            dimension, and its shape.
+        reads: for each read, the tensor's name, where the part begins in each dimension, and its
+            shape.
         given_out: whether every name has been given out.
-        routed: whether that was so at every read.
+        routed: whether every name had been given out at every read.
 
     """
 
@@ -92,7 +92,7 @@ class Watch:
 
 
 class WatchedSource(Mapping[str, Weight]):
-    """Handles of tensors in memory that enter every read in ``watch``."""
+    """Handles of tensors in memory that record every read in ``watch``."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.watch = Watch()
@@ -111,43 +111,43 @@ class WatchedSource(Mapping[str, Weight]):
 
 
 class WatchedHandle:
-    """A handle of a tensor in memory that enters its reads in ``watch``."""
+    """A handle of a tensor in memory that records its reads in ``watch``."""
 
     def __init__(
         self, tensor: torch.Tensor, name: str, start: tuple[int, ...], watch: Watch
     ) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.start = start  # of the part, in each dimension of the tensor
+        self.start = start  # where the handle begins, in each dimension of the tensor
         self._tensor, self._name, self._watch = tensor, name, watch
 
     def narrow(self, dim: int, start: int, length: int) -> WatchedHandle:
-        """Keep a part."""
+        """Return a handle of a part."""
         begin = list(self.start)
         begin[dim] += start
         part = self._tensor.narrow(dim, start, length)
         return WatchedHandle(part, self._name, tuple(begin), self._watch)
 
     def read_into(self, destination: torch.Tensor) -> None:
-        """Read, and enter it."""
+        """Read, and record it."""
         self._watch.routed &= self._watch.given_out
         self._watch.reads.append((self._name, self.start, tuple(self.shape)))
         read_into(self._tensor, destination)
 
     def read(self) -> torch.Tensor:
-        """Read into a new tensor, and enter it."""
+        """Read into a new tensor, and record it."""
         destination = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(destination)
         return destination
 
 
 class WatchedStream:
-    """Pairs of name and tensor, each made when it is asked for and held by nobody here.
+    """A stream of names and tensors that makes each tensor on demand and keeps none.
 
-    ``most_held`` is how many of them were still alive, at most, when the next one was asked for.
+    ``most_held`` is the largest number of its tensors that were alive when the next was requested.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._left = iter(tensors.items())
+        self._remaining = iter(tensors.items())
         self._given: list[weakref.ref[torch.Tensor]] = []
         self.most_held = 0
 
@@ -157,7 +157,7 @@ class WatchedStream:
     def __next__(self) -> tuple[str, torch.Tensor]:
         self._given = [given for given in self._given if given() is not None]
         self.most_held = max(self.most_held, len(self._given))
-        name, tensor = next(self._left)
+        name, tensor = next(self._remaining)
         fresh = tensor.clone()
         self._given.append(weakref.ref(fresh))
         return name, fresh

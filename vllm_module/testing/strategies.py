@@ -1,6 +1,6 @@
-"""What the laws are held against: sizes, layouts, dtypes, parameters and model configurations.
+"""Strategies for Hypothesis: sizes, layouts, dtypes, parameters and model configurations.
 
-Everything shrinks towards the plainest: one rank, one head, the smallest features.
+Every strategy shrinks towards the simplest case: one rank, one head, the fewest features.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tp_sizes(most: int = 8) -> st.SearchStrategy[int]:
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """Draw a dtype that a weight is stored and held in without being quantized."""
+    """Draw a dtype of weights that are not quantized."""
     return st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 
@@ -47,12 +47,12 @@ def features(most: int = 3) -> st.SearchStrategy[int]:
 
 
 def vocabularies(most: int = 150) -> st.SearchStrategy[int]:
-    """Draw a vocabulary: nearly every one needs padding, and ranks may hold padding alone."""
+    """Draw a vocabulary size. Nearly all need padding, and a rank may hold nothing but padding."""
     return st.integers(1, most)
 
 
 class HeadLayout(NamedTuple):
-    """Query heads, the key-value heads they share, and the features of each."""
+    """Query heads, the key-value heads that they share, and the features of a head."""
 
     heads: int
     kv_heads: int
@@ -61,14 +61,14 @@ class HeadLayout(NamedTuple):
 
 @st.composite
 def head_layouts(draw: st.DrawFn) -> HeadLayout:
-    """Draw heads; where there are fewer key-value heads than ranks, ranks replicate them."""
+    """Draw heads. With fewer key-value heads than ranks, the ranks replicate them."""
     heads = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12]))
     kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     return HeadLayout(heads, kv_heads, draw(st.sampled_from([2, 4, 6])))
 
 
 class SlotLayout(NamedTuple):
-    """A slot whatever the tensor-parallel size: ``most_parts`` are the most it can be cut into."""
+    """A slot for any tensor-parallel size; it can be cut into ``most_parts`` parts at most."""
 
     name: str
     size: int
@@ -76,7 +76,7 @@ class SlotLayout(NamedTuple):
     padded: int
 
     def at(self, tp_size: int) -> Slot:
-        """Return the slot for one size."""
+        """Return the slot for one tensor-parallel size."""
         return Slot(self.name, self.size, min(self.most_parts, tp_size), self.padded)
 
 
@@ -87,13 +87,13 @@ DimLayout = tuple[SlotLayout, ...]
 def dim_layouts(
     draw: st.DrawFn, *, unit: int = 1, cut: bool = True, fused: bool = True, partial: bool = False
 ) -> DimLayout:
-    """Draw a dimension: one slot, padded or not, or several with names, some of them replicated.
+    """Draw a dimension: one slot, padded or not, or several named slots, some replicated.
 
     Args:
-        unit: features that no edge may fall between, such as those of a packed element.
-        cut: whether ranks share it; else every rank keeps it whole.
+        unit: features that cannot be separated, such as those of a packed element.
+        cut: whether the dimension is cut among ranks; otherwise every rank keeps it whole.
         fused: whether it may have several slots.
-        partial: whether the last unit may be incomplete where nothing is cut, as blocks may.
+        partial: whether the last unit may be incomplete, as a block may, if nothing is cut.
 
     """
     count = draw(st.integers(1, 3)) if fused else 1
@@ -114,11 +114,11 @@ def dim_layouts(
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """A typed parameter, whatever the tensor-parallel size: ``build`` makes it for one.
+    """A typed parameter for any tensor-parallel size; ``build`` makes it for one.
 
     Attributes:
-        cls: its class.
-        output, input: the features of the layer it belongs to; ``None`` where it has none.
+        cls: the parameter's class.
+        output, input: dimensions over the layer's features; ``None`` if the parameter lacks one.
         entries: further arguments of the constructor.
         dtype: of the parameter.
 
@@ -131,7 +131,7 @@ class ParameterLayout:
     dtype: torch.dtype
 
     def build(self) -> BasevLLMParameter:
-        """Return the parameter of the rank whose tensor-parallel group surrounds the call."""
+        """Return the parameter of the current tensor-parallel group's rank."""
         group = tensor_parallel_group()
         dims = [
             Dim(tuple(slot.at(group.size) for slot in dim))
@@ -153,7 +153,7 @@ def _weights(
     partial: bool = False,
     **entries: Any,
 ) -> ParameterLayout:
-    """Draw ``[output, input]``, of which ranks share one: they lie on one axis."""
+    """Draw ``[output, input]``; at most one of the two is cut among ranks."""
     column = draw(st.booleans())
     output = draw(dim_layouts(unit=units[0], cut=column, partial=partial))
     inputs = draw(dim_layouts(unit=units[1], cut=not column, fused=False, partial=partial))
@@ -259,7 +259,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
 
 
 def architectures() -> tuple[str, ...]:
-    """Return the architectures that :func:`model_configs` knows by name."""
+    """Return the architectures that :func:`model_configs` can draw."""
     return tuple(_ARCHITECTURES)
 
 
@@ -267,11 +267,11 @@ def architectures() -> tuple[str, ...]:
 def model_configs(
     draw: st.DrawFn, architecture: str | None = None, /, **entries: st.SearchStrategy[Any]
 ) -> HFConfig:
-    """Draw a whole tiny ``config.json`` of a causal language model.
+    """Draw a complete ``config.json`` of a tiny causal language model.
 
     Args:
         architecture: a registered one, whose own entries are drawn too.
-        **entries: strategies for further entries, or in place of those drawn here.
+        **entries: strategies for further entries; they replace those drawn here.
 
     """
     layout = draw(head_layouts())
@@ -282,7 +282,7 @@ def model_configs(
         "num_attention_heads": layout.heads,
         "num_key_value_heads": layout.kv_heads,
         "head_dim": layout.head_size,
-        # Sizes that divide the heads should divide this too, or else every case is a refusal.
+        # A multiple of the heads, or most tensor-parallel sizes would be refused.
         "intermediate_size": layout.heads * draw(st.integers(1, 3)),
         "vocab_size": draw(vocabularies()),
         "tie_word_embeddings": draw(st.booleans()),

@@ -20,15 +20,15 @@ from vllm_module.messages import printable
 from vllm_module.weights import os_pages
 from vllm_module.weights.regular_file import ReadLease, open_regular
 
-# A preadv a piece costs about 1 µs and the GIL, which no longer shows in pieces of this length.
-_LONG_PIECE = 64 << 10
+# One preadv costs about 1 µs and the GIL, which no longer shows in segments of this length.
+_LONG_SEGMENT = 64 << 10
 # Bytes of the file that one madvise maps: enough to hide the call, few enough to stay in the CPU's
 # cache until they are copied.
 _WINDOW = 16 << 20
 # Bytes that are read at once where there is no lease. They are copied twice, and more of them would
 # not stay in the CPU's cache in between.
 _SCRATCH = 4 << 20
-# A row of this length takes longer to read whole than a preadv for its piece.
+# A row of this length takes longer to read whole than a preadv for its segment.
 _LONGEST_ROW = 1 << 20
 # torch copies this many elements with threads of its own, but the callers are threads already.
 _THREADED_ELEMENTS = 32768
@@ -42,7 +42,7 @@ _PYBUF_WRITE = 0x200
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``count`` pieces of ``length`` bytes, the first at ``offset``, one every ``stride`` bytes."""
+    """``count`` segments of ``length`` bytes, at ``offset`` and every ``stride`` bytes after it."""
 
     offset: int
     length: int
@@ -51,17 +51,17 @@ class Run:
 
     @property
     def span(self) -> int:
-        """Bytes from the first byte of the first piece to the last byte of the last one."""
+        """Bytes from the first byte of the first segment to the last byte of the last one."""
         return (self.count - 1) * self.stride + self.length
 
 
 class FileBytes:
     """The bytes of one open file, which many threads may read into memory at once.
 
-    Long pieces are read by ``preadv`` straight into the destination. For pieces of a few hundred
-    bytes (columns cut out of each row) a system call would cost more than the bytes: they are
-    copied out of a mapping of the file while a lease makes that safe, and else whole rows are read
-    and cut in memory.
+    Long segments are read by ``preadv`` straight into the destination. For segments of a few
+    hundred bytes (columns cut out of each row) a system call would cost more than the bytes: they
+    are copied out of a mapping of the file under a lease, which makes that safe. Without a lease,
+    whole rows are read and cut in memory.
 
     A file that cannot be opened is a CheckpointFormatError, one that cannot be read or has changed
     a WeightReadError.
@@ -117,8 +117,8 @@ class FileBytes:
         self.check_unchanged()
         position = address
         for run in runs:
-            if run.count > 1 and run.length < _LONG_PIECE and run.stride < _LONGEST_ROW:
-                self._read_short_pieces(run, position)
+            if run.count > 1 and run.length < _LONG_SEGMENT and run.stride < _LONGEST_ROW:
+                self._read_short_segments(run, position)
             else:
                 for index in range(run.count):
                     view = _view(position + index * run.length, run.length)
@@ -141,23 +141,23 @@ class FileBytes:
                 )
             view, offset = view[count:], offset + count
 
-    def _read_short_pieces(self, run: Run, address: int) -> None:
+    def _read_short_segments(self, run: Run, address: int) -> None:
         scratch: torch.Tensor | None = None  # one for all turns: new memory costs more than reading
         first = 0
         while first < run.count:
             with self._lease.hold() as leased:
                 count = max(1, (_WINDOW if leased else _SCRATCH) // run.stride)
                 count = min(count, run.count - first)
-                part = Run(run.offset + first * run.stride, run.length, run.stride, count)
+                window = Run(run.offset + first * run.stride, run.length, run.stride, count)
                 target = address + first * run.length
                 if leased:
-                    self._copy_mapped(part, target)
+                    self._copy_mapped(window, target)
             if not leased:
                 if scratch is None:
-                    scratch = torch.empty(part.span, dtype=torch.uint8)
-                rows = scratch[: part.span]
-                self._read(part.offset, _view(rows.data_ptr(), part.span))
-                _copy_pieces(rows, part, target)
+                    scratch = torch.empty(window.span, dtype=torch.uint8)
+                rows = scratch[: window.span]
+                self._read(window.offset, _view(rows.data_ptr(), window.span))
+                _copy_segments(rows, window, target)
             first += count
 
     def _copy_mapped(self, run: Run, address: int) -> None:
@@ -173,7 +173,7 @@ class FileBytes:
         code = os_pages.advise(start, length, os_pages.POPULATE_READ)
         if code not in (0, EINVAL):  # an older kernel maps each OS page when it is touched
             raise self._failure(run.offset, os.strerror(code))
-        _copy_pieces(source, run, address)
+        _copy_segments(source, run, address)
         # The OS pages stay in the page cache, but no longer count as memory of this process.
         os_pages.advise(start, length, os_pages.DONTNEED)
 
@@ -199,16 +199,16 @@ class FileBytes:
         )
 
 
-def _copy_pieces(source: torch.Tensor, run: Run, address: int) -> None:
-    """Copy the pieces of a run to ``address`` without gaps; ``source`` is its span as bytes."""
+def _copy_segments(source: torch.Tensor, run: Run, address: int) -> None:
+    """Copy the segments of a run to ``address`` without gaps; ``source`` is its span as bytes."""
     unit = gcd(8, source.data_ptr(), run.length, run.stride, address)
     dtype, columns = _UNITS[unit], run.length // unit
-    pieces = source.view(dtype).as_strided((run.count, columns), (run.stride // unit, 1))
+    segments = source.view(dtype).as_strided((run.count, columns), (run.stride // unit, 1))
     target = torch.frombuffer(_view(address, run.count * run.length), dtype=dtype)
     target = target.view(run.count, columns)
     step = max(1, (_THREADED_ELEMENTS - 1) // columns)
     for row in range(0, run.count, step):
-        target[row : row + step].copy_(pieces[row : row + step])
+        target[row : row + step].copy_(segments[row : row + step])
 
 
 def _view(address: int, length: int) -> memoryview:

@@ -48,8 +48,8 @@ def _cut(weight: Handle, destination: Destination) -> list[_Job]:
     pieces = []
     for start in range(0, size, step):
         length = min(step, size - start)
-        part = destination.narrow(dim, start, length)
-        pieces += _cut(weight.narrow(dim, start, length), part)
+        target = destination.narrow(dim, start, length)
+        pieces += _cut(weight.narrow(dim, start, length), target)
     return pieces
 
 

@@ -1,9 +1,9 @@
-"""A small checkpoint in Hugging Face layout, trained until it recites a paragraph."""
+"""A small checkpoint in Hugging Face layout, trained until it generates a given paragraph."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ PARAGRAPH = (
 )
 PROMPT = "A model is a tree"
 END = "<|endoftext|>"
-_FILES = 4
+_NUM_FILES = 4
 _CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -34,7 +34,7 @@ _CONFIG: dict[str, Any] = {
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,  # fewer than four ranks, which then share them
+    "num_key_value_heads": 2,  # fewer than four ranks, so ranks share them
     "head_dim": 16,
     "hidden_act": "silu",
     "max_position_embeddings": 512,
@@ -44,14 +44,14 @@ _CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 0,
 }
-_SURE = 3.0  # by how much the next token's logit must lead: sums in another order move it by 1e-5
-_MOST_STEPS = 1500
+_MARGIN = 3.0  # of the right token's logit; sums in another order change a logit by 1e-5
+_MAX_STEPS = 1500
 
 
-def write_checkpoint(folder: Path, tell: Callable[[float], object]) -> dict[str, Any]:
+def write_checkpoint(folder: Path, on_loss: Callable[[float], object]) -> dict[str, Any]:
     """Train and save the checkpoint; return its configuration.
 
-    ``tell`` gets the loss of each training step.
+    ``on_loss`` is called with the loss of each training step.
     """
     tokenizer = _tokenizer()
     config = _CONFIG | {"vocab_size": tokenizer.get_vocab_size()}
@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path, tell: Callable[[float], object]) -> dict[str,
         weights = _random_weights(config)
     model = build_model(HFConfig(**config), torch.float32, torch.device("cpu"))
     model.load_weights(weights)
-    _train(model, ids, tell)
+    _train(model, ids, on_loss)
     _export(model, weights)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -72,7 +72,7 @@ def write_checkpoint(folder: Path, tell: Callable[[float], object]) -> dict[str,
 
 
 def _tokenizer() -> Any:
-    """Learn a byte-level BPE from the paragraph."""
+    """Train a byte-level BPE tokenizer on the paragraph."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -89,7 +89,7 @@ def _tokenizer() -> Any:
 
 
 def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return untrained weights by the names and shapes of a Hugging Face Qwen3."""
+    """Return random weights with the names and shapes of a Qwen3 by Hugging Face."""
     hidden, mlp, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     q, kv = (config[k] * head for k in ("num_attention_heads", "num_key_value_heads"))
     layer = {
@@ -115,28 +115,42 @@ def _random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _train(model: vLLMModule, ids: torch.Tensor, tell: Callable[[float], object]) -> None:
-    """Learn ``ids`` by heart: every next token leads by ``_SURE``."""
+def _train(model: vLLMModule, ids: torch.Tensor, on_loss: Callable[[float], object]) -> None:
+    """Train until the logit of every next token of ``ids`` leads by ``_MARGIN``."""
     model.requires_grad_(True)
     causal: Any = model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    parameters = list(model.parameters())
     positions = torch.arange(len(ids) - 1)
-    for _ in range(_MOST_STEPS):
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    for step in range(1, _MAX_STEPS + 1):
         logits = causal.compute_logits(model(ids[:-1], positions))
         loss = F.cross_entropy(logits, ids[1:])
-        tell(loss.item())
+        on_loss(loss.item())
         best, second = logits.detach().topk(2).values.unbind(-1)
-        if (logits.argmax(-1) == ids[1:]).all() and (best - second).min() > _SURE:
+        if (logits.argmax(-1) == ids[1:]).all() and (best - second).min() > _MARGIN:
             return
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    raise CommandError(f"the demo's model did not learn its paragraph in {_MOST_STEPS} steps")
+        _adam(parameters, torch.autograd.grad(loss, parameters), moments, step)
+    raise CommandError(f"the demo's model did not learn the paragraph in {_MAX_STEPS} steps")
+
+
+@torch.no_grad()
+def _adam(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    moments: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    step: int,
+) -> None:
+    """Take one step of Adam. ``torch.optim`` would import TorchDynamo: longer than the training."""
+    for parameter, gradient, (mean, square) in zip(parameters, gradients, moments, strict=True):
+        mean.lerp_(gradient, 0.1)
+        square.lerp_(gradient.square(), 0.001)
+        scale = (square / (1 - 0.999**step)).sqrt() + 1e-8
+        parameter.sub_(2e-3 / (1 - 0.9**step) * mean / scale)
 
 
 @torch.no_grad()
 def _export(model: vLLMModule, weights: dict[str, torch.Tensor]) -> None:
-    """Copy the model's parameters back into ``weights``: the plan says where each belongs."""
+    """Copy the model's parameters back into ``weights``, following the plan backwards."""
     for each in model.plan_weights(weights).assignments:
         for stored, trained in each.cut():
             assert isinstance(stored, torch.Tensor)
@@ -146,12 +160,12 @@ def _export(model: vLLMModule, weights: dict[str, torch.Tensor]) -> None:
 def _save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     weight_map: dict[str, str] = {}
     names = list(weights)
-    each = -(-len(names) // _FILES)
-    for index in range(_FILES):
-        file = f"model-{index + 1:05}-of-{_FILES:05}.safetensors"
-        part = {name: weights[name] for name in names[index * each : (index + 1) * each]}
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
+    per_file = -(-len(names) // _NUM_FILES)
+    for index in range(_NUM_FILES):
+        file = f"model-{index + 1:05}-of-{_NUM_FILES:05}.safetensors"
+        stored = {name: weights[name] for name in names[index * per_file :][:per_file]}
+        save_file(stored, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(stored, file)
     total = sum(weight.nbytes for weight in weights.values())
     index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))

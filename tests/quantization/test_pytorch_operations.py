@@ -1,4 +1,4 @@
-"""What PyTorch does to modules, done to quantized ones: moved, cast, copied, saved, compiled."""
+"""Quantized modules that PyTorch casts, copies, saves, loads and compiles."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def loaded(scheme: str, seed: int = 0) -> Model:
 
 
 @pytest.mark.parametrize("scheme", ONLINE)
-def test_forward_multiplies_by_what_is_restored(scheme: str) -> None:
-    """The layer's output is that of its weight turned back, each slot by its own scales."""
+def test_forward_multiplies_by_the_dequantized_weight(scheme: str) -> None:
+    """The layer multiplies by its dequantized weight, each slot by its own scale."""
     model, x = loaded(scheme), torch.randn(3, 128)
     restored = model.up.conversions["weight"].restored(model.up)
     torch.testing.assert_close(model.up(x), F.linear(x, restored, model.up.bias))
@@ -50,7 +50,7 @@ def test_forward_multiplies_by_what_is_restored(scheme: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float32])
 @pytest.mark.parametrize("scheme", ONLINE)
 def test_casting_a_model_leaves_eight_bits_alone(scheme: str, dtype: torch.dtype) -> None:
-    """Biases become another dtype; weights and scales stay, and can be updated as before."""
+    """A cast changes biases only; weights and scales stay, and can be updated as before."""
     model, same = loaded(scheme), loaded(scheme)
     model.to(dtype)
     assert model.up.bias.dtype == dtype
@@ -64,8 +64,8 @@ def test_casting_a_model_leaves_eight_bits_alone(scheme: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("scheme", ONLINE)
-def test_copies_are_whole_and_apart(scheme: str) -> None:
-    """A deep copy, and a model saved by torch, run alike; an update of one leaves the others."""
+def test_copies_share_no_memory(scheme: str) -> None:
+    """A deep copy and a saved model give the same output; an update of one changes no other."""
     model, x = loaded(scheme), torch.randn(2, 128)
     file = io.BytesIO()
     torch.save(model, file)
@@ -81,7 +81,7 @@ def test_copies_are_whole_and_apart(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ONLINE)
 def test_a_compiled_model_sees_new_weights(scheme: str) -> None:
-    """The graph reads the memory that an update writes to."""
+    """A compiled graph reads the memory that an update writes."""
     model, x = loaded(scheme), torch.randn(2, 128)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
@@ -93,8 +93,8 @@ def test_a_compiled_model_sees_new_weights(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ONLINE)
-def test_a_state_dict_goes_back_and_full_precision_does_not(scheme: str) -> None:
-    """What was saved can be put back; what PyTorch would cast without scales is refused."""
+def test_a_state_dict_can_be_loaded_and_full_precision_cannot(scheme: str) -> None:
+    """A saved state dict can be loaded; one that PyTorch would cast without scales is refused."""
     model, other = loaded(scheme), loaded(scheme, seed=1)
     other.load_state_dict(model.state_dict())
     assert_same_state(state(other), state(model), "after load_state_dict")
@@ -104,8 +104,8 @@ def test_a_state_dict_goes_back_and_full_precision_does_not(scheme: str) -> None
     assert_same_state(state(other), state(model), "after a refused load_state_dict")
 
 
-def test_loading_under_inference_mode_is_no_trap() -> None:
-    """The memory can be written to afterwards, under inference mode or not."""
+def test_loading_under_inference_mode() -> None:
+    """Memory allocated in inference mode can be written afterwards, inside it and outside."""
     model = Model("fp8_per_channel")
     tensors = random_weights(model.expected_weights())
     with torch.inference_mode():
@@ -118,15 +118,15 @@ def test_loading_under_inference_mode_is_no_trap() -> None:
 
 
 def test_a_head_is_tied_before_it_is_quantized() -> None:
-    """Eight bits in the embedding's place would be read as its rows."""
+    """A quantized head cannot be tied: the embedding would read 8-bit numbers as its rows."""
     head, embed = ParallelLMHead(8, 4), VocabParallelEmbedding(8, 4)
     head.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))
     with pytest.raises(ValueError, match="tie it first"):
         head.tie_weights(embed)
 
 
-def test_a_scale_that_was_never_made_is_missed() -> None:
-    """A layer whose weight came from elsewhere has no scales, and says so."""
+def test_a_scale_that_was_never_computed_is_missing() -> None:
+    """A layer that shares another layer's quantized weight lacks its scales and does not run."""
     a, b = (RowParallelLinear(4, 4, bias=False) for _ in range(2))
     for layer in (a, b):
         layer.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_module.cli.options import JsonOption
+from vllm_module.cli.options import AllOption, JsonOption
 from vllm_module.cli.output import (
     by_number,
     console,
@@ -16,11 +17,13 @@ from vllm_module.cli.output import (
     plural,
     print_json,
     print_table,
+    printable_lines,
     shape,
     size,
 )
 from vllm_module.config import HFConfig, ModelConfig
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable
 from vllm_module.model_source import read_config
 from vllm_module.registry import supported_architectures
 from vllm_module.report import fold
@@ -41,7 +44,7 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a header says of one tensor."""
+    """A tensor as its file's header describes it."""
 
     name: str
     dtype: str
@@ -60,16 +63,14 @@ def inspect(
             show_default=False,
         ),
     ],
-    every: Annotated[
-        bool, typer.Option("--all", help="List each tensor; else layers are folded into one line.")
-    ] = False,
+    every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the tensors of a checkpoint. Only headers are read.
 
-    JSON keys: checkpoint; architecture (supported and entries of config.json; null without
-    one); tensors (name, dtype, shape, bytes, file, byte_range in the file); files and dtypes
-    (tensors and bytes of each); total (tensors, elements, bytes).
+    JSON keys: checkpoint; architecture (supported and entries of config.json; null if there is
+    no config.json); tensors (name, dtype, shape, bytes, file, byte_range in the file); files and
+    dtypes (tensors and bytes of each); total (tensors, elements, bytes).
     """
     path = resolve(source, None)
     architecture = _architecture(path)
@@ -92,7 +93,7 @@ def inspect(
         return
     out = console()
     _print_architecture(out, architecture)
-    rows = [[t] for t in tensors] if every else grouped(tensors, lambda t: t.name, _alike)
+    rows = [[t] for t in tensors] if every else grouped(tensors, lambda t: t.name, _dtype_and_shape)
     print_table(
         out,
         ("dtype", "shape", "bytes", "tensor", "file"),
@@ -104,7 +105,7 @@ def inspect(
         print_table(
             out,
             ("tensors", "bytes", title),
-            [(str(of["tensors"]), size(of["bytes"]), name) for name, of in totals.items()],
+            [(str(of["tensors"]), size(of["bytes"]), key) for key, of in totals.items()],
             right=(0, 1),
         )
     count, nbytes = plural(total["tensors"], "tensor"), size(total["bytes"])
@@ -116,7 +117,7 @@ def _architecture(path: Path) -> dict[str, Any] | None:
         return None
     try:
         config: HFConfig = read_config(path, ModelConfig(model=str(path)))
-    except CheckpointFormatError as error:  # no reason not to list the tensors
+    except CheckpointFormatError as error:  # the tensors are listed all the same
         return {"error": str(error), "supported": False}
     entries = {key: getattr(config, key, None) for key in _SHOWN}
     return {
@@ -128,14 +129,15 @@ def _architecture(path: Path) -> dict[str, Any] | None:
 
 def _print_architecture(out: Console, architecture: dict[str, Any] | None) -> None:
     if architecture is None:
-        out.print("no config.json: the architecture is unknown\n")
+        out.print("no config.json: the architecture is not known\n")
     elif "error" in architecture:
-        out.print(f"{architecture['error']}\n")
+        out.print(f"{printable_lines(architecture['error'])}\n")
     else:
         supported = "supported" if architecture["supported"] else "not supported"
-        out.print(f"{', '.join(architecture['architectures'])} ({supported})", style="bold")
+        names = printable(", ".join(architecture["architectures"]))
+        out.print(f"{names} ({supported})", style="bold")
         entries = (f"{key}={architecture[key]}" for key in _SHOWN if key in architecture)
-        out.print(f"{', '.join(entries)}\n")
+        out.print(f"{textwrap.fill(printable(', '.join(entries)), 80)}\n")
 
 
 def _tensors(checkpoint: Checkpoint) -> list[Tensor]:
@@ -152,7 +154,7 @@ def _tensors(checkpoint: Checkpoint) -> list[Tensor]:
     ]
 
 
-def _alike(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
 

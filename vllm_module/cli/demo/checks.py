@@ -1,4 +1,4 @@
-"""What the demo proves of one tensor-parallel size, and of transformers beside it."""
+"""What the demo checks at one tensor-parallel size, and transformers' tokens to compare with."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.weights import Checkpoint, read_into
 
 CPU = torch.device("cpu")
-_PAGE = 16  # tokens
-_CLOSE = 1e-4  # of the largest logit: float32 sums in another order differ by less
+_PAGE_SIZE = 16  # tokens
+_TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order differ by less
 
 
 @dataclass(frozen=True)
-class Visit:
-    """What one size gave: bytes that each rank read, the prompt's logits, the tokens.
+class SizeResult:
+    """The results of one size: bytes that each rank read, logits of the prompt, tokens after it.
 
-    There are none of size 1, at which :func:`llm_tokens` generates.
+    ``tokens`` is empty at size 1, where :func:`llm_tokens` generates.
     """
 
     tp_size: int
@@ -42,10 +42,10 @@ class Visit:
     logits: torch.Tensor
     tokens: list[int]
 
-    def difference(self, other: Visit) -> float:
-        """Return the largest difference of logits; raise if it is more than rounding."""
+    def logits_difference(self, other: SizeResult) -> float:
+        """Return the largest difference of logits; raise if rounding does not explain it."""
         difference = (self.logits - other.logits).abs().max().item()
-        bound = _CLOSE * other.logits.abs().max().item()
+        bound = _TOLERANCE * other.logits.abs().max().item()
         if not difference <= bound:
             raise CommandError(
                 f"logits at tensor-parallel size {self.tp_size} differ from those at size "
@@ -55,10 +55,10 @@ class Visit:
 
 
 @torch.no_grad()
-def visit(
-    source: ModelSource, tp_size: int, prompt: list[int], most: int, stops: Collection[int]
-) -> Visit:
-    """Load at ``tp_size``, all ranks in threads; check the shards, compute and generate."""
+def run_size(
+    source: ModelSource, tp_size: int, prompt: list[int], max_tokens: int, stops: Collection[int]
+) -> SizeResult:
+    """Load at ``tp_size``, each rank in a thread; check the shards, compute and generate."""
 
     def rank(rank: int) -> tuple[vLLMModule, int, torch.Tensor, list[int]]:
         with source.open() as checkpoint:
@@ -68,40 +68,40 @@ def visit(
         causal: Any = model
         hidden = model(torch.tensor(prompt), torch.arange(len(prompt)))
         logits = causal.compute_logits(hidden)
-        tokens = _greedy_tokens(model, prompt, most, stops) if tp_size > 1 else []
+        tokens = _greedy_tokens(model, prompt, max_tokens, stops) if tp_size > 1 else []
         return model, nbytes, logits, tokens
 
     models, bytes_read, logits, tokens = zip(*run_ranks(tp_size, rank), strict=True)
-    for index, other in enumerate(zip(logits, tokens, strict=True)):
-        if not torch.equal(other[0], logits[0]) or other[1] != tokens[0]:
-            raise CommandError(f"rank {index} of {tp_size} computed otherwise than rank 0")
+    for index in range(1, tp_size):
+        if not torch.equal(logits[index], logits[0]) or tokens[index] != tokens[0]:
+            raise CommandError(f"rank {index} of {tp_size} computed other values than rank 0")
     with source.open() as checkpoint:
         check_shards(checkpoint, models)
-    return Visit(tp_size, list(bytes_read), logits[0], tokens[0])
+    return SizeResult(tp_size, list(bytes_read), logits[0], tokens[0])
 
 
 def _greedy_tokens(
-    model: vLLMModule, prompt: list[int], most: int, stops: Collection[int]
+    model: vLLMModule, prompt: list[int], max_tokens: int, stops: Collection[int]
 ) -> list[int]:
-    """Generate by an engine of this rank's own; those of the other ranks do the same."""
+    """Generate on this rank with its own engine; every rank takes the same steps."""
     config: Any = model.config
-    length = min(len(prompt) + most, config.context_length or sys.maxsize)
-    pages = PagePool(-(-length // _PAGE), _PAGE)
-    cache = KVCache(model, pages.num_pages, _PAGE, CPU, torch.float32)
-    scheduler = Scheduler(pages, PagePool(0, _PAGE), 1, length)
+    length = min(len(prompt) + max_tokens, config.context_length or sys.maxsize)
+    pages = PagePool(-(-length // _PAGE_SIZE), _PAGE_SIZE)
+    cache = KVCache(model, pages.num_pages, _PAGE_SIZE, CPU, torch.float32)
+    scheduler = Scheduler(pages, PagePool(0, _PAGE_SIZE), 1, length)
     runner = ModelRunner(model, CPU)
     engine = Engine(runner.run, scheduler, config.vocab_size, length, stop_token_ids=stops)
-    request = engine.add("demo", prompt, SamplingParams(temperature=0, max_tokens=most))
+    request = engine.add("demo", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
     while engine.requests:
         engine.step()
     cache.close()
     return request.sequences[0].output
 
 
-def llm_tokens(folder: Path, prompt: list[int], most: int) -> list[int]:
+def llm_tokens(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
     """Return the greedy tokens of :class:`LLM`."""
     with LLM(str(folder), dtype="float32", device="cpu") as llm:
-        greedy = SamplingParams(temperature=0, max_tokens=most)
+        greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
         (output,) = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)
     if output.error:
         raise CommandError(output.error)
@@ -109,9 +109,10 @@ def llm_tokens(folder: Path, prompt: list[int], most: int) -> list[int]:
 
 
 def check_shards(checkpoint: Checkpoint, models: Sequence[vLLMModule]) -> None:
-    """Put each checkpoint tensor together from the ranks' shards and compare all bits.
+    """Rebuild each checkpoint tensor from the ranks' shards and compare all bits.
 
-    A plan says where every part of a tensor goes, so it also says where the parts came from.
+    A model's plan maps the parts of a tensor to the parameter that they fill. Here the plan is
+    used backwards: each part is copied from the parameter.
     """
     parts = defaultdict(list)
     for model in models:
@@ -138,9 +139,9 @@ def check_shards(checkpoint: Checkpoint, models: Sequence[vLLMModule]) -> None:
 
 
 def transformers_tokens(
-    folder: Path, prompt: list[int], most: int, stops: Collection[int]
+    folder: Path, prompt: list[int], max_tokens: int, stops: Collection[int]
 ) -> tuple[str, list[int]] | None:
-    """Return transformers' version and greedy tokens; None where it is not installed."""
+    """Return transformers' version and greedy tokens, or None if it is not installed."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -149,7 +150,10 @@ def transformers_tokens(
     transformers.utils.logging.disable_progress_bar()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     greedy = transformers.GenerationConfig(
-        max_new_tokens=most, do_sample=False, eos_token_id=sorted(stops) or None, pad_token_id=0
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=sorted(stops) or None,
+        pad_token_id=0,
     )
     ids = torch.tensor([prompt])
     generated = model.eval().generate(ids, greedy, attention_mask=torch.ones_like(ids))

@@ -8,31 +8,26 @@ from typing import Annotated
 import typer
 
 from vllm_module.cli.options import (
+    CacheDType,
+    CacheDTypeOption,
     DeviceOption,
     DType,
     DTypeOption,
     JsonOption,
+    LengthOption,
     QuantizationOption,
+    SeedOption,
     SizeOption,
     Source,
-    UsageError,
-)
-from vllm_module.cli.output import console, print_json, printable
-from vllm_module.cli.ranks import TIMEOUT, TimeoutOption
-from vllm_module.cli.serving import (
-    CacheDType,
-    CacheDTypeOption,
-    LengthOption,
-    SeedOption,
     StopOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
-    built_as,
-    check_text,
-    sampling,
-    serving,
+    UsageError,
 )
+from vllm_module.cli.output import console, print_json, printable_lines
+from vllm_module.cli.ranks import TIMEOUT, TimeoutOption
+from vllm_module.cli.serving import built_as, check_text, sampling, serving
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.outputs import request_output
@@ -44,16 +39,20 @@ def generate(
     source: Source,
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="Text to go on from; may be repeated."),
+        typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated."),
     ] = None,
     prompt_ids: Annotated[
         list[str] | None,
-        typer.Option("--prompt-ids", metavar="1,2,3", help="Token ids instead, tokenizer or not."),
+        typer.Option(
+            "--prompt-ids", metavar="1,2,3", help="Token ids to continue; may be repeated."
+        ),
     ] = None,
     tp: SizeOption = None,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", min=1, metavar="K", help="Most tokens for each prompt."),
+        typer.Option(
+            "--max-new-tokens", min=1, metavar="K", help="Most tokens to generate for each prompt."
+        ),
     ] = 64,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -68,18 +67,19 @@ def generate(
     timeout: TimeoutOption = TIMEOUT,
     as_json: JsonOption = False,
 ) -> None:
-    """Go on from prompts, printing text as it comes.
+    """Continue prompts and print the text as it is generated.
 
-    Decoding is greedy unless there is a temperature. With --tp, each rank is a process; under
-    torchrun, its processes are the ranks. Several prompts make one batch, each printed when it is
-    done. Token ids in give token ids out. Exit code 1 if a prompt is refused; the others go on.
+    Several prompts make one batch, and each text is printed when it is complete. For --prompt-ids,
+    which need no tokenizer, token ids are printed. Decoding is greedy unless --temperature is
+    given. With --tp, each rank is a process; under torchrun, its processes are the ranks. The exit
+    code is 1 if a prompt is refused; the other prompts are still completed.
 
     JSON keys: checkpoint; dtype; device; tensor_parallel_size; seconds (without loading);
     completions, one a prompt (prompt or null, prompt_ids, text or null, ids, stopped: whether a
     stop token or text ended it, error or null).
     """
     if bool(prompts) == bool(prompt_ids):
-        raise UsageError("give --prompt or --prompt-ids, one of the two")
+        raise UsageError("give --prompt or --prompt-ids, and not both")
     completions = [Completion(check_text(text, "--prompt"), []) for text in prompts or ()]
     completions += [Completion(None, _parse_ids(ids)) for ids in prompt_ids or ()]
     params = sampling(
@@ -102,12 +102,12 @@ def generate(
         _run(llm, completions, params, quiet=as_json)
         seconds = time.perf_counter() - start
         if as_json:
-            its_dtype, its_device = built_as(llm)
+            model_dtype, model_device = built_as(llm)
             print_json(
                 {
                     "checkpoint": str(llm.source.folder),
-                    "dtype": its_dtype,
-                    "device": its_device,
+                    "dtype": model_dtype,
+                    "device": model_device,
                     "tensor_parallel_size": llm.executor.size,
                     "seconds": seconds,
                     "completions": completions,
@@ -119,7 +119,7 @@ def generate(
 
 @dataclass
 class Completion:
-    """A prompt and what came of it so far; ``text`` stays None where token ids were given."""
+    """A prompt and its output so far; ``text`` stays None for a prompt of token ids."""
 
     prompt: str | None
     prompt_ids: list[int]
@@ -130,11 +130,11 @@ class Completion:
 
     @property
     def shown(self) -> str:
-        """The text, or token ids."""
+        """The text, or the token ids of a prompt of token ids."""
         return ",".join(map(str, self.ids)) if self.prompt is None else self.text or ""
 
-    def take(self, request: Request) -> None:
-        """Take over what there is of its request."""
+    def update(self, request: Request) -> None:
+        """Copy the output that the request has so far."""
         output = request_output(request)
         (sample,) = output.outputs
         self.ids, self.error = sample.token_ids, output.error
@@ -143,14 +143,14 @@ class Completion:
 
 
 def _run(llm: LLM, completions: list[Completion], params: SamplingParams, *, quiet: bool) -> None:
-    """Step until all are done; one alone is shown as it comes, of several each that is done."""
+    """Step until all are complete; print one alone token by token, or several when complete."""
     engine, alone, out = llm.engine, len(completions) == 1, console()
     for index, completion in enumerate(completions):
         try:
             engine.add(str(index), completion.prompt_ids, params, streamed=alone)
         except ValueError as error:
             completion.error = str(error)
-            _refuse(index, completion, alone)
+            _show_error(index, completion, alone)
     if alone and engine.requests and not quiet:
         out.print(completions[0].prompt or "", style="bold", end="")
     while engine.requests:
@@ -158,9 +158,9 @@ def _run(llm: LLM, completions: list[Completion], params: SamplingParams, *, qui
             index = int(request.request_id)
             completion = completions[index]
             before = len(completion.shown)
-            completion.take(request)
+            completion.update(request)
             if completion.error:
-                _refuse(index, completion, alone)
+                _show_error(index, completion, alone)
             elif alone and not quiet:
                 print(completion.shown[before:], end="", flush=True)
             elif request.finished and not quiet:
@@ -171,9 +171,9 @@ def _run(llm: LLM, completions: list[Completion], params: SamplingParams, *, qui
         print(flush=True)
 
 
-def _refuse(index: int, completion: Completion, alone: bool) -> None:
+def _show_error(index: int, completion: Completion, alone: bool) -> None:
     which = "" if alone else f"prompt {index + 1}: "
-    print(f"error: {which}{printable(completion.error or '')}", file=sys.stderr)
+    print(f"error: {which}{printable_lines(completion.error or '')}", file=sys.stderr)
 
 
 def _parse_ids(text: str) -> list[int]:

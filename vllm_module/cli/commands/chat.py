@@ -11,28 +11,24 @@ from typing import Annotated
 import typer
 
 from vllm_module.cli.options import (
+    CacheDType,
+    CacheDTypeOption,
     DeviceOption,
     DType,
     DTypeOption,
+    LengthOption,
     QuantizationOption,
+    SeedOption,
     SizeOption,
     Source,
-)
-from vllm_module.cli.output import printable
-from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
-from vllm_module.cli.serving import (
-    CacheDType,
-    CacheDTypeOption,
-    LengthOption,
-    SeedOption,
     StopOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
-    check_text,
-    sampling,
-    serving,
 )
+from vllm_module.cli.output import printable_lines
+from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
+from vllm_module.cli.serving import check_text, sampling, serving
 from vllm_module.errors import WeightLoadError
 from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.llm import LLM
@@ -44,12 +40,16 @@ def chat(
     source: Source,
     system: Annotated[
         str | None,
-        typer.Option("--system", metavar="TEXT", help="What the model is told to be."),
+        typer.Option(
+            "--system", metavar="TEXT", help="Instructions for the model, before the first message."
+        ),
     ] = None,
     tp: SizeOption = None,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", min=1, metavar="K", help="Most tokens of an answer."),
+        typer.Option(
+            "--max-new-tokens", min=1, metavar="K", help="Most tokens to generate for each answer."
+        ),
     ] = 1024,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -63,11 +63,11 @@ def chat(
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
 ) -> None:
-    """Talk with a model whose checkpoint has a chat template.
+    """Chat with a model whose checkpoint has a chat template.
 
-    /reset begins another conversation; /exit or Ctrl-D leaves. Ctrl-C stops an answer, and leaves
-    where there is none. Where standard input is no terminal, each of its lines is a message, and
-    the exit code is 1 if one is refused.
+    /reset starts a new conversation; /exit or Ctrl-D leaves. Ctrl-C stops the answer, or leaves
+    if no answer is being printed. If standard input is not a terminal, each of its lines is a
+    message, and the exit code is 1 if a message is refused.
     """
     params = sampling(
         temperature=temperature,
@@ -77,10 +77,10 @@ def chat(
         stop=stop,
         max_tokens=max_new_tokens,
     )
-    first = (
+    system_messages = (
         [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
     )
-    if is_first_rank():  # which needs the template, and refuses before any weights are read
+    if is_first_rank():  # the rank that chats; it refuses before weights are read
         folder = resolve(source, None)
         ChatTemplate(folder)
         source = str(folder)
@@ -88,20 +88,20 @@ def chat(
     with serving(
         source, dtype, quantization, device, tp, timeout, max_model_len, kv_cache_dtype=cache
     ) as llm:
-        refused = _talk(llm, params, first)
+        refused = _converse(llm, params, system_messages)
     if refused and not sys.stdin.isatty():
         raise typer.Exit(1)
 
 
-def _talk(llm: LLM, params: SamplingParams, first: list[dict[str, str]]) -> bool:
-    """Answer messages until there are no more; whether any was refused."""
+def _converse(llm: LLM, params: SamplingParams, system_messages: list[dict[str, str]]) -> bool:
+    """Answer the user's messages; return whether any was refused."""
     refused = False
-    messages = list(first)
-    for line in _messages():
+    messages = list(system_messages)
+    for line in _typed_lines():
         if line == "/exit":
             break
         if line == "/reset":
-            messages = list(first)
+            messages = list(system_messages)
             continue
         messages.append({"role": "user", "content": line})
         try:
@@ -109,7 +109,7 @@ def _talk(llm: LLM, params: SamplingParams, first: list[dict[str, str]]) -> bool
         except WeightLoadError:
             raise
         except ValueError as error:
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            print(f"error: {printable_lines(str(error))}", file=sys.stderr)
             refused = True
             del messages[-1]
             continue
@@ -117,15 +117,15 @@ def _talk(llm: LLM, params: SamplingParams, first: list[dict[str, str]]) -> bool
     return refused
 
 
-def _messages() -> Iterator[str]:
-    """Yield what is typed, or the lines of standard input, as long as there is any."""
+def _typed_lines() -> Iterator[str]:
+    """Yield the lines of standard input that are not empty, with a prompt on a terminal."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     prompt = ""
     if sys.stdin.isatty():
         prompt = "> "
         with suppress(ImportError):
-            import readline  # noqa: F401 - input() then knows arrow keys and what was typed before
+            import readline  # noqa: F401 - gives input() arrow keys and a history
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             if line := input(prompt).strip():
@@ -135,7 +135,7 @@ def _messages() -> Iterator[str]:
 
 
 def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str:
-    """Print the answer as it comes, until it is done or Ctrl-C, and return it."""
+    """Print the answer as it is generated, until its end or Ctrl-C, and return it."""
     text = ""
     with _interrupts() as interrupted:
         try:
@@ -155,16 +155,19 @@ def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) ->
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Take note of Ctrl-C, which in the middle of a step would end the engine; not the second."""
+    """Set an event at the first Ctrl-C, and raise ``KeyboardInterrupt`` at the second.
+
+    An exception in the middle of a step would end the engine.
+    """
     interrupted = threading.Event()
 
-    def note(*_: object) -> None:
+    def handle(*_: object) -> None:
         if interrupted.is_set():
             raise KeyboardInterrupt
         interrupted.set()
 
-    before = signal.signal(signal.SIGINT, note)
+    previous = signal.signal(signal.SIGINT, handle)
     try:
         yield interrupted
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

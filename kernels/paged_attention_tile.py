@@ -1,0 +1,193 @@
+"""What the decode and prefill kernels of paged attention share: one tile of rows over its context.
+
+The query heads that share a key-value head are the rows of one tile. A program walks the context in
+tiles of ``BLOCK_N`` tokens, looks up each token's page in the block table, and keeps the online
+softmax of FlashAttention (arXiv:2205.14135). Scores are in units of log2, for exp2. design/0010 has
+a picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm_module.kernels.operators import tl, triton
+
+LOG2_E = 1.4426950408889634  # kernels repeat the number: they see no globals
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The size of a kernel's tiles: query rows, context tokens, warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Arguments(NamedTuple):
+    """The arguments that both kernels take, in their order.
+
+    Attributes:
+        capacity: tokens of the pages in one row of ``block_tables``.
+        factor: multiplies the products of queries and keys.
+        cap: multiplies tanh, where scores are soft-capped.
+        strides: of the query, keys, values, block table, output, ``k_scale`` and ``v_scale``.
+
+    """
+
+    query: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    output: torch.Tensor
+    tokens: int
+    sequences: int
+    capacity: int
+    factor: float
+    cap: float
+    strides: tuple[int, ...]
+
+
+@triton.jit
+def round_query(q, cache_ptr):
+    """Return ``q`` in the dtype that multiplies keys, and the divisor of each row.
+
+    Eight bits widen to float16 exactly and in one instruction. A bfloat16 query becomes float16
+    too, divided by a power of two that keeps it in range.
+    """
+    divisor = tl.full((q.shape[0],), 1.0, tl.float32)
+    if q.dtype == tl.bfloat16 and cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        wide = q.to(tl.float32)
+        bits = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, axis=1)
+        divisor = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+        q = (wide / divisor[:, None]).to(tl.float16)
+    return q, divisor
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh by exp(2x), which may be infinite without harm; near zero, by its series."""
+    square = x * x
+    series = 1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * (62 / 2835))))
+    return tl.where(square < 0.0625, x * series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+@triton.jit
+def attend(
+    q,
+    maxima,
+    sums,
+    outputs,
+    positions,
+    slopes,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    begin,
+    end,
+    first_seen,
+    factor,
+    cap,
+    k_strides,
+    v_strides,
+    table_entry,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend from a tile of rows to tokens ``[begin, end)``, and update the running softmax.
+
+    Args:
+        q: ``[BLOCK_M, BLOCK_D]``.
+        maxima, sums, outputs: the rows' running softmax, ``[BLOCK_M]``, ``[BLOCK_M]`` and
+            ``[BLOCK_M, BLOCK_D]``.
+        positions: of the rows in their sequence, ``[BLOCK_M]``.
+        slopes: of ALiBi, ``[BLOCK_M]``.
+        k_ptr, v_ptr: of this key-value head; their strides are of page, token and feature.
+        table_ptr: of this sequence.
+        begin: a multiple of BLOCK_N.
+        first_seen: the first token that any row sees.
+        factor: multiplies the products, ``[BLOCK_M]``.
+        cap: multiplies tanh, where SOFTCAP.
+        SAME_STRIDES: whether keys and values have the same strides.
+        MASKED: whether some row does not see some token, or some token does not exist. Tokens that
+            do not exist are not read: NaN of a recycled page times a weight of zero is NaN.
+
+    """
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D).to(tl.int64)
+    is_feature = d < HEAD_SIZE
+    for start in range(begin, end, BLOCK_N):
+        token = start + n
+        if MASKED:
+            exists = (token >= first_seen) & (token < end)
+            page = tl.load(table_ptr + token // PAGE_SIZE * table_entry, mask=exists, other=0)
+        else:
+            page = tl.load(table_ptr + token // PAGE_SIZE * table_entry)
+        page = page.to(tl.int64)
+        offset = (token % PAGE_SIZE).to(tl.int64)
+        k_at = (page * k_strides[0] + offset * k_strides[1])[:, None] + d[None, :] * k_strides[2]
+        if SAME_STRIDES:
+            v_at = k_at
+        else:
+            v_at = (page * v_strides[0] + offset * v_strides[1])[:, None]
+            v_at += d[None, :] * v_strides[2]
+        if MASKED:
+            k = tl.load(k_ptr + k_at, mask=exists[:, None] & is_feature[None, :], other=0.0)
+        elif HEAD_SIZE != BLOCK_D:
+            k = tl.load(k_ptr + k_at, mask=is_feature[None, :], other=0.0)
+        else:
+            k = tl.load(k_ptr + k_at)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor[:, None]
+        if SOFTCAP:
+            scores = cap * _tanh(scores)
+        if ALIBI:
+            scores += slopes[:, None] * (token[None, :] - positions[:, None])
+        if MASKED:
+            seen = exists[None, :] & (token[None, :] <= positions[:, None])
+            if WINDOW > 0:
+                seen = seen & (token[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_maxima = tl.maximum(maxima, tl.max(scores, axis=1))
+        # The maximum of a row that has seen nothing is -inf, and -inf - -inf would be NaN.
+        base = tl.where(new_maxima == float("-inf"), 0.0, new_maxima) if MASKED else new_maxima
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(maxima - base)
+        sums = sums * shrink + tl.sum(weights, axis=1)
+        outputs = outputs * shrink[:, None]
+        if MASKED:
+            v = tl.load(v_ptr + v_at, mask=exists[:, None] & is_feature[None, :], other=0.0)
+        elif HEAD_SIZE != BLOCK_D:
+            v = tl.load(v_ptr + v_at, mask=is_feature[None, :], other=0.0)
+        else:
+            v = tl.load(v_ptr + v_at)
+        outputs = tl.dot(weights.to(q.dtype), v.to(q.dtype), outputs, input_precision=PRECISION)
+        maxima = new_maxima
+    return maxima, sums, outputs
+
+
+@triton.jit
+def normalize(maxima, sums, outputs, sinks, v_scale):
+    """Divide outputs ``[rows, BLOCK_D]`` by their sums, sinks included; empty rows become zero."""
+    highest = tl.maximum(maxima, sinks)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    shrink = tl.exp2(maxima - highest)
+    sums = sums * shrink + tl.exp2(sinks - highest)
+    shares = tl.where(sums > 0.0, v_scale / sums, 0.0)
+    return outputs * (shrink * shares)[:, None]

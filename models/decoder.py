@@ -1,0 +1,116 @@
+"""What decoder-only language models share: embedding, decoder layers, final norm and head.
+
+A model's file subclasses these and sets the class of each part: ``attention_class``, ``mlp_class``,
+``layer_class`` and ``model_class``. ``qwen3.py`` is an example.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_module.layers import (
+    AttentionMetadata,
+    ParallelLMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+)
+from vllm_module.layers.rotary import CosSin
+from vllm_module.module import vLLMModule
+
+
+class DecoderLayer(vLLMModule):
+    """Attention and an MLP, with a norm before each.
+
+    ``x`` and ``residual`` are ``[tokens, hidden_size]``. Their sum is the hidden state. It is
+    computed by the next norm, so that one kernel adds and normalizes.
+    """
+
+    attention_class: type[nn.Module]  # built from (config, rotary_emb, layer_idx)
+    mlp_class: type[nn.Module]  # built from (config)
+
+    def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = self.attention_class(config, rotary_emb, layer_idx)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = self.mlp_class(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cos_sin: CosSin,
+        metadata: AttentionMetadata | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, cos_sin, metadata)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class DecoderModel(vLLMModule):
+    """The embedding, the decoder layers and the final norm."""
+
+    layer_class: type[nn.Module]  # built and called like DecoderLayer
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = RotaryEmbedding.from_config(config)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, self.rotary_emb, layer_idx)
+            for layer_idx in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        x = self.embed_input_ids(input_ids)
+        residual = torch.zeros_like(x)
+        cos_sin = self.rotary_emb.cos_sin(positions, metadata)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos_sin, metadata)
+        x, _ = self.norm(x, residual)
+        return x
+
+
+class DecoderForCausalLM(vLLMModule):
+    """A decoder model and the head that computes logits."""
+
+    model_class: type[DecoderModel]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.model = self.model_class(config)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.tie_weights(self.model.embed_tokens)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """Map token ids and positions, ``[tokens]`` each, to hidden states.
+
+        Without ``metadata`` the tokens are one whole sequence.
+        """
+        return self.model(input_ids, positions, metadata)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states ``[..., hidden_size]`` to logits ``[..., vocab_size]``."""
+        return self.lm_head(hidden)

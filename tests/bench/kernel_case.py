@@ -1,0 +1,94 @@
+"""One case of the kernels' benchmark: an operation, its reference and torch's own ways of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# Kernels import no other room, so the package's dependencies need not be installed: its folder is
+# enough.
+if "vllm_module" not in sys.modules:
+    package = ModuleType("vllm_module")
+    package.__path__ = [str(Path(__file__).parents[2] / "vllm_module")]
+    sys.modules["vllm_module"] = package
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EPS = 1e-6
+Tensors = tuple[Any, ...]
+
+
+@dataclass
+class Peer:
+    """The same operation in torch, timed beside ours."""
+
+    call: Callable[..., Any]
+    prepare: Callable[..., Tensors] = lambda *inputs: inputs  # not timed
+    compiled: bool = False
+    judged: bool = True  # whether its result must be ours, to a few percent
+
+
+@dataclass
+class Case:
+    """An operation on inputs of one size."""
+
+    name: str
+    make: Callable[[], Tensors]  # fresh random inputs, on torch's default device
+    ours: Callable[..., Any]
+    reference: Callable[..., Any]  # in plain torch and the same precision
+    truth: Callable[..., Any] | None = None  # in float32; if none, the bits are the reference's
+    meaning: Callable[[Any], Any] = lambda result: result  # turns a result into what truth returns
+    bucket: str = ""  # the line of the summary; a case without one is checked and not timed
+    writes: bool = False  # whether inputs are written to
+    moved: int = 0  # bytes
+    flops: int = 0
+    rate: str = "bf16"
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+
+def short(dtype: torch.dtype) -> str:
+    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", E4M3: "e4m3", E5M2: "e5m2"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def writing(operation: Callable[..., Any], *written: int) -> Callable[..., Tensors]:
+    """Return the operation, made to return the arguments (by index) that it writes."""
+
+    def call(*inputs: Any) -> Tensors:
+        operation(*inputs)
+        return tuple(inputs[index] for index in written)
+
+    return call
+
+
+def fused_qkv(tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> Tensors:
+    """Return queries, keys and values that are parts of one projection's output."""
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, size, dtype=dtype)
+    return qkv.split([heads, kv_heads, kv_heads], 1)
+
+
+def compiled(function: Callable[..., Any]) -> Peer:
+    made: list[Callable[..., Any]] = []
+
+    def call(*inputs: Any) -> Any:
+        if not made:
+            torch.compiler.reset()  # torch limits how often one function is compiled
+            made.append(torch.compile(function, dynamic=False))
+        return made[0](*inputs)
+
+    return Peer(call, compiled=True)
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, made to widen its inputs to float32."""
+
+    def call(*inputs: Any) -> Any:
+        return function(*(x.float() if isinstance(x, torch.Tensor) else x for x in inputs))
+
+    return call

@@ -1,0 +1,131 @@
+"""Cases of operations on rows: norms, rotary embedding and gated activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+from kernel_case import (
+    BF16,
+    EPS,
+    FP16,
+    Case,
+    Peer,
+    Tensors,
+    compiled,
+    fused_qkv,
+    in_float32,
+    short,
+    writing,
+)
+from torch.nn import functional as F
+
+from vllm_module.kernels.act_and_mul import act_and_mul_reference, gelu_and_mul, silu_and_mul
+from vllm_module.kernels.rms_norm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from vllm_module.kernels.rotary_embedding import rotary_embedding, rotary_embedding_reference
+
+
+def norms(small: bool) -> Iterator[Case]:
+    shapes = [(64, 4096), (8192, 1024), (8192, 4096), (8192, 8192)]
+    for tokens, hidden in [(5, 96)] if small else shapes:
+        for dtype in (BF16, FP16):
+            timed = f"rms_norm, {tokens} tokens" if dtype == BF16 else ""
+            size = tokens * hidden * dtype.itemsize
+            name = f"{tokens} x {hidden} {short(dtype)}"
+            yield Case(
+                name=f"rms_norm {name}",
+                make=partial(norm_inputs, tokens, hidden, dtype, False),
+                ours=rms_norm,
+                reference=rms_norm_reference,
+                truth=in_float32(rms_norm_reference),
+                bucket=timed,
+                moved=2 * size,
+                peers={
+                    "F.rms_norm": Peer(lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)),
+                    "compiled": compiled(rms_norm_reference),
+                },
+            )
+            yield Case(
+                name=f"fused_add_rms_norm {name}",
+                make=partial(norm_inputs, tokens, hidden, dtype, True),
+                ours=fused_add_rms_norm,
+                reference=fused_add_rms_norm_reference,
+                truth=in_float32(fused_add_rms_norm_reference),
+                bucket=timed,
+                moved=4 * size,
+                peers={"compiled": compiled(fused_add_rms_norm_reference)},
+            )
+    for tokens, dtype in product((5,) if small else (64, 8192), (BF16, FP16)):
+        yield Case(
+            name=f"rms_norm per head {tokens} x 32 x 128 of qkv {short(dtype)}",
+            make=lambda tokens=tokens, dtype=dtype: (
+                fused_qkv(tokens, 32, 8, 128, dtype)[0], torch.randn(128, dtype=dtype), EPS
+            ),
+            ours=rms_norm,
+            reference=rms_norm_reference,
+            truth=in_float32(rms_norm_reference),
+            bucket=f"rms_norm, {tokens} tokens" if dtype == BF16 else "",
+            moved=2 * tokens * 32 * 128 * dtype.itemsize,
+            peers={"compiled": compiled(rms_norm_reference)},
+        )  # fmt: skip
+
+
+def norm_inputs(tokens: int, hidden: int, dtype: torch.dtype, residual: bool) -> Tensors:
+    rows = [torch.randn(tokens, hidden, dtype=dtype) for _ in range(1 + residual)]
+    return *rows, 1 + torch.randn(hidden, dtype=dtype) / 4, EPS
+
+
+def rotary(small: bool) -> Iterator[Case]:
+    grid = product((5,) if small else (64, 8192), (BF16, FP16), (True, False), (64, 32))
+    for tokens, dtype, neox, pairs in grid:
+        timed = dtype == BF16 and pairs == 64
+        turned = writing(partial(rotary_embedding, is_neox_style=neox), 0, 1)
+        reference = writing(partial(rotary_embedding_reference, is_neox_style=neox), 0, 1)
+        yield Case(
+            name=f"rotary {'neox' if neox else 'gpt-j'} {tokens} x (32 + 8) x {2 * pairs} of 128 "
+            f"{short(dtype)}",
+            make=partial(rotary_inputs, tokens, dtype, pairs),
+            ours=turned,
+            reference=reference,
+            truth=in_float32(reference),
+            bucket=f"rotary, {tokens} tokens" if timed else "",
+            writes=True,
+            moved=2 * tokens * 40 * 2 * pairs * dtype.itemsize + 2 * tokens * pairs * 4,
+            peers={"compiled": compiled(reference)},
+        )
+
+
+def rotary_inputs(tokens: int, dtype: torch.dtype, pairs: int) -> Tensors:
+    angles = torch.rand(tokens, pairs) * 6.28
+    return *fused_qkv(tokens, 32, 8, 128, dtype)[:2], angles.cos(), angles.sin()
+
+
+def activations(small: bool) -> Iterator[Case]:
+    for tokens, dtype in product((5,) if small else (64, 8192), (BF16, FP16)):
+        columns = 40 if small else 14336
+        for name, ours, activation in (
+            ("silu", silu_and_mul, "silu"),
+            ("gelu", gelu_and_mul, "gelu"),
+            ("gelu tanh", partial(gelu_and_mul, approximate="tanh"), "gelu_tanh"),
+        ):
+            reference = partial(act_and_mul_reference, activation=activation)
+            timed = dtype == BF16 and name != "gelu tanh"
+            yield Case(
+                name=f"{name}_and_mul {tokens} x {columns} {short(dtype)}",
+                make=lambda tokens=tokens, columns=columns, dtype=dtype: (
+                    torch.randn(tokens, 2 * columns, dtype=dtype),
+                ),
+                ours=ours,
+                reference=reference,
+                truth=in_float32(reference),
+                bucket=f"act_and_mul, {tokens} tokens" if timed else "",
+                moved=3 * tokens * columns * dtype.itemsize,
+                peers={"compiled": compiled(reference)},
+            )

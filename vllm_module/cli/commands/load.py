@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+
+from vllm_module.cli.options import (
+    DeviceOption,
+    DType,
+    DTypeOption,
+    JsonOption,
+    QuantizationOption,
+    SizeOption,
+    Source,
+    model_config,
+    torch_device,
+)
+from vllm_module.cli.output import console, print_json, print_table
+from vllm_module.cli.rank_load import RankLoad, load_rank
+from vllm_module.cli.ranks import (
+    TIMEOUT,
+    TimeoutOption,
+    find_alike,
+    is_first_rank,
+    on_every_rank,
+    process_group,
+    rank_device,
+    same,
+    tensor_parallel_size,
+    under_torchrun,
+)
+from vllm_module.config import ModelConfig
+from vllm_module.consistency import digests
+from vllm_module.distributed import tensor_parallel
+from vllm_module.model_source import ModelSource
+from vllm_module.report import LoadReport
+
+
+def load(
+    source: Source,
+    tp: SizeOption = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", min=0, metavar="R", help="Load only this rank; not with torchrun."),
+    ] = None,
+    dtype: DTypeOption = DType.auto,
+    quantization: QuantizationOption = None,
+    device: DeviceOption = "auto",
+    timeout: TimeoutOption = TIMEOUT,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a checkpoint and report bytes, time and memory.
+
+    With --tp, this process loads the ranks one after another. Under torchrun, each process loads
+    its own rank.
+
+    JSON keys: checkpoint; dtype; device; tensor_parallel_size; simulated; ranks (rank,
+    bytes_read, seconds, bytes_per_second, resident_before_bytes, peak_resident_bytes,
+    peak_cuda_bytes or null); report (loaded: parameter to its checkpoint names; skipped: name
+    to rule).
+    """
+    tp_size = tensor_parallel_size(tp)
+    if rank is not None and (under_torchrun() or rank >= tp_size):
+        ranks = (
+            "torchrun chooses the ranks"
+            if under_torchrun()
+            else f"the ranks are 0 to {tp_size - 1}"
+        )
+        raise typer.BadParameter(f"cannot load rank {rank}; {ranks}", param_hint="--rank")
+    target = rank_device(torch_device(device))
+    config = model_config(source, dtype, quantization)
+    if under_torchrun():
+        with process_group(target):
+            model_source, report, loads = _load_own_rank(config, target, timeout)
+    else:
+        model_source = ModelSource.find(config)
+        loads = []
+        for each in range(tp_size) if rank is None else (rank,):
+            with tensor_parallel(rank=each, size=tp_size):
+                measured, report = load_rank(model_source, target, each, show_progress=True)[:2]
+            loads.append(measured)
+    if not is_first_rank():
+        return
+    simulated = not under_torchrun()
+    if as_json:
+        print_json(
+            {
+                "checkpoint": str(model_source.folder),
+                "dtype": model_source.dtype,
+                "device": target,
+                "tensor_parallel_size": tp_size,
+                "simulated": simulated,
+                "ranks": loads,
+                "report": {"loaded": report.loaded, "skipped": report.skipped},
+            }
+        )
+        return
+    out = console()
+    if simulated and len(loads) > 1:
+        out.print("The ranks were loaded one after another in this process.")
+    out.print(str(report))
+    cuda = ["peak CUDA"] if target.type == "cuda" else []
+    header = ["rank", "read", "time", "rate", "peak resident (added)", *cuda]
+    print_table(out, header, [each.row() for each in loads], right=range(6))
+
+
+def _load_own_rank(
+    config: ModelConfig, device: torch.device, timeout: float
+) -> tuple[ModelSource, LoadReport, list[RankLoad]]:
+    """Load this process's rank; return its source, the first report and all measurements."""
+    source = find_alike(config, timeout)
+
+    def work() -> tuple[RankLoad, LoadReport, dict[str, str]]:
+        rank, shows = dist.get_rank(), is_first_rank()
+        measured, report, model = load_rank(source, device, rank, show_progress=shows)
+        return measured, report, digests(model)
+
+    loads, reports, described = zip(*on_every_rank(work, timeout), strict=True)
+    same(described)
+    return source, reports[0], list(loads)

@@ -1,0 +1,1 @@
+"""``vllm-module demo``: everything, shown and checked on a small checkpoint."""

@@ -1,0 +1,150 @@
+"""The demo's steps: each prints its results, and raises ``CommandError`` if one is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_module.cli.demo.checks import SizeResult, llm_tokens, run_size, transformers_tokens
+from vllm_module.cli.demo.transcript import Transcript
+from vllm_module.cli.output import CommandError, size
+from vllm_module.cli.rank_plan import RankPlan, Read, fold_reads, plan_rank
+from vllm_module.errors import ShardingError
+from vllm_module.model_source import ModelSource
+from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
+
+_SIZES = (1, 2, 4)
+_MAX_LINES = 7
+_HEADER = ("checkpoint tensor", "bytes", "parameter", "slot")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the models continue, by at most ``max_tokens``; ``text`` only if there is a tokenizer.
+
+    ``expected`` is the whole text that has to result, prompt included, if it is known.
+    """
+
+    text: str | None
+    ids: list[int]
+    max_tokens: int
+    stop_token_ids: set[int]
+    tokenizer: Tokenizer | None
+    expected: str | None = None
+
+    @classmethod
+    def encode(
+        cls, source: ModelSource, text: str, *, max_tokens: int, expected: str | None = None
+    ) -> Prompt:
+        """Encode ``text``; without a tokenizer, take two token ids instead."""
+        stops = stop_tokens(source.folder)
+        if not (source.folder / "tokenizer.json").is_file():
+            ids = [min(token, source.config.vocab_size - 1) for token in (1, 2)]
+            return cls(None, ids, max_tokens, stops, None)
+        tokenizer = Tokenizer(source.folder)
+        return cls(text, tokenizer.encode(text), max_tokens, stops, tokenizer, expected)
+
+    def show(self, tokens: list[int]) -> str:
+        """Return the prompt and the tokens after it, as text or token ids."""
+        if self.tokenizer is None:
+            return f"{self.ids} is continued by {tokens}"
+        return self.tokenizer.decode(self.ids + tokens)
+
+
+def show_plan(transcript: Transcript, source: ModelSource) -> list[int]:
+    """Plan each size and print a few lines of one rank; return the sizes that divide the model."""
+    plans: dict[int, list[RankPlan]] = {}
+    refusals = []
+    with source.open() as checkpoint:
+        for tp_size in _SIZES:
+            try:
+                plans[tp_size] = [
+                    plan_rank(source, checkpoint, rank, tp_size) for rank in range(tp_size)
+                ]
+            except ShardingError as error:
+                refusals.append(f"size {tp_size} is left out: {error}")
+        nbytes = checkpoint.nbytes
+    tp_size = 2 if 2 in plans else max(plans)
+    rank = plans[tp_size][-1]
+    transcript.title(f"Plan tensor-parallel size {tp_size}, before any weights are read")
+    rank.report.raise_if_refused(source.config.architectures[0], touched=False)
+    reads = sorted(fold_reads(rank.reads), key=lambda read: (not read.slot, read.pieces < 2))
+    cells = [_HEADER, *(_cells(read) for read in reads[:_MAX_LINES])]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    transcript.line(f"rank {rank.rank} would read, in every layer:")
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        transcript.line(f"  {line.rstrip()}")
+    transcript.line(f"  … `vllm-module plan` shows all {len(reads)} lines")
+    kept = ", ".join(f"rank {each.rank} {size(each.bytes_read)}" for each in plans[tp_size])
+    transcript.line(f"of {size(nbytes)}, the ranks would read: {kept}")
+    for refusal in refusals:
+        transcript.line(refusal)
+    return list(plans)
+
+
+def load_sizes(
+    transcript: Transcript, source: ModelSource, sizes: list[int], prompt: Prompt
+) -> list[SizeResult]:
+    """Load and run each size, and compare it with the checkpoint and with the first size."""
+    transcript.title(f"Load at tensor-parallel sizes {_listed(sizes)}, the ranks in threads")
+    results: list[SizeResult] = []
+    for tp_size in sizes:
+        result = run_size(source, tp_size, prompt.ids, prompt.max_tokens, prompt.stop_token_ids)
+        results.append(result)
+        read = " + ".join(size(nbytes) for nbytes in result.bytes_read)
+        transcript.line(f"size {tp_size}: read {read}")
+        heads = getattr(source.config, "num_key_value_heads", tp_size)
+        if heads < tp_size:
+            transcript.line(f"        the {tp_size} ranks share {heads} key-value heads")
+        transcript.ok("the shards together are the checkpoint, bit for bit")
+        if result is not results[0]:
+            difference = result.logits_difference(results[0])
+            transcript.ok(f"the logits are those of size {sizes[0]}, within {difference:.1g}")
+    return results
+
+
+def compare_texts(
+    transcript: Transcript, source: ModelSource, results: list[SizeResult], prompt: Prompt
+) -> None:
+    """Print the generated text; check that every size, and transformers, generates the same."""
+    transcript.title("Generate greedily" + (f', from "{prompt.text}"' if prompt.text else ""))
+    tokens = llm_tokens(source.folder, prompt.ids, prompt.max_tokens)
+    text = prompt.show(tokens)
+    transcript.quote(text)
+    if prompt.expected is not None and text != prompt.expected:
+        raise CommandError("the model generated another text than it was trained on")
+    for result in results[1:]:
+        _check_same(prompt, tokens, result.tokens, f"tensor-parallel size {result.tp_size}")
+    sizes = _listed([result.tp_size for result in results])
+    transcript.ok(f"the same {len(tokens)} tokens at size {sizes}")
+    peer = transformers_tokens(source.folder, prompt.ids, prompt.max_tokens, prompt.stop_token_ids)
+    if peer is None:
+        transcript.line("pip install vllm-module[demo] adds the comparison with transformers")
+        return
+    version, peer_tokens = peer
+    _check_same(prompt, tokens, peer_tokens, f"transformers {version}")
+    transcript.ok(f"the same tokens from transformers {version}, which loads the same folder")
+
+
+def _cells(read: Read) -> tuple[str, str, str, str]:
+    """Return the cells of a read's line, without the names that all layers share."""
+    part = read.row()[3]
+    if read.pieces > 1:
+        part = f"{read.pieces} x {read.bytes // read.pieces} of {read.of_bytes}"
+    name, parameter = (
+        full.rpartition("}.")[2].removesuffix(".weight") for full in (read.name, read.parameter)
+    )
+    return name, part, parameter, read.slot or ""
+
+
+def _listed(sizes: list[int]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _check_same(prompt: Prompt, tokens: list[int], other: list[int], whose: str) -> None:
+    if tokens != other:
+        raise CommandError(
+            f"{whose} generated another text:\n{prompt.show(other)}\ninstead of:\n"
+            f"{prompt.show(tokens)}"
+        )

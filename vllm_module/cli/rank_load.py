@@ -1,0 +1,96 @@
+"""Load one rank and measure its time and its peak memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_module.cli.output import console, size
+from vllm_module.loader import progress
+from vllm_module.model_source import ModelSource
+from vllm_module.module import vLLMModule
+from vllm_module.report import LoadReport
+
+_PROCESS = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """The time and memory that loading one rank took; "resident" is the memory of the process."""
+
+    rank: int
+    bytes_read: int
+    seconds: float
+    bytes_per_second: float
+    resident_before_bytes: int
+    peak_resident_bytes: int
+    peak_cuda_bytes: int | None
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of this rank's line in a table."""
+        added = max(0, self.peak_resident_bytes - self.resident_before_bytes)
+        return (
+            str(self.rank),
+            size(self.bytes_read),
+            f"{self.seconds:.3f} s",
+            f"{size(self.bytes_per_second)}/s",
+            f"{size(self.peak_resident_bytes)} (+{size(added)})",
+            *([] if self.peak_cuda_bytes is None else [size(self.peak_cuda_bytes)]),
+        )
+
+
+def load_rank(
+    source: ModelSource, device: torch.device, rank: int, *, show_progress: bool
+) -> tuple[RankLoad, LoadReport, vLLMModule]:
+    """Build and load this rank's model; return the measurements, the report and the model.
+
+    ``show_progress`` draws a bar on standard error if standard error is a terminal.
+    """
+    err = console(stderr=True)
+    with source.open() as checkpoint:
+        model = source.build(device)
+        before = _reset_peaks(device)
+        show_progress &= err.is_terminal
+        with progress(model, checkpoint, f"rank {rank}", err) if show_progress else nullcontext():
+            start = time.perf_counter()
+            model.load_weights(checkpoint.items())
+            seconds = time.perf_counter() - start
+        nbytes = checkpoint.bytes_read
+    assert model.load_report is not None
+    cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    measured = RankLoad(rank, nbytes, seconds, nbytes / seconds, before, _peak_resident(), cuda)
+    return measured, model.load_report, model
+
+
+def _reset_peaks(device: torch.device) -> int:
+    """Reset the measured peaks and return the resident bytes now.
+
+    Only Linux can reset the peak of a process. Elsewhere the peak is that of its whole life.
+    """
+    with suppress(OSError):
+        (_PROCESS / "clear_refs").write_text("5")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return _read_status("VmRSS") or _peak_resident()
+
+
+def _peak_resident() -> int:
+    if peak := _read_status("VmHWM"):
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _read_status(field: str) -> int:
+    """Return the bytes in a field of ``/proc/self/status``; 0 if there is no such field."""
+    with suppress(OSError):
+        for line in (_PROCESS / "status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,71 @@
+"""When a sequence ends, and the text of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from vllm_module.runtime.sequence import FinishReason, Sequence
+from vllm_module.runtime.tokenizer import TextStream, Tokenizer
+
+
+def check_stop(
+    sequence: Sequence,
+    stop_token_ids: Collection[int],
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+) -> FinishReason | None:
+    """Return why the last token ends ``sequence``, or None if it does not.
+
+    Sets ``stop_reason`` to the token or string that the request asked to stop at, and keeps the
+    text of a streamed request up to date.
+    """
+    request, token = sequence.request, sequence.tokens[-1]
+    params = request.params
+    length = len(sequence.tokens) - request.prompt_len
+    if length >= params.min_tokens:
+        if token in stop_token_ids and not params.ignore_eos:
+            return "stop"
+        if token in params.stop_token_ids:
+            sequence.stop_reason = token
+            return "stop"
+    if request.streamed:
+        start = len(sequence.text)
+        sequence.text += _next_text(sequence, token, tokenizer)
+        if length >= params.min_tokens and _cut_at_stop_string(sequence, start):
+            return "stop"
+    if length == params.max_tokens or len(sequence.tokens) >= max_model_len:
+        return "length"
+    return None
+
+
+def _next_text(sequence: Sequence, token: int, tokenizer: Tokenizer | None) -> str:
+    """Return the text that ``token`` adds; empty if its last character is not complete."""
+    if sequence.stream is None:
+        assert tokenizer is not None, "Engine.add streams nothing without a tokenizer"
+        request = sequence.request
+        sequence.stream = TextStream(
+            tokenizer, request.prompt_token_ids, request.params.skip_special_tokens
+        )
+    return sequence.stream.push(token)
+
+
+def _cut_at_stop_string(sequence: Sequence, start: int) -> bool:
+    """Cut the text at a stop string that ends after ``start``; return whether there is one."""
+    params = sequence.request.params
+    for stop in params.stops:
+        index = sequence.text.find(stop, max(0, start - len(stop) + 1))
+        if index >= 0:
+            end = index + len(stop) if params.include_stop_str_in_output else index
+            sequence.text = sequence.text[:end]
+            sequence.stop_reason = stop
+            return True
+    return False
+
+
+def complete_text(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    """Decode a sequence that has ended as a whole, unless a stop string has cut its text."""
+    if tokenizer is not None and not isinstance(sequence.stop_reason, str):
+        request = sequence.request
+        sequence.text = tokenizer.continuation(
+            request.prompt_token_ids, sequence.output, request.params.skip_special_tokens
+        )
