@@ -1,4 +1,4 @@
-"""The house's floors: imports run downward only, lazy ones and those for type checkers included."""
+"""Imports go down the floors of the house only, lazy ones and those for type checkers included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# From the ground up. Rooms on one floor do not import each other; the package itself is the roof.
+# From the ground up. Rooms on one floor do not import each other. The package is on top.
 FLOORS = (
     {"config", "errors", "kernels", "messages"},
     {"distributed", "report", "weights"},
@@ -33,14 +33,11 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-# Below them, and closed to them nevertheless.
+# Rooms on lower floors that a room must not import all the same.
 CLOSED = {
     "layers": {"weights"},
     "models": {"kernels", "quantization", "weights"},
 }
-
-# Upward, and only for type checkers: an error's report has a type.
-TYPING_ONLY = {("errors", "report")}
 
 FOLDERS = {
     "vllm_module": "vllm_module",
@@ -50,7 +47,7 @@ FOLDERS = {
 
 
 def module_files(root: Path) -> dict[str, Path]:
-    """Return the file of every module of ours, by the name it is imported under."""
+    """Return the file of each of our modules, by the name it is imported under."""
     files = {}
     for folder, package in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
@@ -66,28 +63,21 @@ def room_of(module: str) -> str:
     return inside.partition(".")[0] or package
 
 
-def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yield each module that is imported, the line, and whether only for type checkers."""
-    typing = {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
-        for statement in block.body
-        for node in ast.walk(statement)
-    }
+def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[str, int]]:
+    """Yield each module that is imported, and the line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, node.lineno, node in typing
+                yield alias.name, node.lineno
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             for alias in node.names:
                 submodule = f"{base}.{alias.name}"
-                yield submodule if submodule in known else base, node.lineno, node in typing
+                yield submodule if submodule in known else base, node.lineno
 
 
-def complaint(importer: str, imported: str, typing_only: bool) -> str | None:
-    """Say what is wrong with one import; ``None`` if nothing is."""
+def complaint(importer: str, imported: str) -> str | None:
+    """Return what is wrong with one import; ``None`` if nothing is."""
     if imported.startswith("."):
         return "is a relative import: name the module in full"
     if imported.partition(".")[0] in ("models", "kernels"):
@@ -95,7 +85,7 @@ def complaint(importer: str, imported: str, typing_only: bool) -> str | None:
     if imported.partition(".")[0] != "vllm_module":
         return None
     room, other = room_of(importer), room_of(imported)
-    if room == other or (typing_only and (room, other) in TYPING_ONLY):
+    if room == other:
         return None
     if other not in FLOOR_OF:
         return f"is in the room {other!r}, which has no floor"
@@ -109,7 +99,7 @@ def complaint(importer: str, imported: str, typing_only: bool) -> str | None:
 
 
 def violations(root: Path) -> list[str]:
-    """Return one line for every import that the house forbids, every unknown room and a cycle."""
+    """Return one line for each forbidden import, each unknown room, and a cycle if there is one."""
     found = []
     files = module_files(root)
     known = {name.rsplit(".", up)[0] for name in files for up in range(name.count(".") + 1)}
@@ -118,10 +108,10 @@ def violations(root: Path) -> list[str]:
         if room_of(importer) not in FLOOR_OF:
             found.append(f"{importer}: its room {room_of(importer)!r} has no floor")
             continue
-        for imported, line, typing_only in imports(ast.parse(path.read_bytes()), known):
-            if problem := complaint(importer, imported, typing_only):
+        for imported, line in imports(ast.parse(path.read_bytes()), known):
+            if problem := complaint(importer, imported):
                 found.append(f"{path.relative_to(root)}:{line}: {imported} {problem}")
-            elif imported in files and not (typing_only and room_of(imported) != room_of(importer)):
+            elif imported in files:
                 graph.setdefault(importer, set()).add(imported)
     try:
         TopologicalSorter(graph).prepare()
@@ -131,32 +121,27 @@ def violations(root: Path) -> list[str]:
 
 
 def test_no_import_runs_upward_or_sideways() -> None:
-    """Every import under vllm_module/, models/ and kernels/ goes down, to a room that is open."""
+    """Every import in vllm_module/, models/ and kernels/ is of a lower room that is not closed."""
     assert violations(ROOT) == []
 
 
 def test_every_folder_of_the_house_is_walked() -> None:
-    """The walk sees the package, the models and the kernels, each under its import name."""
+    """The package, the models and the kernels are found, each under its import name."""
     names = set(module_files(ROOT))
     expected = {"vllm_module", "vllm_module.models.qwen3", "vllm_module.kernels.paged_attention"}
     assert expected <= names
 
 
 CASES = {
-    "upward": ("vllm_module/parameters.py", "from vllm_module.layers.linear import X", "upward"),
+    "upward": ("vllm_module/tree.py", "from vllm_module.layers.linear import X", "upward"),
     "lazy": ("vllm_module/module.py", "def f():\n    import vllm_module.layers.linear", "upward"),
     "typing": (
         "vllm_module/module.py",
         "if typing.TYPE_CHECKING:\n    from vllm_module.layers.linear import X",
         "upward",
     ),
-    "report at run time": (
-        "vllm_module/errors.py",
-        "from vllm_module.report import LoadReport",
-        "upward",
-    ),
     "submodule by name": ("vllm_module/module.py", "from vllm_module import layers", "upward"),
-    "roof": ("vllm_module/cli/main.py", "from vllm_module import get_model", "upward"),
+    "package": ("vllm_module/cli/main.py", "from vllm_module import get_model", "upward"),
     "sideways": ("vllm_module/runtime/llm.py", "import vllm_module.testing", "one floor"),
     "kernel": ("kernels/gemm.py", "from vllm_module.config import X", "one floor"),
     "closed": ("models/new.py", "from vllm_module.kernels.gemm import gemm", "closed to"),
@@ -173,7 +158,7 @@ CASES = {
 def test_a_forbidden_import_is_reported(
     tmp_path: Path, file: str, code: str, expected: str
 ) -> None:
-    """Whatever the form of a forbidden import, exactly one line names it."""
+    """A forbidden import of any form is named in exactly one line."""
     sources = {"vllm_module/layers/linear.py": "", "vllm_module/layers/__init__.py": ""}
     for name, text in (sources | {file: code}).items():
         path = tmp_path / name
@@ -184,12 +169,10 @@ def test_a_forbidden_import_is_reported(
 
 
 def test_an_allowed_import_is_not_reported(tmp_path: Path) -> None:
-    """Downward imports pass, and so does the one that only type checkers follow."""
+    """A downward import passes."""
     (tmp_path / "vllm_module").mkdir()
     (tmp_path / "vllm_module/report.py").write_text("from vllm_module.errors import X")
-    (tmp_path / "vllm_module/errors.py").write_text(
-        "if TYPE_CHECKING:\n    from vllm_module.report import LoadReport"
-    )
+    (tmp_path / "vllm_module/errors.py").write_text("")
     assert violations(tmp_path) == []
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.errors import DuplicateWeightError
+from vllm_module.report import Problem
 from vllm_module.tree import Location, expected_shape, is_typed, slots_of
 from vllm_module.weights import Destination, Weight, read_into
 
@@ -84,6 +85,15 @@ def misfit(
     if needs_data and isinstance(weight, torch.Tensor) and weight.is_meta:
         return "expected a tensor with data, got one on the meta device"
     return None
+
+
+def missing(location: Location, slot: str) -> Problem:
+    """Name a slot that nothing fills as a checkpoint would, and say what it is a slot of."""
+    expected = f"expected shape {expected_shape(location.tensor, slot)}"
+    if slot:
+        *_, layer, attr = ("", "this layer", *location.path.split("."))[-3:]
+        expected += f", slot {slot!r} of {layer}.{attr}"
+    return Problem(location.stored_name(slot), expected)
 
 
 def _converts(dtype: torch.dtype) -> bool:

@@ -1,56 +1,58 @@
-"""What can go wrong, by kind. Messages name the path, what was expected, what came, what to do."""
+"""The exceptions, by kind. Messages name the path, what was expected, what came and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm_module.report import LoadReport
+from typing import Any
 
 
 class WeightLoadError(ValueError):
-    """A checkpoint was refused. ``report`` holds the whole account when names were compared."""
+    """A checkpoint was refused.
 
-    def __init__(self, message: str, report: LoadReport | None = None) -> None:
+    ``report`` is the ``LoadReport`` with every name of the load. It is ``None`` where the error was
+    raised before or after names were compared.
+    """
+
+    # Any: the class of reports is on a higher floor, because it raises these errors.
+    def __init__(self, message: str, report: Any = None) -> None:
         super().__init__(message)
         self.report = report
 
 
 class MissingWeightError(WeightLoadError):
-    """Slots of the model that no checkpoint tensor filled."""
+    """A slot of the model has no tensor in the checkpoint."""
 
 
 class UnexpectedWeightError(WeightLoadError):
-    """Checkpoint tensors that no module, parameter, alias or skip rule knows."""
+    """A name of the checkpoint leads to no tensor of the model, and no skip rule covers it."""
 
 
 class DuplicateWeightError(WeightLoadError):
-    """A slot that two checkpoint tensors claim, or a tied tensor stored twice with two values."""
+    """Two checkpoint tensors fill one slot, or a tied tensor is stored twice with two values."""
 
 
 class MisshapenWeightError(WeightLoadError):
-    """A checkpoint tensor whose shape or dtype is not what its slot expects."""
+    """The shape or dtype of a checkpoint tensor is not what its slot expects."""
 
 
 class CheckpointFormatError(WeightLoadError):
-    """A folder, index, configuration or file that is not what its format says."""
+    """A folder, index, configuration or file breaks the rules of its format."""
 
 
 class WeightReadError(WeightLoadError):
-    """Bytes that could not be read, or values that the parameter's dtype cannot hold."""
+    """Bytes could not be read, or the parameter's dtype cannot hold their values."""
 
 
 class ShardingError(WeightLoadError):
-    """A size that the tensor-parallel size does not divide; the message has the numbers."""
+    """A size cannot be divided among the tensor-parallel ranks; the message has the numbers."""
 
 
 class UnsupportedModelError(WeightLoadError):
-    """An architecture or a setting of one that no module here implements."""
+    """An architecture, or a setting of it, is not implemented here."""
 
 
 class ModelNotReadyError(RuntimeError):
-    """A module was run before its weights were complete, or after an update broke midway."""
+    """A module was run before its weights were complete, or after a load broke midway."""
 
 
 class RankError(RuntimeError):

@@ -13,19 +13,17 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from vllm_module.assignment import Assignment, misfit
+from vllm_module.assignment import Assignment, misfit, missing
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.messages import shorten
-from vllm_module.readiness import any_on_meta, guard, is_complete, modules_that_load, unguard
+from vllm_module.readiness import allow_to_run, guard, is_complete, refuse_to_run, unguard
 from vllm_module.report import LoadReport, Problem
 from vllm_module.routes import no_place
 from vllm_module.tree import (
     Location,
     Node,
-    expected_shape,
-    loads_itself,
-    locations,
     materialized,
+    own_slots,
     slots_of,
     state_of,
     walk,
@@ -119,7 +117,7 @@ class Load:
                 unguard(module)
         except BaseException as error:
             if load.written:
-                load._refuse_to_run(error)
+                refuse_to_run(module, error)
             raise
         finally:
             state.in_progress = False
@@ -217,7 +215,7 @@ class Load:
                 key = self._original(tensor), slot
                 if key not in claimed:
                     claimed.add(key)
-                    self.report.missing.append(_missing(location, slot, tensor))
+                    self.report.missing.append(missing(location, slot))
 
     def _walk(self) -> list[Node]:
         if self._tree is None:
@@ -244,7 +242,7 @@ class Load:
         try:
             with torch.no_grad(), Readers() as readers:
                 # A module that processes its weights does so before the next takes memory.
-                for _, group in groupby(assigned, _processing_owner):
+                for _, group in groupby(assigned, _processing_module):
                     self._read_group(list(group), readers)
         except BaseException as error:
             self._failure = error  # an override that catches it does not make the load whole
@@ -330,9 +328,9 @@ class Load:
             state.loaded.update(loaded)
             owner = holder.node.owner
             self._filled.setdefault(owner.module, owner)
-            if processes_alone(owner.module):
+            if owner.processes_alone:
                 if owner.module not in self._unfilled:
-                    self._unfilled[owner.module] = _all_slots(owner.module)
+                    self._unfilled[owner.module] = own_slots(owner.module)
                 unfilled = self._unfilled[owner.module]
                 unfilled.difference_update(loaded)
                 if not unfilled:
@@ -344,9 +342,7 @@ class Load:
     def _process_rest(self) -> None:
         """Process, inner modules first, what this load has changed and not processed yet."""
         nodes: Iterable[Node] = self._walk() if self.mode == "load" else self._above_filled()
-        waiting = [
-            node for node in nodes if processes(node.module) and node.module not in self._processed
-        ]
+        waiting = [node for node in nodes if node.processes and node.module not in self._processed]
         for node in sorted(waiting, key=lambda node: -node.path.count(".")):
             if is_complete(node.module):  # else it waits for the load that brings the rest
                 self._process(node)
@@ -390,49 +386,12 @@ class Load:
         state_of(self.root).report = self.report
         self._process_rest()
         if self.mode == "load":
-            modules = [node.module for node in self._walk()]
-            ready = not any_on_meta(modules)
-            for module in filter(loads_itself, modules):
-                state_of(module).refusal = None
-                if ready:  # so that torch.compile sees no hook at the first forward pass
-                    unguard(module)
-
-    def _refuse_to_run(self, error: BaseException) -> None:
-        cause = str(error).partition("\n")[0]
-        for module in modules_that_load(self.root):
-            state_of(module).refusal = (
-                "a load broke midway and left a mixture; call load_weights with a whole "
-                f"checkpoint. It broke on {type(error).__name__}: {cause}"
-            )
-            guard(module)
+            allow_to_run([node.module for node in self._walk()])
 
 
-def processes(module: Any) -> bool:
-    """Tell whether a module loads itself and computes something from its weights."""
-    return loads_itself(module) and module.processes
-
-
-def processes_alone(module: nn.Module) -> bool:
-    """Tell whether a module processes as soon as its own weights are there: it has none below."""
-    return processes(module) and all(each is module for each in modules_that_load(module))
-
-
-def _processing_owner(assignment: Assignment) -> nn.Module | None:
-    module = assignment.location.node.owner.module
-    return module if processes_alone(module) else None
-
-
-def _all_slots(module: nn.Module) -> set[tuple[str, str]]:
-    return {(each.local, slot) for each in locations(module) for slot in slots_of(each.tensor)}
-
-
-def _missing(location: Location, slot: str, tensor: torch.Tensor) -> Problem:
-    """Name a missing slot as a checkpoint would, and say what it is a slot of."""
-    expected = f"expected shape {expected_shape(tensor, slot)}"
-    if slot:
-        *_, layer, attr = ("", "this layer", *location.path.split("."))[-3:]
-        expected += f", slot {slot!r} of {layer}.{attr}"
-    return Problem(location.stored_name(slot), expected)
+def _processing_module(assignment: Assignment) -> nn.Module | None:
+    owner = assignment.location.node.owner
+    return owner.module if owner.processes_alone else None
 
 
 @contextmanager

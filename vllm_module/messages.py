@@ -1,4 +1,7 @@
-"""How things from elsewhere are shown in messages: short, and unable to rewrite a terminal."""
+"""How names, values and errors are shown in messages.
+
+Names and values are shortened and escaped, so that text from a file cannot rewrite a terminal.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ _repr.maxdict = _repr.maxlist = 8
 
 
 def shorten(value: object) -> str:
-    """Show a value of a file as Python writes it, cut to some 200 characters."""
+    """Return the ``repr`` of a value, nested values and more than about 200 characters left out."""
     return _cut(_repr.repr(value))
 
 
 def printable(text: str | PathLike[str]) -> str:
-    """Show a name or a path as it is, control characters and lone surrogates escaped."""
+    """Return a name or path with control characters and lone surrogates escaped."""
     text = fspath(text)
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 def printable_name(name: str) -> str:
-    """Show a name as :func:`printable` does, cut to some 200 characters."""
+    """Return a name as :func:`printable` does, cut to about 200 characters."""
     return _cut(printable(name[: _MOST + 1]))
 
 

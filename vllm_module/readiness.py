@@ -50,6 +50,27 @@ def _require_ready(module: nn.Module, args: object) -> None:
     unguard(module)
 
 
+def allow_to_run(modules: Iterable[nn.Module]) -> None:
+    """Let ``modules``, all of a tree, run again; check them no longer if nothing is on meta."""
+    modules = list(modules)
+    ready = not any_on_meta(modules)
+    for module in filter(loads_itself, modules):
+        state_of(module).refusal = None
+        if ready:  # so that torch.compile sees no hook at the first forward pass
+            unguard(module)
+
+
+def refuse_to_run(root: nn.Module, error: BaseException) -> None:
+    """Let no module of the tree run until a load succeeds: ``error`` left it half written."""
+    cause = str(error).partition("\n")[0]
+    for module in modules_that_load(root):
+        state_of(module).refusal = (
+            "a load broke midway and left a mixture; call load_weights with a whole "
+            f"checkpoint. It broke on {type(error).__name__}: {cause}"
+        )
+        guard(module)
+
+
 def check_ready(root: nn.Module) -> None:
     """Raise ``ModelNotReadyError``, naming every tensor of the tree that holds no values."""
     cannot = f"{type(root).__name__} cannot run: "

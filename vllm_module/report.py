@@ -1,4 +1,4 @@
-"""What a load did with every name, and the one message that says so."""
+"""What a load did with every name, as an object and as one message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_module.messages import printable_name
 
 
 class Problem(NamedTuple):
-    """One tensor's refusal: the full name and, in words, what was expected and what came."""
+    """Why one tensor was refused: its full name, what was expected and what came."""
 
     name: str
     detail: str
@@ -27,12 +27,12 @@ class Problem(NamedTuple):
 
 @dataclass
 class LoadReport:
-    """What one load did with every name, on either side.
+    """What one load did with every name of the checkpoint and of the model.
 
     Attributes:
-        loaded: for each parameter or buffer filled, the checkpoint names that filled it.
-        skipped: for each checkpoint name left out, the rule of its owner that says so.
-        missing, unexpected, duplicated, misshapen: what a strict load refuses.
+        loaded: by parameter or buffer, the checkpoint names that fill it.
+        skipped: by checkpoint name, the reason of the skip rule that covers it.
+        missing, unexpected, duplicated, misshapen: the problems, for which a load is refused.
 
     """
 
@@ -46,7 +46,7 @@ class LoadReport:
     _KINDS = (
         ("missing", MissingWeightError, "the checkpoint lacks them"),
         ("unexpected", UnexpectedWeightError, "the model has no place for them"),
-        ("duplicated", DuplicateWeightError, "the model would be filled twice"),
+        ("duplicated", DuplicateWeightError, "a slot would be filled twice"),
         ("misshapen", MisshapenWeightError, "shape or dtype differs from what the model expects"),
     )
 
@@ -56,10 +56,14 @@ class LoadReport:
         return not any(getattr(self, kind) for kind, _, _ in self._KINDS)
 
     def raise_if_refused(self, model: str, *, touched: bool) -> None:
-        """Raise one error that names every problem: ``WeightLoadError`` or its one subclass."""
-        found = [error for kind, error, _ in self._KINDS if getattr(self, kind)]
-        if found:
-            error = found[0] if len(found) == 1 else WeightLoadError
+        """Raise one error that names every problem, if there is one.
+
+        It is a ``WeightLoadError``, or its subclass where all problems are of one kind. ``model``
+        and ``touched`` (whether anything was written to the model) are for the message.
+        """
+        errors = [error for kind, error, _ in self._KINDS if getattr(self, kind)]
+        if errors:
+            error = errors[0] if len(errors) == 1 else WeightLoadError
             state = _TOUCHED if touched else _UNTOUCHED
             raise error(f"{model} refuses this checkpoint.\n{self}\n{state}{_ADVICE}", report=self)
 
@@ -71,8 +75,8 @@ class LoadReport:
         for name, rule in self.skipped.items():
             by_rule[rule].append(name)
         for rule, skipped in by_rule.items():
-            folded = map(printable_name, fold(skipped))
-            lines += [f"skipped {len(skipped)}: {rule}", *(f"  {name}" for name in folded)]
+            lines.append(f"skipped {len(skipped)}: {rule}")
+            lines += [f"  {printable_name(name)}" for name in fold(skipped)]
         for kind, _, meaning in self._KINDS:
             problems: list[Problem] = getattr(self, kind)
             if problems:
@@ -86,7 +90,7 @@ _TOUCHED = "Part of a stream was written: the model refuses to run until a load 
 _ADVICE = (
     "Check that config.json and the weights belong together and that every file arrived whole."
 )
-_MOST_LINES = 40  # a message is for reading; the report object has every name
+_MOST_LINES = 40  # of one kind in a message; the report object has every name
 
 
 def _folded_lines(problems: list[Problem]) -> list[str]:
@@ -104,25 +108,28 @@ def _folded_lines(problems: list[Problem]) -> list[str]:
 
 
 def fold(names: Iterable[str]) -> list[str]:
-    """Fold numbers: ``layers.0.w``, ``layers.1.w`` and ``layers.3.w`` to ``layers.{0..1,3}.w``."""
+    """Write names that differ in numbers only as one.
+
+    ``layers.0.w``, ``layers.1.w`` and ``layers.3.w`` become ``layers.{0..1,3}.w``.
+    """
     rows = [tuple(name.split(".")) for name in dict.fromkeys(names)]
     for position in range(max(map(len, rows), default=0)):
-        alike: dict[tuple[str, ...], list[int]] = {}
+        numbers_of: dict[tuple[str, ...], list[int]] = {}
         for row in rows:
             if position < len(row) and _is_index(row[position]):
-                others = (*row[:position], "\0", *row[position + 1 :])
-                alike.setdefault(others, []).append(int(row[position]))
+                without_number = (*row[:position], "\0", *row[position + 1 :])
+                numbers_of.setdefault(without_number, []).append(int(row[position]))
             else:
-                alike[row] = []
+                numbers_of[row] = []
         rows = [
             (*row[:position], _span(numbers), *row[position + 1 :]) if numbers else row
-            for row, numbers in alike.items()
+            for row, numbers in numbers_of.items()
         ]
     return [".".join(row) for row in rows]
 
 
-def _is_index(part: str) -> bool:
-    return part.isdecimal() and len(part) < 10 and str(int(part)) == part
+def _is_index(component: str) -> bool:
+    return component.isdecimal() and len(component) < 10 and str(int(component)) == component
 
 
 def _span(numbers: list[int]) -> str:

@@ -109,6 +109,18 @@ class Node:
         """What the names of weights that are stored beside the module begin with."""
         return "" if self.parent is None else self.parent.prefix
 
+    @property
+    def processes(self) -> bool:
+        """Whether the module computes something from its loaded weights."""
+        module: Any = self.module
+        return loads_itself(module) and module.processes
+
+    @property
+    def processes_alone(self) -> bool:
+        """Whether it does so as soon as its own weights are there: no module below loads itself."""
+        below = (each for each in self.module.modules() if each is not self.module)
+        return self.processes and not any(map(loads_itself, below))
+
     def child(self, attr: str, component: str) -> Node:
         """Return the node of the child ``attr``, which a checkpoint calls ``component``."""
         node = self._children.get(component)
@@ -232,6 +244,12 @@ def is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:
 def slots_of(tensor: torch.Tensor) -> tuple[str, ...]:
     """Return the names of the slots of ``tensor``; a tensor that is not fused has one, ``""``."""
     return tensor.slots if is_typed(tensor) else _WHOLE
+
+
+def own_slots(root: nn.Module) -> set[tuple[str, str]]:
+    """Return (local name of a tensor, slot) for every slot that ``root`` itself loads."""
+    own = (each for each in locations(root) if each.node.owner.module is root)
+    return {(each.local, slot) for each in own for slot in slots_of(each.tensor)}
 
 
 def expected_shape(tensor: torch.Tensor, slot: str | None) -> list[int]:

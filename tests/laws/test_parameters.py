@@ -72,8 +72,8 @@ class Scaled(vLLMModule):
         """Multiply every element of the weight with the unit that it lies in."""
         scale = self.scale.detach().double()
         if isinstance(self.scale, PerTensorScaleParameter):
-            rooms = torch.tensor([shard.room for shard in self.weight.shards[0]])
-            return self.weight * scale.repeat_interleave(rooms)
+            rows = torch.tensor([shard.padded for shard in self.weight.shards[0]])
+            return self.weight * scale.repeat_interleave(rows)
         if isinstance(self.scale, ChannelQuantScaleParameter):
             return self.weight * scale.squeeze(1)
         for dim, features in enumerate(self.weight.shape):

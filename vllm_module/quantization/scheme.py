@@ -57,7 +57,7 @@ class Scheme:
             shards = weight.shards[0]
             if len(shards) == 1:
                 return scale.view(1, 1), (weight.shape[0], weight.shape[1])
-            rows = [scale[i : i + 1].expand(shard.room) for i, shard in enumerate(shards)]
+            rows = [scale[i : i + 1].expand(shard.padded) for i, shard in enumerate(shards)]
             scale = torch.cat(rows).unsqueeze(1)
         return scale, (1, weight.shape[1])
 

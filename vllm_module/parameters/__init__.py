@@ -1,0 +1,35 @@
+"""Typed parameters: each cuts its own rank's shard out of checkpoint tensors.
+
+``dim.py`` says how a dimension is divided among ranks, ``parameter.py`` what every parameter does
+with that, and ``classes.py`` how each class of parameter counts the features of its layer.
+"""
+
+from vllm_module.parameters.classes import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ColumnvLLMParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedColumnParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+    RowvLLMParameter,
+)
+from vllm_module.parameters.dim import Dim, Shard, Slot
+from vllm_module.parameters.parameter import BasevLLMParameter
+
+__all__ = [
+    "BasevLLMParameter",
+    "BlockQuantScaleParameter",
+    "ChannelQuantScaleParameter",
+    "ColumnvLLMParameter",
+    "Dim",
+    "GroupQuantScaleParameter",
+    "ModelWeightParameter",
+    "PackedColumnParameter",
+    "PackedvLLMParameter",
+    "PerTensorScaleParameter",
+    "RowvLLMParameter",
+    "Shard",
+    "Slot",
+]

@@ -1,0 +1,166 @@
+"""The classes of parameters, which differ in how they count the features of their layer.
+
+Features are counted one by one, in packed elements, groups or blocks, or as one for each slot.
+``output`` and ``input`` are the layer's features as :class:`Dim`; ``tp_rank``, ``tp_size`` and
+``dtype`` are those of :class:`BasevLLMParameter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_module.parameters.dim import Dim, Slot
+from vllm_module.parameters.parameter import BasevLLMParameter
+from vllm_module.weights import Weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ModelWeightParameter(BasevLLMParameter):
+    """A weight ``[output, input]``: column-parallel cuts ``output``, row-parallel ``input``."""
+
+    def __new__(
+        cls, output: Dim, input: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype
+    ) -> Self:
+        return super().__new__(cls, output, input, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+
+
+class ColumnvLLMParameter(BasevLLMParameter):
+    """A vector ``[output]`` along the output features, such as a bias."""
+
+    def __new__(cls, output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
+        return super().__new__(cls, output, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+
+
+class RowvLLMParameter(BasevLLMParameter):
+    """A vector ``[input]`` along the input features, such as an activation order."""
+
+    def __new__(cls, input: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
+        return super().__new__(cls, input, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+
+
+class PackedvLLMParameter(BasevLLMParameter):
+    """A weight ``[output, input]`` with ``packed_factor`` values an element along ``packed_dim``.
+
+    Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
+    """
+
+    packed_dim: int
+    packed_factor: int
+
+    def __new__(
+        cls,
+        output: Dim,
+        input: Dim,
+        *,
+        packed_dim: int,
+        packed_factor: int,
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+    ) -> Self:
+        dims = [output, input]
+        dims[packed_dim] = dims[packed_dim].in_units(packed_factor, "packed element")
+        self = super().__new__(cls, *dims, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+        self.packed_dim, self.packed_factor = packed_dim, packed_factor
+        return self
+
+
+class PackedColumnParameter(BasevLLMParameter):
+    """A vector ``[output]`` with ``packed_factor`` values an element, such as zero points.
+
+    Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
+    """
+
+    packed_factor: int
+
+    def __new__(
+        cls,
+        output: Dim,
+        *,
+        packed_factor: int,
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+    ) -> Self:
+        output = output.in_units(packed_factor, "packed element")
+        self = super().__new__(cls, output, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+        self.packed_factor = packed_factor
+        return self
+
+
+class PerTensorScaleParameter(BasevLLMParameter):
+    """One scale for each slot of the layer's output, ``[slots]``, the same on every rank.
+
+    A checkpoint stores a slot's scale as ``[]`` or ``[1]``. One such scale of a tensor that is
+    stored fused fills all slots.
+    """
+
+    def __new__(cls, output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
+        scales = Dim(tuple(Slot(slot.name, 1) for slot in output.slots))
+        return super().__new__(cls, scales, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+
+    def accepts(self, slot: str | None, shape: torch.Size) -> bool:
+        return shape in ((), (1,)) or super().accepts(slot, shape)
+
+    def cut(self, weight: Weight, slot: str | None) -> Iterator[tuple[Weight, torch.Tensor]]:
+        if weight.shape not in ((), (1,)):
+            yield from super().cut(weight, slot)
+            return
+        for index, name in enumerate(self.slots):
+            if slot in (None, name):
+                yield weight, self.data[index].view(weight.shape)
+
+
+class ChannelQuantScaleParameter(BasevLLMParameter):
+    """One scale for each output feature, ``[output, 1]``."""
+
+    def __new__(cls, output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Self:
+        one = Dim.whole(1)
+        return super().__new__(cls, output, one, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+
+
+class GroupQuantScaleParameter(BasevLLMParameter):
+    """One scale for each output feature and group of inputs, ``[output, input / group_size]``.
+
+    Raises ``ShardingError`` where a shard of the input ends inside a group.
+    """
+
+    def __new__(
+        cls,
+        output: Dim,
+        input: Dim,
+        *,
+        group_size: int,
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+    ) -> Self:
+        groups = input.in_units(group_size, "scale group", partial=True)
+        return super().__new__(cls, output, groups, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+
+
+class BlockQuantScaleParameter(BasevLLMParameter):
+    """One scale for each block of the weight, ``[output / block[0], input / block[1]]``.
+
+    Counts round up, as in DeepSeek-V3's ``weight_scale_inv``. Raises ``ShardingError`` where the
+    edge between two slots or shards falls inside a block: both would own its scale.
+    """
+
+    def __new__(
+        cls,
+        output: Dim,
+        input: Dim,
+        *,
+        block: tuple[int, int],
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+    ) -> Self:
+        rows = output.in_units(block[0], "scale block", partial=True)
+        cols = input.in_units(block[1], "scale block", partial=True)
+        return super().__new__(cls, rows, cols, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
