@@ -88,6 +88,17 @@ def start_torchrun(
     )
 
 
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended, however that happened."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def fork_ranks(
     size: int,
     work: Callable[[int], object],
@@ -102,12 +113,6 @@ def fork_ranks(
     They end when this process does.
     """
     parent, pids = os.getpid(), []
-
-    def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
     for rank in range(size) if ranks is None else ranks:
         pid = os.fork()
         if pid:
@@ -115,7 +120,7 @@ def fork_ranks(
             continue
         code = 1
         try:
-            threading.Thread(target=end_with_parent, daemon=True).start()
+            end_with(parent)
             os.environ |= {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),

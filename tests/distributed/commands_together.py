@@ -1,4 +1,4 @@
-"""Scenarios of the command line with a process a rank, for ``scenarios.py``."""
+"""Scenarios of the command line where each rank is a process, for ``scenarios.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
 
 
 def scenario(name: str, size: int, *arguments: str, **of_ranks: Any) -> None:
-    """Enter a command of ``size`` ranks; ``rank1="tied"`` is a folder, a function a deed."""
+    """Enter a command of ``size`` ranks. ``rank1="tied"`` is its folder; a function, an action."""
 
     def run(directory: Path, rank: int) -> dict[str, Any]:
         special = of_ranks.get(f"rank{rank}", of_ranks.get("others", "good"))
@@ -27,7 +27,7 @@ def scenario(name: str, size: int, *arguments: str, **of_ranks: Any) -> None:
         if timeout == loading["TIMEOUT"] and not callable(special):
             loading["when_reading"](lambda: loading["await_events"](directory))
         if callable(special):
-            loading["when_reading"](lambda deed=special: deed(directory))
+            loading["when_reading"](lambda action=special: action(directory))
         folder = "tied in part" if "tied in part" in of_ranks.values() else "good"
         folder = special if isinstance(special, str) else folder
         command, *options = arguments

@@ -90,21 +90,21 @@ def total(model: Any) -> float:
     return logits.double().abs().sum().item()
 
 
-def when_reading(deed: Callable[[], Any]) -> None:
-    """Do ``deed`` once, in the middle of a load."""
+def when_reading(action: Callable[[], Any]) -> None:
+    """Call ``action`` once, in the middle of a load."""
     read_into, reads = SafetensorsHandle.read_into, []
 
     def read(self: SafetensorsHandle, destination: torch.Tensor) -> None:
         reads.append(self)
         if len(reads) == 4:
-            deed()
+            action()
         read_into(self, destination)
 
     SafetensorsHandle.read_into = read  # type: ignore[method-assign]
 
 
 def scenario(name: str, size: int, **of_ranks: Any) -> None:
-    """Enter a load of ``size`` ranks; ``rank1="tied"`` is a folder, a function meets a handle."""
+    """Enter a load by ``size`` ranks. ``rank1="tied"`` is its folder; a function is an action."""
 
     def run(directory: Path, rank: int) -> Any:
         dist.init_process_group("gloo")
@@ -129,7 +129,7 @@ def scenario(name: str, size: int, **of_ranks: Any) -> None:
 
 
 def replicas(*folders: str, die_in: int = -1) -> Callable[[Path, int], Any]:
-    """Load ``folders`` in a group of two each, whose ranks are not neighbours in the world."""
+    """Load each of ``folders`` in a group of two ranks that are not neighbours in the world."""
     count = len(folders)
 
     def run(directory: Path, rank: int) -> Any:

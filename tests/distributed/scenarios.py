@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import vllm_module.cli  # noqa: F401  # imported once, for all forks
 
-free_port = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["free_port"]
+support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 AT_ONCE = 6  # some of them only wait
 LIMIT = 300.0  # seconds after which a rank counts as hanging
 
@@ -55,13 +55,15 @@ class Running:
         self.start = time.time()
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int | str] = {}
-        self.port = free_port()
+        self.port = support["free_port"]()
 
     def fork(self) -> int | None:
         """Start the ranks; return in each of them its number, and ``None`` here."""
+        parent = os.getpid()
         for rank in range(self.size):
             pid = os.fork()
             if pid == 0:
+                support["end_with"](parent)
                 os.environ |= {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(self.size),

@@ -74,7 +74,7 @@ def test_all_gather_joins_in_rank_order(size: int, dim: int) -> None:
 
 
 def test_collectives_one_after_another_do_not_mix() -> None:
-    """Many rounds, in which ranks arrive at different times, each give their own round's values."""
+    """Each of many rounds gives its own values, though ranks arrive at different times."""
 
     def rank_fn(rank: int) -> list[float]:
         group = tensor_parallel_group()
@@ -91,7 +91,7 @@ def test_collectives_one_after_another_do_not_mix() -> None:
 
 
 def test_a_tensor_may_be_overwritten_after_its_collective() -> None:
-    """What a rank does to its tensor once a collective has returned does not reach other ranks."""
+    """A rank that changes its tensor after a collective does not change it for other ranks."""
 
     def rank_fn(rank: int) -> list[tuple[bool, bool]]:
         group = tensor_parallel_group()
@@ -111,7 +111,7 @@ def test_a_tensor_may_be_overwritten_after_its_collective() -> None:
 
 
 def test_results_come_in_rank_order() -> None:
-    """run_ranks returns what each rank returned, rank 0 first, whoever ends first."""
+    """run_ranks returns the results by rank, in whatever order the ranks end."""
 
     def rank_fn(rank: int) -> tuple[int, int, int]:
         threading.Event().wait(0.01 * (3 - rank))
@@ -123,7 +123,7 @@ def test_results_come_in_rank_order() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_fails_ends_the_others(failing: int) -> None:
-    """What one rank raises is raised, and the ranks that wait for it end instead of hanging."""
+    """run_ranks raises what a rank raises, and the ranks that wait for that rank end."""
     ended = []
 
     def rank_fn(rank: int) -> None:
@@ -143,7 +143,7 @@ def test_a_rank_that_fails_ends_the_others(failing: int) -> None:
 
 
 def test_the_first_error_is_the_one_raised() -> None:
-    """Of the errors of several ranks the first is raised, not what it led to."""
+    """If several ranks fail, run_ranks raises the first error, not its consequences."""
 
     def rank_fn(rank: int) -> None:
         if rank == 1:
@@ -173,7 +173,7 @@ def test_a_rank_that_leaves_early_is_an_error(leaving: int) -> None:
 
 
 def test_ranks_can_run_again_after_a_failure() -> None:
-    """A failed run leaves nothing behind: the next one works, and no group surrounds the caller."""
+    """After a failed run the next one works, and the caller is in no group."""
 
     def fail(rank: int) -> None:
         raise KeyError(rank)
@@ -187,7 +187,7 @@ def test_ranks_can_run_again_after_a_failure() -> None:
 
 
 def test_ranks_take_the_callers_gradient_mode_and_device() -> None:
-    """Gradient mode, default device and context variables of the caller hold inside of a rank."""
+    """A rank has the caller's gradient mode, default device and context variables."""
     variable: ContextVar[str] = ContextVar("variable", default="unset")
 
     def rank_fn(rank: int) -> tuple[bool, str, str]:
@@ -224,7 +224,7 @@ def test_rank_and_size_have_no_defaults() -> None:
 
 
 def test_contexts_nest() -> None:
-    """The innermost tensor_parallel holds, and leaving it, by an error too, restores the outer."""
+    """The innermost tensor_parallel applies; leaving it, also by an error, restores the outer."""
 
     def fail_inside() -> None:
         with tensor_parallel(rank=2, size=3) as inner:

@@ -56,7 +56,7 @@ DIFFER = {
 
 
 class Outcome(NamedTuple):
-    """What one scenario left behind: exit codes and notes, by rank, and when it happened."""
+    """Exit codes and notes of a scenario, by rank, and the time at which the last rank failed."""
 
     codes: dict[int, int | str]
     notes: dict[int, dict[str, Any]]
@@ -81,7 +81,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def outcome(directory: Path, request: pytest.FixtureRequest) -> Outcome:
-    """What came of the scenario that the test asks for."""
+    """The outcome of the scenario that the test names."""
     folder = directory / request.param
     codes = json.loads((folder / "codes.json").read_text())
     notes = {rank: folder / f"rank{rank}.json" for rank in map(int, codes)}
@@ -103,7 +103,7 @@ def check_survivors(outcome: Outcome, failed: list[int]) -> None:
 
 @pytest.mark.parametrize(("outcome", "failed"), DIED.items(), ids=DIED, indirect=["outcome"])
 def test_a_rank_that_dies_is_named_by_every_survivor(outcome: Outcome, failed: list[int]) -> None:
-    """A killed process is named at once, whenever it dies, and no survivor is blamed."""
+    """Every survivor names the killed process, whenever it dies, and no other rank."""
     check_survivors(outcome, failed)
     assert [outcome.codes[rank] for rank in failed] == [-9] * len(failed)
     for note in outcome.survivors(failed).values():
@@ -113,7 +113,7 @@ def test_a_rank_that_dies_is_named_by_every_survivor(outcome: Outcome, failed: l
 
 @pytest.mark.parametrize(("outcome", "failed"), HANG.items(), ids=HANG, indirect=["outcome"])
 def test_a_rank_that_hangs_is_named_within_the_timeout(outcome: Outcome, failed: list[int]) -> None:
-    """Survivors wait as long as they were told, and not much longer; the late rank stops too."""
+    """Survivors wait for the timeout, and not much longer; the late rank raises as well."""
     check_survivors(outcome, failed)
     for note in outcome.survivors(failed).values():
         assert TIMEOUT * 0.9 < note["at"] - outcome.event < TIMEOUT + MARGIN
@@ -125,7 +125,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(outcome: Outcome, failed:
 
 @pytest.mark.parametrize("outcome", ["one_dies_one_hangs"], indirect=True)
 def test_all_that_failed_are_named(outcome: Outcome) -> None:
-    """One that dies does not hide another that hangs."""
+    """Survivors name both the rank that died and the rank that hangs."""
     check_survivors(outcome, [1, 2])
 
 
@@ -140,7 +140,7 @@ def test_a_refusal_does_not_hide_a_death(outcome: Outcome) -> None:
 def test_a_rank_that_raises_says_why_to_all(
     outcome: Outcome, expected: tuple[list[int], str]
 ) -> None:
-    """The rank raises what it met; the others name it and say what that was."""
+    """The rank raises its own error; the others name the rank and quote the error."""
     failed, words = expected
     check_survivors(outcome, failed)
     for note in outcome.survivors(failed).values():
@@ -152,7 +152,7 @@ def test_a_rank_that_raises_says_why_to_all(
 
 @pytest.mark.parametrize("outcome", ["one_refuses_before_the_other_comes"], indirect=True)
 def test_a_rank_that_refuses_does_not_wait_long_for_others_to_come(outcome: Outcome) -> None:
-    """However long its timeout: the other comes when it has raised, and reads that it left."""
+    """It raises, whatever its timeout is; a rank that makes the call later reads that it left."""
     first, late = outcome.notes[0], outcome.notes[1]
     assert (first["raised"], late["raised"], late["ranks"]) == ("ValueError", "RankError", [0])
     assert "rank 0 of 2 ended, or left" in late["message"]
@@ -162,7 +162,7 @@ def test_a_rank_that_refuses_does_not_wait_long_for_others_to_come(outcome: Outc
 def test_ranks_with_another_checkpoint_are_named_on_all(
     outcome: Outcome, expected: tuple[list[int], str]
 ) -> None:
-    """Every rank, that one too, says which ranks differ from most and in what."""
+    """Every rank, that one too, names the ranks that differ from the majority and the entries."""
     for rank, note in outcome.notes.items():
         assert note["raised"] == "RankError", note
         assert note["ranks"] == expected[0]
@@ -172,21 +172,21 @@ def test_ranks_with_another_checkpoint_are_named_on_all(
 
 @pytest.mark.parametrize("outcome", ["one_is_slow"], indirect=True)
 def test_a_slow_rank_is_waited_for(outcome: Outcome) -> None:
-    """Within the timeout nothing is wrong."""
+    """A rank that finishes within the timeout does not fail."""
     assert [note["returned"] for note in outcome.notes.values()] == [[0, 1, "slow"]] * 3
     assert set(outcome.codes.values()) == {0}
 
 
 @pytest.mark.parametrize("outcome", ["results_of_all_kinds"], indirect=True)
 def test_results_reach_every_rank(outcome: Outcome) -> None:
-    """Whatever their size, type, turn, level or group; no thread is left over."""
+    """Results arrive for every size, type, call, nesting and group; every thread ends."""
     assert [note["returned"] for note in outcome.notes.values()] == [[]] * 4
     assert set(outcome.codes.values()) == {0}
 
 
 @pytest.mark.parametrize("outcome", ["refusals_of_all_kinds"], indirect=True)
 def test_whatever_is_raised_can_be_told(outcome: Outcome) -> None:
-    """Exceptions without words, with too many, that cannot be sent, or that end a process."""
+    """So are exceptions without text, with too much of it, not picklable, or that end a process."""
     expected = [
         ("ValueError", "failed: ValueError"),
         ("ValueError", "failed: ValueError: long long"),
@@ -210,9 +210,24 @@ def test_whatever_is_raised_can_be_told(outcome: Outcome) -> None:
                 assert len(message[0]) < 2500
 
 
+@pytest.mark.parametrize("outcome", ["some_refuse_and_go_on"], indirect=True)
+def test_a_refusal_that_is_expected_leaves_the_group_usable(outcome: Outcome) -> None:
+    """Every rank raises, those that refused their own error, and the next call works."""
+    one = ["rank 1 of 3 failed: KeyError: 'of 1'", [1], True]
+    two = "rank 0 of 3 failed: ValueError: of 0\nrank 2 of 3 failed: ValueError: of 2"
+    well = ["returned", [0, 1, 2]]
+    other = ["rank 0 of 3 failed: OSError: of 0", [0], False]
+    expected = {
+        0: [one, ["ValueError"], well, ["OSError"]],
+        1: [["KeyError"], [two, [0, 2], True], well, other],
+        2: [one, ["ValueError"], well, other],
+    }
+    assert {rank: note["returned"] for rank, note in outcome.notes.items()} == expected
+
+
 @pytest.mark.parametrize("outcome", ["one_of_a_subgroup_dies"], indirect=True)
 def test_a_subgroup_numbers_its_own_ranks(outcome: Outcome) -> None:
-    """Its members name the rank of the group, and of the world; another group is unharmed."""
+    """Its ranks give the number in the group and in the world; another group goes on."""
     assert [outcome.notes[rank]["returned"] for rank in (0, 2)] == [[0, 2]] * 2
     assert outcome.notes[1]["ranks"] == [1]
     assert "rank 1 of 2 (rank 3 of the world) ended" in outcome.notes[1]["message"]
@@ -221,7 +236,7 @@ def test_a_subgroup_numbers_its_own_ranks(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("outcome", ["two_threads_at_once"], indirect=True)
 def test_two_threads_do_not_take_each_others_results(outcome: Outcome) -> None:
-    """A second call at once with the same group is refused, and the first goes on."""
+    """A second call with the same group is refused during the first, which goes on."""
     for note in outcome.notes.values():
         said, first, second, again = note["returned"]
         assert [message.partition(":")[0] for message in said] == [
@@ -240,7 +255,7 @@ def test_a_group_that_cannot_talk_says_what_to_initialize(outcome: Outcome) -> N
 
 
 def test_processes_load_what_simulated_ranks_do(directory: Path) -> None:
-    """get_model gives 1, 2, 3 and 4 processes the model it gives simulated ranks."""
+    """get_model loads the same model in 1, 2, 3 and 4 processes as in simulated ranks."""
     total = runpy.run_path(str(HERE / "loading_together.py"))["total"]
     for size in (1, 2, 3, 4):
         config = ModelConfig(model=str(directory / "good"))
@@ -251,7 +266,7 @@ def test_processes_load_what_simulated_ranks_do(directory: Path) -> None:
 
 
 def test_replicas_load_each_for_itself(directory: Path) -> None:
-    """Two groups of two in a world of four load what two simulated ranks do, each its own."""
+    """Each of two groups of two processes loads what two simulated ranks load."""
     total = runpy.run_path(str(HERE / "loading_together.py"))["total"]
     expected = {
         name: run_ranks(
@@ -269,7 +284,7 @@ def test_replicas_load_each_for_itself(directory: Path) -> None:
 
 @pytest.mark.parametrize("outcome", ["load_replica_dies"], indirect=True)
 def test_a_replica_that_fails_leaves_the_other_alone(outcome: Outcome) -> None:
-    """Only its own ranks name the one that died, by its number in their group."""
+    """Only the ranks of its group name the one that died, by its number in the group."""
     assert outcome.codes == {0: 0, 1: 1, 2: 0, 3: -9}
     assert outcome.notes[1]["ranks"] == [1]
     assert "rank 1 of 2 (rank 3 of the world) ended" in outcome.notes[1]["message"]
@@ -277,12 +292,12 @@ def test_a_replica_that_fails_leaves_the_other_alone(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("outcome", ["load_without_a_cpu_group"], indirect=True)
 def test_a_group_without_a_cpu_loads_all_the_same(outcome: Outcome) -> None:
-    """As often as it likes: what its ranks tell each other goes over a gloo made for that."""
+    """Its ranks exchange messages over a temporary gloo group, in every load."""
     assert outcome.codes == dict.fromkeys(range(3), 0), outcome.notes
 
 
 def test_one_rank_speaks_for_a_command(directory: Path) -> None:
-    """Exit codes are 1 on all that survive, and the first of them says why in one message."""
+    """The exit code is 1 on every survivor, and one rank prints one message."""
     expected = {
         "command_first_dies": {1: "error: rank 0 of 3 ended"},
         "command_one_hangs": {0: "error: rank 1 of 2 had not finished"},

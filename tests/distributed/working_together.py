@@ -23,7 +23,7 @@ SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
 TIMEOUT = 5.0  # seconds, of scenarios with a rank that hangs
 PATIENCE = 3600.0  # of all others: a rank that waits so long is killed before, and its test fails
 
-# These are seconds in which ranks hear each other, which a busy machine may exceed.
+# In these times, in seconds, messages arrive; a busy machine may take longer.
 exchange._PATIENCE = PATIENCE  # type: ignore[misc]
 exchange._FAREWELL = 10.0  # type: ignore[misc]
 exchange._EVIDENCE = 2.0  # type: ignore[attr-defined]
@@ -70,21 +70,21 @@ def die(directory: Path) -> NoReturn:
 
 def hang(directory: Path) -> None:
     happens(directory)
-    await_survivors(directory)  # then it is too late
+    await_survivors(directory)  # after its timeout
 
 
-def patience(deeds: Iterable[Any]) -> float:
-    return TIMEOUT if {hang, stop} & set(deeds) else PATIENCE
+def patience(actions: Iterable[Any]) -> float:
+    return TIMEOUT if {hang, stop} & set(actions) else PATIENCE
 
 
-def deeds(size: int, **of_ranks: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
-    """Let some ranks do something during their work, and the others finish after it began."""
+def actions(size: int, **of_ranks: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
+    """Run an action in the work of some ranks; the others finish after it has begun."""
     timeout = patience(of_ranks.values())
 
     def run(directory: Path, rank: int) -> Any:
         def work() -> Any:
-            if deed := of_ranks.get(f"rank{rank}"):
-                return deed(directory)
+            if action := of_ranks.get(f"rank{rank}"):
+                return action(directory)
             if timeout == TIMEOUT:  # which begins when a rank has finished
                 await_events(directory, len(of_ranks))
             return rank
@@ -100,7 +100,7 @@ def refuse(directory: Path) -> None:
 
 
 def stop(directory: Path) -> None:
-    """Be stopped by a signal, as by a debugger, until it is too late."""
+    """Stop this process by a signal, as a debugger does, until the survivors have raised."""
     happens(directory)
     if os.fork() == 0:
         try:
@@ -129,7 +129,7 @@ for name, size, ranks in (
     ("one_refuses_one_dies", 3, {"rank0": refuse, "rank2": die}),
     ("one_is_slow", 3, {"rank2": be_slow}),
 ):
-    function = deeds(size, **ranks)
+    function = actions(size, **ranks)
     function.__name__ = name
     scenario(size)(function)
 
@@ -151,7 +151,7 @@ def one_dies_before_it_comes(directory: Path, rank: int) -> Any:
 
 @scenario(3)
 def one_refuses_and_others_stagger(directory: Path, rank: int) -> Any:
-    """The others find out at different times, and none of them waits for one that has left."""
+    """The others learn of it at different times; none waits for a rank that has left."""
     exchange._FAREWELL = PATIENCE  # type: ignore[misc]
 
     def work() -> None:
@@ -170,8 +170,8 @@ def one_refuses_before_the_other_comes(directory: Path, rank: int) -> Any:
     return together(lambda: refuse(directory) if rank == 0 else rank, timeout=PATIENCE)
 
 
-def collective(deed: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
-    """Let rank 1 do ``deed`` while the others wait for it in a collective of their work."""
+def collective(action: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
+    """Run ``action`` on rank 1 while the others wait for it in a collective of their work."""
 
     def run(directory: Path, rank: int) -> Any:
         def work() -> None:
@@ -179,7 +179,7 @@ def collective(deed: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
             if rank == 1:
                 wait_until(lambda: len(list(directory.glob("waiting*"))) == 3, "all are there")
                 time.sleep(0.1)  # by then they are likely to be inside
-                deed(directory)
+                action(directory)
             dist.all_reduce(torch.ones(3))
 
         return together(work, timeout=PATIENCE)
@@ -187,15 +187,15 @@ def collective(deed: Callable[[Path], Any]) -> Callable[[Path, int], Any]:
     return run
 
 
-for name, deed in (("collective_refused", refuse), ("collective_dies", die)):
-    function = collective(deed)
+for name, action in (("collective_refused", refuse), ("collective_dies", die)):
+    function = collective(action)
     function.__name__ = name
     scenario(3)(function)
 
 
 @scenario(2)
 def each_fails_for_itself(directory: Path, rank: int) -> Any:
-    """An error of torch's own kind is not taken for a peer's, unless that one failed too."""
+    """A RuntimeError of this rank is not attributed to a peer that has not failed."""
 
     def work() -> None:
         if rank == 1:
@@ -207,7 +207,7 @@ def each_fails_for_itself(directory: Path, rank: int) -> Any:
 
 @scenario(2)
 def two_threads_at_once(directory: Path, rank: int) -> Any:
-    """The second is refused, with a group or without; in a group of its own it may go on."""
+    """The second call is refused in the same group, and works in a group of its own."""
     other = dist.new_group()
     inside, refused = threading.Barrier(2), threading.Event()
     first: list[Any] = []
@@ -235,7 +235,7 @@ def two_threads_at_once(directory: Path, rank: int) -> Any:
 
 @scenario(4)
 def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
-    """The hardest moment: rank 1 knows that rank 0 was done, and the others never will."""
+    """Rank 1 receives that rank 0 finished, and ranks 2 and 3 do not."""
     if rank == 0:
         tell = exchange._Peer.tell
 
@@ -286,7 +286,7 @@ def one_leaves_by_sys_exit(directory: Path, rank: int) -> Any:
 
 @scenario(4)
 def one_of_a_subgroup_dies(directory: Path, rank: int) -> Any:
-    """Ranks 1 and 3 of the world are 0 and 1 of a group; 0 and 2 of another."""
+    """Ranks 1 and 3 of the world are one group, and ranks 0 and 2 another."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = pairs[rank % 2]
     with contextlib.suppress(ValueError):
@@ -312,7 +312,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 @scenario(3)
 def refusals_of_all_kinds(directory: Path, rank: int) -> Any:
-    """What a refusal does to its group leaves other groups of the same ranks alone."""
+    """A failure breaks its group only, and not other groups of the same ranks."""
     local = type("Local", (Exception,), {"__reduce__": None})
     kinds: list[Callable[[], Any]] = [
         lambda: _raise(ValueError()),
@@ -339,9 +339,30 @@ def refusals_of_all_kinds(directory: Path, rank: int) -> Any:
     return said
 
 
+@scenario(3)
+def some_refuse_and_go_on(directory: Path, rank: int) -> Any:
+    """After a refusal that is expected, the same group goes on; after another error it does not."""
+    outcomes = []
+    for refusing, kind in (((1,), KeyError), ((0, 2), ValueError), ((), KeyError), ((0,), OSError)):
+
+        def work(ranks: tuple[int, ...] = refusing, kind: type[Exception] = kind) -> int:
+            if rank in ranks:
+                raise kind(f"of {rank}")
+            return rank
+
+        try:
+            result = together(work, timeout=PATIENCE, refusals=(KeyError, ValueError))
+            outcomes.append(["returned", result])
+        except RankError as error:
+            outcomes.append([str(error), list(error.ranks), error.recoverable])
+        except Exception as error:
+            outcomes.append([type(error).__name__])
+    return outcomes
+
+
 @scenario(4)
 def results_of_all_kinds(directory: Path, rank: int) -> Any:
-    """Small and large, of different types, time after time, inside each other and in subgroups."""
+    """Results are small or large, of different types, in repeated, nested and subgroup calls."""
     mine = [None, "text", b"x" * 3_000_000, {"tensor": torch.arange(5)}][rank]
     for _ in range(3):
         none, text, large, table = together(lambda: mine, timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""The ranks of an engine do the same, and end together."""
+"""The ranks of an engine run the same steps and end together."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def alone(folder: Path) -> Iterator[Executor]:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[Executor]]:
-    """At most one engine with processes, which is what a process can have."""
+    """The engine with worker processes, if there is one: a process can have only one."""
     engines: list[Executor] = []
     yield engines
     close_all(engines)
@@ -99,12 +99,12 @@ def close_all(engines: list[Executor]) -> None:
 
 @pytest.fixture
 def no_engine(engines: list[Executor]) -> None:
-    """No engine of another test, nor its process group."""
+    """Close the engine that another test has left, and with it the process group."""
     close_all(engines)
 
 
 def started(engines: list[Executor], folder: Path, size: int) -> Executor:
-    """The engine that is there, if it is of this size, or another."""
+    """Return the engine that is running if it has this size; otherwise start one."""
     if not engines or engines[0].size != size:
         close_all(engines)
         engines.append(executor(folder, size))
@@ -114,7 +114,7 @@ def started(engines: list[Executor], folder: Path, size: int) -> Executor:
 
 @pytest.fixture
 def shared(engines: list[Executor], folder: Path) -> Executor:
-    """Two ranks, for tests that leave them well and with the checkpoint's weights."""
+    """Two ranks, for tests that leave them running with the checkpoint's weights."""
     return started(engines, folder, 2)
 
 
@@ -122,7 +122,7 @@ def shared(engines: list[Executor], folder: Path) -> Executor:
 def ended(
     engines: list[Executor], folder: Path, request: pytest.FixtureRequest
 ) -> Iterator[Executor]:
-    """As many ranks as a test asks for, which ends them."""
+    """As many ranks as the test names. The test ends them."""
     yield started(engines, folder, request.param)
     close_all(engines)
 
@@ -186,17 +186,17 @@ def test_two_ranks_compute_what_one_computes(alone: Executor, shared: Executor) 
 
 
 def test_one_rank_alone_needs_no_processes(shared: Executor, alone: Executor) -> None:
-    """Beside another engine too; a second one with processes is refused."""
+    """It starts no process, also while another engine runs; and it cannot follow."""
     before = workers()
     assert (alone.rank, alone.size) == (0, 1)
     logits(alone)
     assert workers() == before
-    with pytest.raises(RuntimeError, match="the first rank leads"):
+    with pytest.raises(RuntimeError, match="rank 0 leads"):
         alone.follow()
 
 
 def test_pages_are_as_many_as_fit_and_can_be_used(shared: Executor, folder: Path) -> None:
-    """No more than all sequences fill; a rank holds its own heads only; none is refused."""
+    """The cache has no more pages than all sequences fill; not one page is refused."""
     page = 2 * 2 * 6 * 16 * PAGE * 4  # layers, keys and values, heads, features, tokens, bytes
     assert shared.worker.page_bytes == page // 2
     config = {"kv_cache_memory_bytes": 9 * page, "swap_space": 2 * page / 2**30}
@@ -213,7 +213,7 @@ def test_pages_are_as_many_as_fit_and_can_be_used(shared: Executor, folder: Path
 def test_a_step_is_told_in_one_message(
     shared: Executor, monkeypatch: pytest.MonkeyPatch, length: int, messages: int
 ) -> None:
-    """One broadcast is all that a step takes, and two where it is a large one."""
+    """A step takes one broadcast, and a large one two."""
     count, broadcast = 0, dist.broadcast
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
@@ -231,7 +231,7 @@ def test_a_step_is_told_in_one_message(
 def test_an_update_reaches_all_ranks(
     shared: Executor, folder: Path, tmp_path: Path, source: Callable[[Weights], Any]
 ) -> None:
-    """New weights, or some of them, give the logits of a fresh load of what was sent."""
+    """After an update, of all weights or some, logits equal those of a fresh load."""
     before, new = logits(shared), weights(1)
     shared.update_weights(source(new))
     fresh = executor(write_checkpoint(tmp_path, new, config=CONFIG.to_dict()), 1)
@@ -246,7 +246,7 @@ def test_an_update_reaches_all_ranks(
 
 
 def test_an_update_that_is_refused_is_made_up_for_by_a_whole_checkpoint(shared: Executor) -> None:
-    """The reason is raised, and again by each step, until all weights came; the ranks live on."""
+    """Each step raises the reason until an update has all weights; the ranks keep running."""
     before = logits(shared)
     wrong = {**weights(1), "model.other.weight": torch.ones(2)}
     with pytest.raises(UnexpectedWeightError, match=r"model\.other\.weight"):
@@ -265,7 +265,7 @@ def test_an_update_that_is_refused_is_made_up_for_by_a_whole_checkpoint(shared: 
 def test_an_update_that_another_rank_refuses_says_which(
     shared: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one rank refuses is an error of all, and no step runs on the mixture."""
+    """If one rank refuses, the update raises, and no step runs on the mixture of weights."""
 
     def take(weights: Iterator[Any], whole: bool) -> None:
         deque(weights, maxlen=0)
@@ -282,7 +282,7 @@ def test_an_update_that_another_rank_refuses_says_which(
 
 
 def test_a_source_that_breaks_before_anything_came_changes_nothing(shared: Executor) -> None:
-    """What it raises is raised, and the ranks serve with the weights that they have."""
+    """The error is raised, and the ranks run with the weights that they have."""
     before = logits(shared)
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -295,7 +295,7 @@ def test_a_source_that_breaks_before_anything_came_changes_nothing(shared: Execu
 
 
 def test_all_ranks_sleep_and_wake_up(shared: Executor) -> None:
-    """The checkpoint is what they wake up with, whatever was sent before."""
+    """They wake up with the checkpoint's weights, also after an update."""
     before = logits(shared)
     shared.update_weights(weights(1))
     shared.sleep()
@@ -305,7 +305,7 @@ def test_all_ranks_sleep_and_wake_up(shared: Executor) -> None:
 
 
 def test_a_rank_that_cannot_wake_up_says_why(shared: Executor, folder: Path) -> None:
-    """What goes wrong beside steps is raised, and can be tried again."""
+    """An error outside of steps is raised, and the call can be repeated."""
     before = logits(shared)
     shared.sleep()
     config = folder / "model.safetensors"
@@ -319,7 +319,7 @@ def test_a_rank_that_cannot_wake_up_says_why(shared: Executor, folder: Path) -> 
 
 @pytest.mark.parametrize("ended", [2], indirect=True)
 def test_a_worker_that_is_killed_is_named(ended: Executor) -> None:
-    """A driver that waits for it in a step raises at once; the engine has ended then."""
+    """A driver that waits for it in a step raises, and the engine has ended."""
     pids = workers()
     os.kill(pids[0], signal.SIGSTOP)  # the step waits for it
     threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
@@ -337,7 +337,7 @@ def test_a_worker_that_is_killed_is_named(ended: Executor) -> None:
 
 @pytest.mark.parametrize("ended", [3], indirect=True)
 def test_a_worker_that_ends_meanwhile_is_named(ended: Executor) -> None:
-    """The other workers end even if the driver asks for nothing; then it is told."""
+    """The other workers end even if the driver calls nothing; its next call raises."""
     pids = workers()
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGTERM)
@@ -350,8 +350,8 @@ def test_a_worker_that_ends_meanwhile_is_named(ended: Executor) -> None:
 def test_what_a_worker_raises_in_a_step_is_raised(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The driver says which rank, and what; the worker prints where."""
-    made = executor(folder, 2)  # here, where what it prints is captured
+    """The driver names the rank and the error; the worker prints the traceback."""
+    made = executor(folder, 2)  # here: capfd captures what it prints
     made.start(64)
     pids, inputs = workers(), step([5], [5])
     inputs.rows = FOLLOWING["Elsewhere"](inputs.rows)
@@ -366,7 +366,7 @@ def test_what_a_worker_raises_in_a_step_is_raised(
 
 @pytest.mark.parametrize("ended", [2], indirect=True)
 def test_what_the_driver_raises_in_a_step_ends_the_workers(ended: Executor) -> None:
-    """They wait for it in vain; the error stays what it is."""
+    """The workers, which wait for the driver, end; the driver raises its own error."""
     pids, inputs = workers(), step([5], [5])
     inputs.rows = [10**6]
     with pytest.raises(IndexError, match="index 1000000 is out of bounds"):
@@ -378,7 +378,7 @@ def test_what_the_driver_raises_in_a_step_ends_the_workers(ended: Executor) -> N
 
 @pytest.mark.parametrize("ended", [2], indirect=True)
 def test_close_ends_everything_however_often(ended: Executor, folder: Path) -> None:
-    """A worker that hangs too; threads of torch are as many as before."""
+    """A stopped worker ends as well, and torch has its number of threads back."""
     pids, threads = workers(), torch.get_num_threads()
     os.kill(pids[0], signal.SIGSTOP)
     for _ in range(2):
@@ -399,7 +399,7 @@ def test_close_ends_everything_however_often(ended: Executor, folder: Path) -> N
 def test_a_checkpoint_that_is_refused_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What loading raises is raised, once, and the process can try again."""
+    """The error of loading is raised, nothing else is printed, and no process is left."""
     with pytest.raises(CheckpointFormatError, match=r"has no config\.json"):
         executor(tmp_path, 2)  # starts no process
     incomplete = weights(0)
@@ -419,7 +419,7 @@ def test_a_checkpoint_that_is_refused_leaves_nothing(
 def test_too_few_devices_are_refused_before_anything_starts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, message: str
 ) -> None:
-    """The message has the numbers."""
+    """The message gives the numbers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(multiprocessing, "get_context", None)
@@ -430,7 +430,7 @@ def test_too_few_devices_are_refused_before_anything_starts(
 
 @contextlib.contextmanager
 def driver(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A script in a session of its own, and the ids of it and its workers."""
+    """A script in its own session, and the process ids of it and its worker."""
     process = subprocess.Popen(
         [sys.executable, str(HERE / "driving.py"), str(folder), *options],
         stdout=subprocess.PIPE,
@@ -449,7 +449,7 @@ def driver(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
 
 
 def test_nothing_is_left_of_a_driver_that_is_ended(folder: Path) -> None:
-    """Ctrl-C, while workers import or steps run, shows in the driver alone; a kill nowhere."""
+    """After Ctrl-C only the driver prints a traceback; after a kill no process does."""
     with driver(folder, "idle") as (killed, of_killed), driver(folder) as (stepping, importing):
         assert len(of_killed) == len(importing) == 2
         assert killed.stdout is not None
@@ -472,7 +472,7 @@ def test_nothing_is_left_of_a_driver_that_is_ended(folder: Path) -> None:
 
 
 def test_ranks_of_torchrun_follow_the_first(folder: Path, tmp_path: Path, alone: Executor) -> None:
-    """Whether the group is there or joined, or is some of the world's; and a failure is named."""
+    """They follow in a group that is there, joined, or a part of the world; a failure is named."""
     (tmp_path / "checkpoint").symlink_to(folder)
     SUPPORT["torchrun"](2, HERE / "following.py", tmp_path)
     expected = alone.run(FOLLOWING["FIVE"])

@@ -34,7 +34,7 @@ from vllm_module.quantization import ONLINE, EightBitMethod
 from vllm_module.weights import open_checkpoint, receive_weights, send_weights
 
 SIZE = 3
-TIMEOUT = 3600.0  # of the groups, in seconds: a rank that waits so long is killed before
+TIMEOUT = 3600.0  # of the groups, in seconds: a rank that waits that long is killed first
 SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 # Groups that break. Of four ranks, one is no neighbour of the dead one in gloo's rings.
 BROKEN = {"trainer killed": 4, "receiver killed": 4, "receiver interrupted": 3}
@@ -76,7 +76,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
-    """Draw bytes and see them as every dtype that torch copies, in every form it has."""
+    """View random bytes as every dtype that torch copies, with many shapes and strides."""
     generator = torch.Generator().manual_seed(1)
     matrix = torch.randint(0, 256, (6, 96), dtype=torch.uint8, generator=generator)
     names = "bfloat16 float16 float32 float64 float8_e4m3fn float8_e5m2 float8_e8m0fnu complex64"
@@ -424,7 +424,7 @@ def no_memory(*size: Any, **options: Any) -> torch.Tensor:
 
 
 def break_off(directory: Path, name: str, number: int) -> None:
-    """Let a rank break off while weights are sent; the others stay until all have noticed."""
+    """Kill or interrupt a rank while weights are sent; the others stay until all have raised."""
     # A shell has its background jobs ignore SIGINT, and what they start inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     event = directory / f"{name}.event"
@@ -468,7 +468,7 @@ def break_off(directory: Path, name: str, number: int) -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """Run the script; give what came of a case on each rank."""
+    """Run the script; return a function that gives the notes of a case, by rank."""
 
     def run(directory: Path) -> None:
         # From 3.12 on Python warns of forks beside threads; torch has some that do nothing yet.
@@ -497,7 +497,7 @@ def raised(notes: list[dict[str, Any]]) -> list[str | None]:
 
 
 def test_the_old_weights_are_not_the_new_ones() -> None:
-    """What an update is compared with differs in every tensor from what it begins with."""
+    """The old and the new weights differ in every tensor."""
     old, new = weights(3), weights(7)
     assert len(new) == 7
     assert not any(same(old[name], new[name]) for name in new)
@@ -506,14 +506,14 @@ def test_the_old_weights_are_not_the_new_ones() -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_update_gives_the_bits_of_a_fresh_load(ran: Ran, bucket_bytes: int, seed: int) -> None:
-    """Any bucket size and any order give each rank its shards, in the memory it had."""
+    """With any bucket size and order each rank gets its shards, in the same memory."""
     expected = {"returned": {"new": True, "stayed": True, "runs": True}}
     assert ran(f"bits {bucket_bytes} {seed}") == [{"returned": None}, expected, expected]
 
 
 @pytest.mark.parametrize("case", ["from a file", "last in step"])
 def test_handles_are_sent_and_failures_leave_ranks_in_step(ran: Ran, case: str) -> None:
-    """A checkpoint's handles arrive like tensors; so does what is sent after failed rounds."""
+    """Handles of a checkpoint arrive like tensors; so does what is sent after failures."""
     expected = {"returned": {"new": True, "stayed": True, "runs": True}}
     assert ran(case) == [{"returned": None}, expected, expected]
 
@@ -525,20 +525,20 @@ def test_rounds_follow_each_other(ran: Ran) -> None:
 
 
 def test_every_dtype_and_form_arrives(ran: Ran) -> None:
-    """Scalars, empty, expanded and strided tensors of all dtypes arrive with their very bits."""
+    """Scalars, empty, expanded and strided tensors of all dtypes arrive bit for bit."""
     count = len(tensors_of_all_kinds())
     assert count > 100
     assert ran("all kinds")[1:] == [{"returned": {"wrong": [], "count": count}}] * 2
 
 
 def test_one_bucket_of_memory_is_used_again(ran: Ran) -> None:
-    """Tensors of all buckets lie in one memory: who keeps one finds the last bucket's values."""
+    """All buckets share one memory: a tensor that was kept holds the last bucket's values."""
     expected = {"returned": {"places": 1, "first": [8.0] * 12}}
     assert ran("one memory")[1:] == [expected, expected]
 
 
 def test_nothing_and_nothing_more_are_well(ran: Ran) -> None:
-    """No pair at all is sent well, and who took the last tensor need not ask for another."""
+    """Sending no pair works, and so does taking no more after the last tensor."""
     assert ran("nothing") == [{"returned": None}] + [{"returned": [0, 0, 1]}] * 2
     names = list(PAIRS)
     assert ran("takes all and asks no more") == [{"returned": None}] + [{"returned": names}] * 2
@@ -558,7 +558,7 @@ def test_a_trainer_that_fails_breaks_every_update(ran: Ran, count: int, runs: bo
 @pytest.mark.parametrize("bucket", [1, 2])
 @pytest.mark.parametrize("who", [1, 2])
 def test_a_receiver_that_refuses_stops_all(ran: Ran, who: int, bucket: int) -> None:
-    """Its error stays what it is; the trainer and the other receivers name it, in every bucket."""
+    """It raises its own error; the trainer and the other receivers name it, in every bucket."""
     notes = ran(f"{who} refuses in bucket {bucket}")
     own = notes.pop(who)
     text = f"t{3 * bucket - 3} is not wanted"
@@ -571,7 +571,7 @@ def test_a_receiver_that_refuses_stops_all(ran: Ran, who: int, bucket: int) -> N
 @pytest.mark.parametrize("bucket", [1, 2])
 @pytest.mark.parametrize("who", [1, 2])
 def test_a_receiver_that_leaves_early_is_named_by_all(ran: Ran, who: int, bucket: int) -> None:
-    """To leave tensors untaken is an error on every rank, the one that left included."""
+    """If a block does not take every tensor, every rank raises, that one too."""
     for rank, note in enumerate(ran(f"{who} leaves in bucket {bucket}")):
         assert (note["raised"], note["ranks"]) == ("RankError", [who])
         name = f"rank {who} of 3" + (" (this one)" if rank == who else "")
@@ -579,12 +579,12 @@ def test_a_receiver_that_leaves_early_is_named_by_all(ran: Ran, who: int, bucket
 
 
 def test_an_iterator_that_is_closed_was_not_exhausted(ran: Ran) -> None:
-    """To close the iterator and go on as if it had ended is to leave early."""
+    """A block that closes the iterator has not taken every tensor."""
     assert [note["ranks"] for note in ran("closed early")] == [[1]] * 3
 
 
 def test_a_name_the_model_refuses_is_told_to_the_trainer(ran: Ran) -> None:
-    """The model's report stays an error of its own on its rank, and the others quote it."""
+    """Its rank raises the model's report, and the others quote it."""
     sender, refuser, other = ran("model refuses")
     assert refuser["raised"] == "UnexpectedWeightError"
     assert not refuser["runs"]
@@ -602,7 +602,7 @@ def test_a_refusal_midway_stops_the_others_midway(ran: Ran) -> None:
 
 
 def test_several_failures_are_all_told(ran: Ran) -> None:
-    """The trainer names all receivers that failed; what a rank raised itself comes first."""
+    """The trainer names all receivers that failed; each of these raises its own error."""
     sender, *receivers = ran("two fail")
     assert sender["ranks"] == [1, 2]
     assert "rank 2 of 3 failed: LookupError: of 2" in sender["message"]
@@ -612,7 +612,7 @@ def test_several_failures_are_all_told(ran: Ran) -> None:
 
 @pytest.mark.parametrize("kind", [*STRANGE, "unprintable"])
 def test_errors_of_any_kind_and_text_are_told(ran: Ran, kind: str) -> None:
-    """Text that is empty, broken, endless or steers a terminal is told, short and escaped."""
+    """Messages that are empty, broken, long or control a terminal arrive short and escaped."""
     error = type(STRANGE.get(kind) or UnprintableError()).__name__
     sender, *receivers = ran(f"strange {kind} sent")
     # A generator must not raise StopIteration: Python makes it a RuntimeError.
@@ -636,7 +636,7 @@ def test_a_failure_cannot_be_swallowed(ran: Ran) -> None:
 
 
 def test_the_iterator_ends_with_its_block(ran: Ran) -> None:
-    """Taken up after its block, it says so, instead of a step that nobody else makes."""
+    """After its block the iterator raises, instead of starting a collective alone."""
     note = ran("used too late")[1]
     assert note["raised"] == "RuntimeError"
     assert "block of receive_weights was left" in note["message"]
@@ -653,7 +653,7 @@ def test_the_iterator_ends_with_its_block(ran: Ran) -> None:
 def test_what_cannot_be_sent_is_refused_on_all_ranks(
     ran: Ran, case: str, kind: str, text: str
 ) -> None:
-    """A trainer's mistake is raised by it, and told to receivers that wait already."""
+    """The trainer raises its mistake, and so do the receivers that wait."""
     sender, *receivers = ran(case)
     assert sender["raised"] == kind
     assert raised(receivers) == ["WeightReadError"] * 2
@@ -661,7 +661,7 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks(
 
 
 def test_a_rank_without_memory_for_a_bucket_stops_all(ran: Ran) -> None:
-    """Ranks make room before bytes travel: one that cannot is named, not waited for."""
+    """Ranks allocate before bytes are sent; one that cannot is named by the others."""
     sender, other, own = ran("no memory")
     assert own["raised"] == "OutOfMemoryError"
     assert sender["ranks"] == other["ranks"] == [2]
@@ -674,20 +674,20 @@ def test_a_rank_without_memory_for_a_bucket_stops_all(ran: Ran) -> None:
         ("two send", [0, 2], "of 3 ranks 2 send: [0, 2]"),
         ("nobody sends", [], "of 3 ranks 0 send"),
         ("another source", [2], "receives with src=1, but rank 0 sends"),
-        ("another device", [2], "receives on meta, but cpu is sent"),
+        ("another device", [2], "receives on meta, but rank 0 sends on cpu"),
     ],
 )
 def test_calls_that_do_not_belong_together_are_told(
     ran: Ran, case: str, ranks: list[int], text: str
 ) -> None:
-    """Ranks that disagree on who sends, or on where buckets are, all raise the same."""
+    """If ranks disagree on the sender or the device, all raise the same error."""
     for note in ran(case):
         assert (note["raised"], note["ranks"]) == ("RankError", ranks)
         assert text in note["message"]
 
 
 def test_a_subgroup_has_numbers_of_its_own(ran: Ran) -> None:
-    """Sources and failures are numbered in the group, and messages add the world's number."""
+    """Ranks have their numbers in the group, and messages add those in the world."""
     notes = ran("subgroup")
     assert notes[1]["names"] == list(PAIRS)
     for note in notes[1:]:
@@ -702,7 +702,7 @@ def test_a_subgroup_has_numbers_of_its_own(ran: Ran) -> None:
 def test_a_rank_that_is_killed_or_interrupted_holds_up_nobody(
     ran: Ran, case: str, rank: int
 ) -> None:
-    """The others say so and do not wait for the group's timeout, though none of them ends."""
+    """The others raise without waiting for the group's timeout, though none of them ends."""
     notes = ran(case)
     own = notes.pop(rank)
     assert own.get("raised") == ("KeyboardInterrupt" if "interrupted" in case else None)

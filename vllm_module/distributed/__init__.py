@@ -1,4 +1,4 @@
-"""Tensor-parallel groups, and processes that work together."""
+"""Tensor-parallel groups, and work that succeeds on every rank or fails on every rank."""
 
 from vllm_module.distributed.exchange import together
 from vllm_module.distributed.groups import (

@@ -1,7 +1,7 @@
-"""How processes do something that all of them finish, or none.
+"""Work that succeeds on every rank of a process group or fails on every rank.
 
-Each tells each other how its work came out, and then whom it misses: a full mesh of small messages
-over the group's CPU backend.
+Each rank sends each other one two messages over the group's CPU backend: the outcome of its work,
+and then which ranks failed as far as it knows.
 """
 
 from __future__ import annotations
@@ -101,20 +101,20 @@ class _Refusal(NamedTuple):
 
 @contextmanager
 def _alone(group: dist.ProcessGroup | None, depth: int) -> Iterator[None]:
-    """Refuse a second thread, whose messages could not be told from those of the first."""
+    """Refuse a second thread: its messages would be confused with those of the first."""
     call = (dist.group.WORLD if group is None else group, depth)
-    with _underway_lock:
-        if call in _underway:
+    with _active_lock:
+        if call in _active:
             raise RuntimeError(
-                "another thread of this process works together with the same process group: give "
-                "each thread a group of its own, by torch.distributed.new_group()"
+                "another thread of this process works together with the same process group: make a "
+                "group for each thread with torch.distributed.new_group()"
             )
-        _underway.add(call)
+        _active.add(call)
     try:
         yield
     finally:
-        with _underway_lock:
-            _underway.remove(call)
+        with _active_lock:
+            _active.remove(call)
 
 
 def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> list[T]:
@@ -123,10 +123,10 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
         result = work()
         outcome = _framed(b"+" + _pickled(result))
     except BaseException as error:
-        # What a collective raises when a peer has left it is one of these; subclasses say more.
+        # A collective raises one of these if a peer has left; subclasses have other causes.
         perhaps_left = type(error) is RuntimeError or isinstance(error, dist.DistError)
         if perhaps_left and (failures := exchange.abandoned()):
-            exchange.tell(_framed(b"+" + _pickled(None)))  # well itself, and whom it blames
+            exchange.tell(_framed(b"+" + _pickled(None)))  # this rank did not fail itself
             exchange.tell(_framed(json.dumps(failures).encode()))
             exchange.leave(_FAREWELL)
             raise exchange.error(failures) from error
@@ -141,22 +141,22 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
     return [results[each] for each in range(exchange.size)]
 
 
-# A group's connections belong to the process, and so does the list of the calls that use them:
-# threads that collide here share nothing else, and torch's group takes no attributes.
-_underway: set[tuple[object, int]] = set()
-_underway_lock = threading.Lock()
+# A group's connections belong to the process, and so does the set of calls that use them. Threads
+# that use one group share nothing else, and torch's group takes no attributes.
+_active: set[tuple[object, int]] = set()
+_active_lock = threading.Lock()
 
 _SETTING = "LoadConfig(timeout=...), or --timeout"
 
-# Work may itself call together: each level has messages of its own.
+# Work may itself call together: the messages of each level have their own tags.
 _depth: ContextVar[int] = ContextVar("together_depth", default=0)
 
-_FRAME = 4096  # bytes a rank is ready to receive while it works, even if its interpreter stands
+_FRAME = 4096  # bytes of a message that gloo receives while this rank works
 _TAG = 1 << 20  # the first of eight for each level
-_FOREVER = timedelta(days=365)  # threads wait; nothing but the caller's timeout ends that
+_FOREVER = timedelta(days=365)  # of a thread's wait: only the caller's timeout counts
 _EVIDENCE = 1.0  # seconds in which it shows that a collective failed because a peer did
-_FAREWELL = 2.0  # seconds in which ranks that give up let the others know
-_PATIENCE = 10.0  # seconds in which others may come and hear what this rank raised
+_FAREWELL = 2.0  # seconds in which the messages of a rank that gives up reach the others
+_PATIENCE = 10.0  # seconds in which others may make the call and receive what this rank raised
 
 
 def _pickled(result: object) -> bytes:
@@ -169,7 +169,7 @@ def _pickled(result: object) -> bytes:
 
 
 def _framed(message: bytes) -> torch.Tensor:
-    """Return a message as it goes out, in the same memory to all: a result may be large."""
+    """Return a message with its length in front; all peers are sent the same memory."""
     frame = bytearray(max(_FRAME, 8 + len(message)))
     frame[:8] = len(message).to_bytes(8, "little")
     frame[8 : 8 + len(message)] = message
@@ -177,25 +177,25 @@ def _framed(message: bytes) -> torch.Tensor:
 
 
 class _Peer:
-    """Another rank of the group: what it said so far, and whether its connection is open.
+    """Another rank of the group, the messages received from it, and the state of its connection.
 
-    It says two things: how its work came out, and whom it blames. A wait of gloo's cannot be
-    interrupted, and one that times out closes this rank's connections to *all* others: so threads
-    wait, without a limit, and the caller watches the clock. ``gone`` is set when nothing that was
-    said is left to hear.
+    It sends two messages: the outcome of its work, and which ranks failed. gloo's waits cannot be
+    interrupted, and one that times out closes this rank's connections to *all* others. So threads
+    wait without a limit, and the caller has the timeout. ``gone`` is set when the connection is
+    closed and every message that arrived has been read.
     """
 
     def __init__(
         self, rank: int, group: dist.ProcessGroup | None, tag: int, changed: threading.Condition
     ) -> None:
         self.rank = rank
-        self.said: list[bytes] = []
+        self.received: list[bytes] = []
         self.gone = False
         self._group, self._tag, self._changed = group, tag, changed
         self.listening = False
         self.telling = 0
         self._told = 0
-        # Both are asked for now, so that what a peer says before it leaves comes during our work.
+        # Both are requested now: gloo loses what a peer sends before it leaves and nobody awaits.
         try:
             frames = [self._ask(_FRAME, number) for number in (0, 1)]
         except (RuntimeError, ValueError):
@@ -205,7 +205,7 @@ class _Peer:
             self._start(self._listen, frames)
 
     def _try(self, function: Callable[[list[U]], None], works: list[U]) -> bool:
-        """Tell whether the connection stays open; drop ``works``, for which gloo has its locks."""
+        """Return whether the connection stays open; clear ``works``, which hold locks of gloo."""
         try:
             function(works)
         except Exception:  # it is closed, the group was destroyed, or memory does not suffice
@@ -242,7 +242,7 @@ class _Peer:
                 arrival.wait(_FOREVER)
                 message += rest
             with self._changed:
-                self.said.append(message)
+                self.received.append(message)
                 self._changed.notify_all()
 
     def tell(self, frame: torch.Tensor) -> None:
@@ -251,7 +251,7 @@ class _Peer:
         if number > 1:
             return
         sent = []
-        with suppress(RuntimeError, ValueError):  # if it is closed, the listener finds that out
+        with suppress(RuntimeError, ValueError):  # if it is closed, the listening thread finds out
             for tag, part in ((number, frame[:_FRAME]), (2 + number, frame[_FRAME:])):
                 if len(part):
                     to = {"group_dst": self.rank, "tag": self._tag + tag}
@@ -272,9 +272,9 @@ class _Peer:
             departure.wait(_FOREVER)
 
     def leaves(self) -> bool:
-        """Whether no word of ours reaches it: it is gone, or failed, or blames somebody."""
-        failed = self.said[:1] and self.said[0][:1] == b"-"
-        return self.gone or (len(self.said) > 1 and (bool(failed) or self.said[1] != b"{}"))
+        """Return whether it reads no more: it is gone, or failed, or knows of a failure."""
+        failed = self.received[:1] and self.received[0][:1] == b"-"
+        return self.gone or (len(self.received) > 1 and (bool(failed) or self.received[1] != b"{}"))
 
     def cut_off(self) -> None:
         """Close this rank's connections to all others, by a wait that times out."""
@@ -297,20 +297,20 @@ class _Exchange:
             peer.tell(frame)
 
     def settle(self, timeout: float) -> dict[int, Any]:
-        """Return the others' results once every rank knows that all of them are there."""
+        """Return the others' results once every rank knows that no rank has failed."""
         results: dict[int, Any] = {}
         try:
             late = f"had not finished {timeout:g} s after rank {self.rank} had"
             failures = self._hear(1, timeout, late)
             if not failures:
-                results = {peer.rank: pickle.loads(peer.said[0][1:]) for peer in self._peers}
+                results = {peer.rank: pickle.loads(peer.received[0][1:]) for peer in self._peers}
             self.tell(_framed(json.dumps(failures).encode()))
-            if not failures:  # here; a rank that ended may have told some of us and not others
-                late = f"fell silent for {timeout:g} s when rank {self.rank} had finished"
+            if not failures:  # seen here: a rank that ended may have sent its outcome to some only
+                late = f"sent nothing for {timeout:g} s after rank {self.rank} had finished"
                 failures = self._hear(2, timeout, late)
             if failures:
-                failures |= self._hear_out()
-        except BaseException as error:  # an interrupt, say: this rank leaves, and lets them know
+                failures |= self._await_reports()
+        except BaseException as error:  # such as an interrupt: this rank leaves
             stopped = {self.rank: f"stopped: {describe_error(error)}"}
             self.tell(_framed(json.dumps(stopped).encode()))
             self.leave(_FAREWELL)
@@ -326,7 +326,7 @@ class _Exchange:
         return RankError("\n".join(lines), failures, recoverable=recoverable)
 
     def abandoned(self) -> dict[int, str]:
-        """Return who failed, if a collective of ``work`` may have, because they left it."""
+        """Return which ranks failed, and may have made a collective of ``work`` fail."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._failed(2)), _EVIDENCE)
             return self._failed(2)
@@ -338,49 +338,49 @@ class _Exchange:
         return name + (" (this one)" if rank == self.rank else "")
 
     def _hear(self, count: int, timeout: float, late: str) -> dict[int, str]:
-        """Wait until every peer has said ``count`` things, and return who did not, and why."""
+        """Wait until every peer has sent ``count`` messages; return which have not, and why."""
 
         def know() -> bool:
-            heard = all(len(peer.said) >= count or peer.gone for peer in self._peers)
-            return heard or bool(self._blamed())
+            heard = all(len(peer.received) >= count or peer.gone for peer in self._peers)
+            return heard or bool(self._reported())
 
         with self._changed:
             self._changed.wait_for(know, timeout)
             failures = self._failed(count)
-            if not self._blamed():
+            if not self._reported():
                 for peer in self._peers:
-                    if len(peer.said) < count and not peer.gone and peer.rank not in failures:
+                    if len(peer.received) < count and not peer.gone and peer.rank not in failures:
                         failures[peer.rank] = f"{late}: it hangs, or needs a longer {_SETTING}"
         return failures
 
     def _failed(self, count: int) -> dict[int, str]:
-        failures = self._blamed()
+        failures = self._reported()
         for peer in self._peers:
-            if peer.said and peer.said[0][:1] == b"-":
-                failures[peer.rank] = f"failed: {peer.said[0][1:].decode()}"
-            elif len(peer.said) < count and peer.gone:
+            if peer.received and peer.received[0][:1] == b"-":
+                failures[peer.rank] = f"failed: {peer.received[0][1:].decode()}"
+            elif len(peer.received) < count and peer.gone:
                 failures[peer.rank] = "ended, or left: its connection is closed"
         return failures
 
-    def _hear_out(self) -> dict[int, str]:
-        """Let those that finished say whom they blame: to close a connection early loses words."""
+    def _await_reports(self) -> dict[int, str]:
+        """Wait for the second message of ranks that finished: closing connections would lose it."""
         with self._changed:
             self._changed.wait_for(
-                lambda: all(peer.gone or len(peer.said) != 1 for peer in self._peers), _FAREWELL
+                lambda: all(peer.gone or len(peer.received) != 1 for peer in self._peers), _FAREWELL
             )
-            return self._blamed()
+            return self._reported()
 
-    def _blamed(self) -> dict[int, str]:
-        """Return what peers say of others: they wait no longer, and neither does this rank."""
-        blamed: dict[int, str] = {}
+    def _reported(self) -> dict[int, str]:
+        """Return the failures that peers report; nobody waits any longer then."""
+        reported: dict[int, str] = {}
         for peer in self._peers:
-            if len(peer.said) > 1:
-                said: Mapping[str, str] = json.loads(peer.said[1])
-                blamed |= {int(rank): how for rank, how in said.items()}
-        return blamed
+            if len(peer.received) > 1:
+                report: Mapping[str, str] = json.loads(peer.received[1])
+                reported |= {int(rank): how for rank, how in report.items()}
+        return reported
 
     def leave(self, seconds: float) -> None:
-        """Take ``seconds`` at most to let the others know, then close all connections."""
+        """Wait ``seconds`` at most until messages have arrived, then close all connections."""
         try:
             with self._changed:
                 self._changed.wait_for(
@@ -394,9 +394,9 @@ class _Exchange:
             self._end_threads(here, 1)
 
     def _end_threads(self, peers: list[_Peer], seconds: float) -> None:
-        """Wait for threads: one that comes back from gloo while the interpreter ends aborts it.
+        """Wait for threads: one that returns from gloo while the interpreter ends aborts it.
 
-        Not for those of peers that are gone: some of gloo's sends to them never come back.
+        ``peers`` are not those that are gone: some of gloo's sends to them never return.
         """
         with self._changed:
             self._changed.wait_for(

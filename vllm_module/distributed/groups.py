@@ -1,6 +1,6 @@
 """The tensor-parallel group: real (torch.distributed), simulated in one process, or a single rank.
 
-A layer asks for :func:`tensor_parallel_group` once, when it is built, and keeps what it got.
+A layer calls :func:`tensor_parallel_group` once, when it is built, and keeps the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorParallelGroup(Protocol):
 
 
 class ProcessGroup:
-    """Ranks in processes of their own, over torch.distributed (gloo on CPU, NCCL on GPU)."""
+    """Ranks that are processes, connected by torch.distributed (gloo on CPU, NCCL on GPU)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -59,44 +59,44 @@ class ProcessGroup:
 
 
 class _Meeting:
-    """Where the threads of :func:`run_ranks` exchange tensors, round after round."""
+    """The exchange of tensors between the threads of :func:`run_ranks`, in rounds."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._changed = threading.Condition()
-        self._seats: dict[int, torch.Tensor] = {}  # of the round under way
+        self._tensors: dict[int, torch.Tensor] = {}  # of this round, by rank
         self._ended: list[int] = []
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         with self._changed:
-            seats = self._seats
-            seats[rank] = tensor.clone()  # its owner may overwrite it before the others read it
-            if len(seats) == self.size:
-                self._seats = {}
+            tensors = self._tensors
+            tensors[rank] = tensor.clone()  # its owner may overwrite it before the others read it
+            if len(tensors) == self.size:
+                self._tensors = {}
                 self._changed.notify_all()
             else:
-                self._changed.wait_for(lambda: len(seats) == self.size or self._ended)
-            if len(seats) < self.size:
+                self._changed.wait_for(lambda: len(tensors) == self.size or self._ended)
+            if len(tensors) < self.size:
                 raise RuntimeError(
                     f"rank {self._ended[0]} of {self.size} has ended without taking part in a "
                     f"collective that rank {rank} waits in: every rank must make the same calls"
                 )
-        return [seats[rank] for rank in range(self.size)]
+        return [tensors[rank] for rank in range(self.size)]
 
     def end(self, rank: int) -> None:
-        """Say that ``rank`` takes part in no further round."""
+        """Record that ``rank`` takes part in no further round."""
         with self._changed:
             self._ended.append(rank)
             self._changed.notify_all()
 
 
-# Contexts, not globals: each thread of run_ranks is a rank of its own.
+# Context variables, not globals: each thread of run_ranks is another rank.
 _group: ContextVar[TensorParallelGroup | None] = ContextVar("tensor_parallel_group", default=None)
 _meeting: ContextVar[_Meeting | None] = ContextVar("tensor_parallel_meeting", default=None)
 
 
 class SimulatedGroup:
-    """One rank without a process; its collectives meet the others in :func:`run_ranks`."""
+    """One rank without a process of its own; its collectives need :func:`run_ranks`."""
 
     def __init__(self, rank: int, size: int) -> None:
         if not 0 <= rank < size:
@@ -136,10 +136,10 @@ class SimulatedGroup:
 
 
 def tensor_parallel_group() -> TensorParallelGroup:
-    """Return the group a module built here and now belongs to.
+    """Return the group of a module that is built here.
 
-    That of the surrounding :func:`tensor_parallel`, else that of the initialized
-    torch.distributed process group, else a single rank.
+    It is the group of the surrounding :func:`tensor_parallel`, else the process group that
+    torch.distributed has initialized, else a single rank.
     """
     group = _group.get()
     if group is not None:
@@ -153,9 +153,9 @@ def tensor_parallel_group() -> TensorParallelGroup:
 def tensor_parallel(
     *, rank: int | None = None, size: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Iterator[TensorParallelGroup]:
-    """Build modules as rank ``rank`` of ``size``, without a process group; or as this one's rank.
+    """Build modules as rank ``rank`` of ``size`` without a process group, or as one of ``group``.
 
-    ``group`` is one of torch.distributed, of some of the world's processes: with one group for
+    ``group`` is a torch.distributed group of some of the world's processes. With one group for
     each replica of a model, the replicas are data parallel.
 
     Raises ``ValueError`` unless ``0 <= rank < size``, or this process is one of ``group``.
@@ -198,17 +198,17 @@ def message_group(timeout: float) -> Iterator[ProcessGroup | None]:
 
 
 def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
-    """Run ``fn(rank)`` for every rank of a simulated group, a thread each, and return the results.
+    """Run ``fn(rank)`` in a thread for each rank of a simulated group and return the results.
 
-    Inside, ``tensor_parallel(rank=rank, size=size)`` holds and collectives meet, so a whole
-    model's ranks can be built and run in one process. What a rank raises is raised here, after
-    all threads have ended.
+    It runs inside ``tensor_parallel(rank=rank, size=size)``, and collectives exchange tensors, so
+    all ranks of a model can be built and run in one process. Raises what the first rank that failed
+    raised, after all threads have ended.
     """
     meeting = _Meeting(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
-    # Grad mode and default device are a thread's own in PyTorch: the ranks take the caller's.
+    # In PyTorch each thread has its grad mode and default device: ranks take the caller's.
     grad, device = torch.is_grad_enabled(), torch.get_default_device()
 
     def work(rank: int) -> None:
@@ -217,7 +217,7 @@ def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
             with tensor_parallel(rank=rank, size=size), torch.set_grad_enabled(grad), device:
                 results[rank] = fn(rank)
         except BaseException as error:
-            errors.append(error)  # the first is shown; others come from its rank having ended
+            errors.append(error)  # those after the first come from the end of its rank
         finally:
             meeting.end(rank)
 
@@ -225,7 +225,7 @@ def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
         threading.Thread(target=copy_context().run, args=(work, rank), name=f"rank {rank}")
         for rank in range(size)
     ]
-    # Each rank's operations bring threads of their own: unshared, they would spin on each other.
+    # Each rank's operations use torch's threads: more of them than cores would wait on each other.
     cores = torch.get_num_threads()
     torch.set_num_threads(max(1, cores // size))
     try:

@@ -1,4 +1,4 @@
-"""What an engine asks of its model, done on every rank."""
+"""What an engine needs of its model, run on every rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vllm_module.weights import Weight, receive_weights, send_weights
 
 
 class Executor:
-    """Loads a model on every rank and has the others do what this rank, the first, is asked to do.
+    """Loads a model on every rank and runs each method on every rank.
 
-    With ``tensor_parallel_size`` of more than one, the other ranks are processes that are started
-    here, and end with this one. Where there is a process group, as under torchrun, every one of
-    its ranks makes an executor, and all but the first :meth:`follow`.
+    With a ``tensor_parallel_size`` of more than one, it starts the other ranks as processes, which
+    end with this one. In a process group, as under torchrun, every rank makes an executor: rank 0
+    calls the methods, and the others :meth:`follow`.
 
-    Any method raises ``RankError``, and the executor is closed, if another rank fails or ends: the
-    message names it, and says how.
+    If another rank fails or ends, any method closes the executor and raises ``RankError``, which
+    names the rank and the failure.
 
     Args:
         model: the model to load, or its source if that was found already.
@@ -37,11 +37,11 @@ class Executor:
         config: of the engine.
 
     Attributes:
-        rank, size: of this process among all.
-        worker: this rank's.
+        rank, size: of this process.
+        worker: this rank's part.
 
-    Raises ``ValueError`` if there are fewer devices than ranks, or for a ``tensor_parallel_size``
-    that is not the process group's, and what loading raises.
+    Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks or
+    ``tensor_parallel_size`` is not the size of the process group.
 
     """
 
@@ -77,10 +77,10 @@ class Executor:
             self.worker = Worker(model, load_config, device_config, config)
 
     def start(self, max_model_len: int) -> tuple[int, int]:
-        """Make every rank's cache, as large as the smallest has room for.
+        """Allocate the cache: on every rank as many pages as fit on the one with the least memory.
 
-        Returns the pages on the device and in host memory. Raises ``ValueError`` if there is no
-        room for one.
+        Returns the numbers of pages on the device and in host memory. Raises ``ValueError`` if not
+        even one fits.
         """
         config = self.worker.config
         most = config.max_num_seqs * -(-max_model_len // config.block_size)
@@ -107,10 +107,10 @@ class Executor:
             return self.worker.run(inputs)
 
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
-        """Put new weights into every rank's model, in place.
+        """Update the weights of every rank's model, in place.
 
-        Raises what this rank's model refuses them for, or ``RankError`` for another's. Unless all
-        weights are what they were, no steps are run then until a whole checkpoint was taken.
+        Raises what this rank's model raises, or ``RankError`` if another rank's refuses them. If
+        any weight has changed by then, no step runs until an update loads a whole checkpoint.
         """
         whole = self._refusal is not None
         with self._or_refuse():
@@ -121,7 +121,7 @@ class Executor:
                 self._send(weights, whole)
 
     def sleep(self) -> None:
-        """Release the memory that every rank has for weights and cache."""
+        """Free the memory of weights and cache on every rank."""
         self.asleep = True
         self._everywhere("sleep")
 
@@ -132,19 +132,19 @@ class Executor:
         self.asleep = False
 
     def follow(self) -> None:
-        """Do what the first rank asks for, until it closes its executor; then close this one."""
+        """Do what rank 0 sends, until it closes its executor; then close this one."""
         if self.rank == 0:
-            raise RuntimeError("the first rank leads, and the others follow it")
+            raise RuntimeError("rank 0 leads: only the other ranks follow")
         with self._or_end():
-            while (told := self._ranks.hear())[0] != "close":
-                self._obey(*told)
+            while (message := self._ranks.hear())[0] != "close":
+                self._obey(*message)
         self.close()
 
     def close(self) -> None:
-        """Release the cache, end the other ranks' processes or let them stop following."""
+        """Free the cache, and end the other ranks' processes or let them stop following."""
         self._closed = self._closed or "it was closed"
         self._end()
-        worker: Worker | None = getattr(self, "worker", None)  # which could not be made
+        worker: Worker | None = getattr(self, "worker", None)  # None if it failed to load
         if worker is not None:
             worker.close()
 
@@ -159,7 +159,7 @@ class Executor:
             return self._together(name, arguments)
 
     def _together(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
-        """Do this rank's part of :meth:`_everywhere`. A refusal by any worker ends nothing."""
+        """Do this rank's part of :meth:`_everywhere`. What a worker raises ends no rank."""
         work = partial(getattr(self.worker, name), *arguments)
         group, refusals = self._ranks.control, (Exception,)
         return together(work, timeout=self._timeout, group=group, refusals=refusals)
@@ -167,7 +167,7 @@ class Executor:
     def _send(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool
     ) -> None:
-        """Send weights to the other ranks, and take from what is sent what this rank keeps."""
+        """Send weights to the other ranks, and update this rank with them as they are sent."""
         with self._or_end():
             self._tell("update_weights", whole)
         with self._or_end(unless_refused=True):
@@ -193,13 +193,13 @@ class Executor:
         if self._closed is not None:
             raise RuntimeError(f"the engine has ended: {self._closed}")
         if self.rank:
-            raise RuntimeError(f"rank {self.rank} follows the first, which is to be asked instead")
+            raise RuntimeError(f"rank {self.rank} follows: call this method on rank 0")
         if self.size > 1:
             self._ranks.tell((name, arguments))
 
     @contextmanager
     def _or_refuse(self) -> Iterator[None]:
-        """Run no steps by weights that were changed in part, if changing them fails."""
+        """If changing the weights fails, refuse steps if they were changed in part."""
         try:
             yield
         except BaseException:
@@ -246,9 +246,9 @@ def _serve(
     device_config: DeviceConfig,
     config: EngineConfig,
 ) -> None:
-    """Be a rank that an executor started."""
+    """Run a rank that an executor started."""
     device = own_device(device_config.torch_device, rank)
     join(rank, size, meeting_place(size, port), device, threads)
-    # The first rank raises what these are: it need not be printed as well.
+    # Rank 0 raises these errors, too: do not print them twice.
     with suppress(WeightLoadError, RankError):
         Executor(source, load_config, DeviceConfig(device=str(device)), config).follow()

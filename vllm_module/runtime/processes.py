@@ -1,4 +1,4 @@
-"""Processes that work for this one: when any of them ends, or this one does, all of them end."""
+"""Child processes that all end when one of them or this process ends."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from typing import Any
 
 from vllm_module.errors import RankError
 
-_GRACE = 0.1  # seconds in which others end that ended for the same reason
+_GRACE = 0.1  # seconds in which other processes end for the same reason
 _TIMEOUT = 30.0  # seconds in which a busy machine removes processes that were killed
 
 
 class Processes:
     """Ranks 1 to ``count``, which call ``work(rank, *arguments)``.
 
-    They are gone within a second of this process, however it ends, and leave Ctrl-C to it.
+    They end within a second of this process, however it ends, and ignore Ctrl-C.
 
     Args:
         count, work, arguments: as above; ``arguments`` are pickled.
-        release: called from another thread when they ended, unless :meth:`end` made them.
+        release: called from another thread when all have ended, unless :meth:`end` ended them.
 
     Attributes:
-        ended: set when none is left.
-        codes: exit codes of those that ended by themselves; of a signal, its number below zero.
+        ended: set when all processes have ended.
+        codes: exit codes by rank, of those that ended by themselves; ``-n`` for signal ``n``.
 
-    Raises ``RankError`` if one of them ends before it works.
+    Raises ``RankError`` if one of them ends before it calls ``work``.
 
     """
 
@@ -70,7 +70,7 @@ class Processes:
             raise
 
     def describe(self, rank: int) -> str:
-        """Say how ``rank``, one of ``codes``, ended."""
+        """Return how ``rank``, one of ``codes``, ended."""
         code, name = self.codes[rank], f"rank {rank} (pid {self._processes[rank].pid})"
         if code >= 0:
             return f"{name} ended with exit code {code}"
@@ -78,9 +78,9 @@ class Processes:
         return f"{name} was killed by signal {-code}{hint}"
 
     def end(self) -> None:
-        """End all of them; they have no say in it."""
+        """Kill all of them."""
         if not self.ended.is_set():
-            with suppress(OSError):  # asked before, and closed
+            with suppress(OSError):  # closed by an earlier call
                 self._ask.send(None)
             self.ended.wait(_TIMEOUT)
         for each in (*self._connections.values(), self._ask, self._asked):
@@ -94,8 +94,8 @@ class Processes:
             self.ended.wait(_TIMEOUT)
             how = "; ".join(map(self.describe, self.codes)) or f"rank {rank} ended"
             raise RankError(
-                f"{how} before it began: see what it printed. A script that starts processes does "
-                "so under if __name__ == '__main__':, because they import it too.",
+                f"{how} before it began: see what it printed. A script must start processes "
+                "under if __name__ == '__main__':, because they import the script.",
                 self.codes,
             ) from None
 
@@ -140,7 +140,7 @@ class Processes:
 def _main(
     here: connection.Connection[Any, Any], work: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    """Work in a process that was started."""
+    """Call ``work`` in a process that was started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         here.send(None)
@@ -155,13 +155,13 @@ def _main(
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # at once: others wait for the connections of this one
+    os._exit(code)  # at once: other ranks wait until the connections of this one close
 
 
 def _end_with_parent(here: connection.Connection[Any, Any]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # A fork of the parent's may keep the connection open.
+    # A fork of the parent may keep the connection open.
     while not here.poll(0.5) and os.getppid() == parent.pid:
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The ranks of an engine: how they come together, what the first tells the others, how it ends."""
+"""The ranks of an engine: how they join a group, exchange messages and end."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from vllm_module.messages import describe_error
 from vllm_module.runtime.processes import Processes
 
 _FRAME = 1 << 15  # bytes: most steps travel in one message
-_LAST_WORDS = 1 << 12  # bytes
-_TAG = 1 << 18  # of last words
-_EVIDENCE = 2.0  # seconds in which it comes to light which rank failed
+_LAST_WORDS = 1 << 12  # bytes of the message that a failing rank sends
+_TAG = 1 << 18  # of that message
+_EVIDENCE = 2.0  # seconds in which it arrives
 _END = 10.0  # seconds in which processes that were started here end after one of them has
-_FOREVER = timedelta(days=365)  # an engine may have nothing to do for as long as it likes
+_FOREVER = timedelta(days=365)  # an engine may wait for requests as long as it likes
 
-_stores: Any = dist  # which has them, but does not tell mypy
+_stores: Any = dist  # torch.distributed has the stores; its type hints do not
 _joined = itertools.count()
 _leads_world = False  # whether torch's default group is one that was started here
 
 
 class Ranks:
-    """The processes of an engine: this one with those it leads, or the one it follows.
+    """The processes of an engine. Rank 0 leads, and the others do what it sends.
 
-    Under torchrun the world is joined, if it was not; its ranks, or those of a surrounding
-    ``tensor_parallel(group=...)``, are the engine's. Otherwise ranks but the first are started
-    here: they call ``work(rank, size, port, threads, *arguments())``, which calls :func:`join`.
+    Under torchrun, this process joins the world unless it has; the engine's ranks are those of the
+    world, or of a surrounding ``tensor_parallel(group=...)``. Otherwise this process is rank 0 and
+    starts the others: they call ``work(rank, size, port, threads, *arguments())``, which calls
+    :func:`join`.
 
     Attributes:
-        rank, size: in the group of torch.distributed that models are parallel in, ``group``.
+        rank, size: in ``group``, the tensor-parallel group of torch.distributed.
         control: a group that carries messages between CPUs and has no timeout.
-        device: this rank's own.
+        device: this rank's device.
 
     Raises:
         ValueError: there are fewer devices than ranks, or ``size`` is not that of the group.
-        RankError: a rank that was started here ended.
+        RankError: a rank that this process started has ended.
 
     """
 
@@ -68,13 +69,13 @@ class Ranks:
             if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 self.device = own_device(device, int(os.environ.get("LOCAL_RANK", "0")))
                 store, rank, world = next(_stores.rendezvous("env://"))
-                # What another engine's ranks left in the store is not for this one's.
+                # The store may still hold keys of another engine.
                 store = _stores.PrefixStore(f"engine {next(_joined)}", store)
                 self._owns_world = True  # before it is there: joining may be interrupted
                 _init(rank, world, store, device)
             present = tensor_parallel_group()
             if _leads_world and isinstance(present, ProcessGroup):
-                present = SimulatedGroup(0, 1)  # that world follows another engine
+                present = SimulatedGroup(0, 1)  # that world is of another engine
             if present.size == 1 and size > 1:
                 self._start(size, work, arguments)
                 present = ProcessGroup()
@@ -85,7 +86,7 @@ class Ranks:
             raise
 
     def tell(self, message: object) -> None:
-        """Send ``message``, which is pickled, to all other ranks; they :meth:`hear` it."""
+        """Pickle ``message`` and send it to all other ranks, which call :meth:`hear`."""
         data = pickle.dumps(message)
         self._bytes[:8] = len(data).to_bytes(8, "little")
         head = data[: _FRAME - 8]
@@ -96,7 +97,7 @@ class Ranks:
             dist.broadcast(rest, group=self.control, group_src=0)
 
     def hear(self) -> Any:
-        """Wait for the first rank's next message, and return it."""
+        """Wait for the next message of rank 0 and return it."""
         dist.broadcast(self._frame, group=self.control, group_src=0)
         nbytes = int.from_bytes(self._bytes[:8], "little")
         data = self._bytes[8 : 8 + nbytes]
@@ -108,13 +109,13 @@ class Ranks:
         return pickle.loads(data)
 
     def part(self, error: BaseException) -> BaseException:
-        """Let others know that this rank does not go on; return what to raise for ``error``.
+        """Send ``error`` to rank 0 and return what to raise instead of it.
 
-        That is another one, a ``RankError``, where it was not this rank that failed.
+        If another rank failed, that is a ``RankError`` that names it.
         """
         self._parted = True
         if self.rank:
-            self._say(error)
+            self._send_last_words(error)
         if not _is_of_others(error):
             return error
         codes: list[str] = []
@@ -123,20 +124,20 @@ class Ranks:
             if killed:
                 return RankError("; ".join(map(self._processes.describe, killed)), killed)
             codes = [f"{self._processes.describe(rank)}" for rank in self._processes.codes]
-        said = {} if self.rank else self._last_words()
+        messages = {} if self.rank else self._last_words()
         for sign in "!?":
-            if words := {rank: text[1:] for rank, text in said.items() if text[0] == sign}:
+            if words := {rank: text[1:] for rank, text in messages.items() if text[0] == sign}:
                 lines = (f"rank {rank}: {text}" for rank, text in words.items())
                 return RankError("\n".join(lines), words)
             if isinstance(error, RankError):
                 return error
         how = "; ".join(codes) or "another rank ended, or hangs"
-        return RankError(f"{how}: see what it printed. torch says: {describe_error(error)}")
+        return RankError(f"{how}: see what it printed. torch raised {describe_error(error)}")
 
     def close(self) -> None:
-        """End the processes that were started here, or let others know; leave what was joined."""
+        """End the processes that were started here, or tell joined ranks to stop following."""
         if os.getpid() != self._pid:
-            return  # a fork has a copy of what is not its own
+            return  # a fork does not own the processes
         global _leads_world
         if self._processes is not None:
             self._processes.end()
@@ -159,13 +160,13 @@ class Ranks:
         global _leads_world
         if dist.is_initialized():
             raise ValueError(
-                f"tensor_parallel_size is {size}, and this process has a process group already, of "
-                "another engine or of its own: close that, or start the ranks by torchrun"
+                f"tensor_parallel_size is {size}, and this process already has a process group, of "
+                "another engine or its own: close that, or start the ranks by torchrun"
             )
         if self.device.type == "cuda":
             if str(self.device) != "cuda":
                 raise ValueError(
-                    f"tensor_parallel_size is {size}, and {self.device} is one device: say 'cuda'"
+                    f"tensor_parallel_size is {size}, and {self.device} is one device: use 'cuda'"
                 )
             own_device(self.device, size - 1)
         self.device = own_device(self.device, 0)
@@ -179,8 +180,8 @@ class Ranks:
     def _join(self, present: Any, size: int) -> None:
         if not isinstance(present, ProcessGroup):
             raise ValueError(
-                f"an engine's ranks are processes, and this one's is simulated, {present.rank} of "
-                f"{present.size}: leave tensor_parallel(rank=..., size=...) out"
+                f"an engine's ranks are processes, but rank {present.rank} of {present.size} is "
+                "simulated: leave tensor_parallel(rank=..., size=...) out"
             )
         if size not in (1, present.size):
             raise ValueError(
@@ -195,7 +196,7 @@ class Ranks:
             self.control = dist.new_group(backend="gloo", timeout=_FOREVER)
             self._owns_control = True
         elif "cpu" in (backends := dist.get_backend_config(self.group)):
-            self.control = self.group  # to make another takes processes beyond this group
+            self.control = self.group  # to make another takes all processes of the world
         else:
             raise ValueError(
                 f"the process group ({backends}) cannot carry messages between CPUs: make it with "
@@ -204,15 +205,15 @@ class Ranks:
         self._bytes = bytearray(_FRAME)
         self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)
         for rank in range(1, self.size) if self.rank == 0 else ():
-            # Asked for now: what is said before a connection closes would be lost.
+            # Requested now: gloo loses what arrives unrequested before a connection closes.
             buffer = bytearray(_LAST_WORDS)
             memory = torch.frombuffer(buffer, dtype=torch.uint8)
             arrival = dist.irecv(memory, group=self.control, group_src=rank, tag=_TAG)
             assert arrival is not None
             self._words[rank] = buffer, arrival
 
-    def _say(self, error: BaseException) -> None:
-        """Tell the first rank how this one failed."""
+    def _send_last_words(self, error: BaseException) -> None:
+        """Send rank 0 how this rank failed: "!" by itself, "?" because of another."""
         sign = "?" if _is_of_others(error) else "!"
         words = (sign + describe_error(error)).encode(errors="replace")[:_LAST_WORDS]
         memory = torch.frombuffer(bytearray(words.ljust(_LAST_WORDS, b"\0")), dtype=torch.uint8)
@@ -222,21 +223,21 @@ class Ranks:
             departure.wait(timedelta(seconds=_EVIDENCE))
 
     def _last_words(self) -> dict[int, str]:
-        """Return what ranks said that failed; a wait for the others would close connections."""
+        """Return what failing ranks sent; a gloo wait for the others would close connections."""
         end = time.monotonic() + _EVIDENCE / (1 if self._processes is None else 10)
-        while time.monotonic() < end and not any(said[0] for said, _ in self._words.values()):
+        while time.monotonic() < end and not any(buffer[0] for buffer, _ in self._words.values()):
             time.sleep(0.01)
-        said = {}
+        messages = {}
         for rank, (buffer, arrival) in self._words.items():
             if buffer[0]:
                 with suppress(RuntimeError):
                     arrival.wait(timedelta(seconds=_EVIDENCE))
-                said[rank] = buffer.rstrip(b"\0").decode(errors="replace")
-        return said
+                messages[rank] = buffer.rstrip(b"\0").decode(errors="replace")
+        return messages
 
 
 def meeting_place(size: int, port: int = 0) -> Any:
-    """Return the store at ``port`` of this host by which ranks find each other, or make one."""
+    """Connect to the store at ``port`` of this host, through which ranks connect; 0 makes one."""
     return _stores.TCPStore("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
 
 
@@ -247,9 +248,9 @@ def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -
 
 
 def own_device(device: torch.device, local_rank: int) -> torch.device:
-    """Return ``device``, and of several the one of ``local_rank``, which becomes the current one.
+    """Return ``device``; of ``cuda``, the device with index ``local_rank``, and make it current.
 
-    Raises ``ValueError`` if there are not as many.
+    Raises ``ValueError`` if there are not enough devices.
     """
     if str(device) != "cuda":
         return device
@@ -265,20 +266,20 @@ def own_device(device: torch.device, local_rank: int) -> torch.device:
 
 
 def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
-    # On CUDA too there is a gloo, by which ranks tell each other what to do.
+    # On CUDA too, ranks exchange messages over gloo.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def _release_device() -> None:
-    """End collectives on a device, which would wait for a rank that has ended."""
+    """Abort collectives on a device, which would wait for a rank that has ended."""
     world = dist.group.WORLD
     if world is not None and "cuda" in dist.get_backend_config(world):
         world.abort()
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether it is likely that another rank failed, and this one noticed."""
+    """Return whether ``error`` probably comes from the failure of another rank."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     where = frames[-1].f_globals.get("__name__", "") if frames else ""
     of_torch = isinstance(error, RuntimeError) and where.startswith("torch.distributed")

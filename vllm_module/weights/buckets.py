@@ -1,8 +1,8 @@
 """New weights from a trainer into models that run, bucket by bucket over torch.distributed.
 
-One rank sends and all others receive everything. Before each bucket, after the last one and once
-more when every receiver is done with its model, all ranks tell each other how they fare: they go
-on together, or all of them stop after the same step and can begin the next round.
+One rank sends and all others receive everything. Before each bucket, after the last one and when
+every receiver has updated its model, all ranks exchange whether one has failed. Either all of them
+go on, or all of them stop after the same step and can begin the next round.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vllm_module.messages import describe_error, printable_name, shorten
 from vllm_module.weights.handle import Weight, read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
-_CUT_TAG = 1 << 19  # of a message that nobody sends
+_CUT_TAG = 1 << 19  # of a message that no rank sends
 _AGAIN = (
-    "Models that say so hold a mixture of old and new weights: send all of them again, and receive "
-    "them into load_weights."
+    "A model that now refuses to run holds a mixture of old and new weights: send all weights "
+    "again, and receive them into load_weights."
 )
 
 
@@ -40,36 +40,36 @@ def send_weights(
 
     Args:
         weights: a mapping, or pairs of name and tensor (of a DTensor its ``full_tensor()``) or
-            handle, which is read straight into the bucket. Of an iterator that makes tensors, one
-            is held at a time, beside the bucket.
-        group: by default the world. Nothing else may use it meanwhile.
-        bucket_bytes: memory that tensors are packed into, and sent from; a larger tensor is a
-            bucket of its own.
-        device: where the bucket is, on all ranks the same: by default the CPU if the group's
-            backend carries its memory, else the current CUDA device.
-        also: takes what is sent, bucket by bucket, of a sender that has such a model itself:
-            ``model.update_weights``. As in the block of `receive_weights`, it must take all.
+            handle, which is read straight into the bucket. If an iterator makes the tensors, one
+            at a time is in memory beside the bucket.
+        group: by default the world. Nothing else may use it at the same time.
+        bucket_bytes: size of the memory that tensors are packed into and sent from. A larger tensor
+            is a bucket of its own.
+        device: of the bucket, the same on all ranks: by default the CPU if the group's backend can
+            send its memory, else the current CUDA device.
+        also: a function that takes every pair that is sent, as the block of `receive_weights` does.
+            If the sender has a model too, pass its ``model.update_weights``.
 
-    It returns when every receiver has left its block well. What ``weights`` raises is raised here
-    once the others know of it. With NCCL what ranks tell each other travels on the current CUDA
-    device as well (set it); that, and buckets on a GPU, were written but not run.
+    Returns when every receiver has left its block without an error. What ``weights`` raises is
+    raised here once the others know of it. With NCCL, the ranks' messages go through the current
+    CUDA device (set it); that, and buckets on a GPU, were written but not run.
 
     Raises:
-        RankError: receivers failed, which ``ranks`` names by their numbers in the group, or ranks
-            do not make calls that belong together: then the group can be used again. Or a
-            collective failed, because a rank ended or hangs: then destroy the group.
+        RankError: receivers failed, and ``ranks`` has their numbers in the group, or the calls of
+            the ranks do not match: then it is recoverable. Or a collective failed, because a rank
+            ended or hangs: then destroy the group.
         WeightReadError: a tensor that cannot be packed (sparse, on the meta device).
 
     """
-    talk = _Round(None, group, device)
-    with talk.telling():
-        sent = talk.sent(weights, bucket_bytes)
+    transfer = _Transfer(None, group, device)
+    with transfer.telling():
+        sent = transfer.sent(weights, bucket_bytes)
         if also is not None:
             also(sent)
             if next(sent, None) is not None:
                 raise ValueError("send_weights(also=...) returned before it had taken every tensor")
-        deque(sent, maxlen=0)  # keeps no view, of a bucket that a larger one replaces
-        talk.meet()  # every receiver has left its block
+        deque(sent, maxlen=0)  # keeps no view of a bucket, which a larger one may replace
+        transfer.meet()  # every receiver has left its block
 
 
 @contextmanager
@@ -79,29 +79,32 @@ def receive_weights(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Give an iterator of (name, tensor) of what rank ``src`` of ``group`` sends.
+    """Give an iterator over the (name, tensor) pairs that rank ``src`` of ``group`` sends.
 
     ``with receive_weights(src=0) as weights: model.update_weights(weights)``
 
-    Tensors are whole, on every rank the same. Each is a view of the bucket, on ``device`` (see
-    `send_weights`), and valid until the next one is asked for: ``update_weights`` has copied it
-    by then, and whoever keeps one clones it. The block must take all of them; what it raises is
-    told to the other ranks and stays what it is. Leaving the block waits for the other receivers.
+    Every rank receives whole tensors. Each is a view of the bucket, on ``device`` (see
+    `send_weights`), and valid until the next is requested: ``update_weights`` has copied it by
+    then; clone what you keep. The block must take all of them. What it raises is sent to the other
+    ranks and raised here unchanged. Leaving the block waits for the other receivers.
 
     Raises, in the iterator or on leaving the block:
         WeightReadError: the trainer failed; its message is in it.
         RankError: as in `send_weights`; also on a rank that left its block too early.
 
     """
-    talk = _Round(src, group, device)
-    with talk.telling():
-        tensors = talk.tensors()
+    transfer = _Transfer(src, group, device)
+    with transfer.telling():
+        tensors = transfer.tensors()
         yield tensors
-        if talk.failure is not None:
-            raise talk.failure  # the block went on as if nothing had happened
-        next(tensors, None)  # who took the last tensor need not have asked for another
-        early = "left the block of receive_weights before it had taken every tensor: iterate to"
-        talk.meet(failure=None if talk.ended else f"{early} the end, or raise what is wrong")
+        if transfer.failure is not None:
+            raise transfer.failure  # the block has caught it
+        next(tensors, None)  # the block may not have requested another after the last tensor
+        early = (
+            "left the block of receive_weights before it had taken every tensor: iterate to the "
+            "end, or raise what is wrong"
+        )
+        transfer.meet(failure=None if transfer.ended else early)
 
 
 class _Entry(NamedTuple):
@@ -121,8 +124,8 @@ class _Coming(NamedTuple):
     reserve: int
 
 
-class _Word(NamedTuple):
-    """What a rank tells all others when they meet. The trainer has no ``src``."""
+class _Status(NamedTuple):
+    """What a rank sends to all others at a meeting. The trainer has no ``src``."""
 
     src: int | None
     device: str
@@ -130,8 +133,8 @@ class _Word(NamedTuple):
     coming: _Coming | None
 
 
-class _Round:
-    """One sending of weights, as this rank sees it. Every rank meets the others equally often."""
+class _Transfer:
+    """One transfer of weights, on this rank. Every rank takes part in the same meetings."""
 
     def __init__(
         self, src: int | None, group: dist.ProcessGroup | None, device: torch.device | str | None
@@ -145,36 +148,36 @@ class _Round:
             device = torch.device("cuda", torch.cuda.current_device())
         self.src, self.group, self.device = src, group, torch.device(device)
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.sender = -1  # known when ranks have met
-        self.ended = False  # whether a receiver knows that nothing more comes
-        self.over = False  # whether the others expect nothing more of this rank
+        self.sender = -1  # until the first meeting
+        self.ended = False  # on a receiver: whether every tensor has come
+        self.over = False  # whether this rank takes part in no further meeting
         self.failure: Exception | None = None  # of any rank
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the others what is raised inside; they are at their next meeting, or will be."""
+        """Send what is raised inside to the others, in their next meeting."""
         try:
             yield
         except BaseException as error:
             if not self.over:
-                with suppress(Exception):  # ``error`` is what this rank has to say
+                with suppress(Exception):  # ``error`` is raised instead
                     self.meet(failure=f"failed: {describe_error(error)}")
             raise
         finally:
             self.over = True
-            self.memory = self.memory.new_empty(0)  # a traceback may keep the round
+            self.memory = self.memory.new_empty(0)  # a traceback may keep this object
 
     def meet(self, failure: str | None = None, coming: _Coming | None = None) -> _Coming | None:
-        """Tell the others how this rank fares; return what comes next, or raise what failed."""
-        words: list[Any] = [None] * self.size
-        word = _Word(self.src, self.device.type, failure, coming)
+        """Exchange the ranks' statuses; return the next bucket, or raise what failed."""
+        statuses: list[Any] = [None] * self.size
+        status = _Status(self.src, self.device.type, failure, coming)
         with self._collective():
-            dist.all_gather_object(words, word, group=self.group)
-        self.failure = self._verdict(words)
+            dist.all_gather_object(statuses, status, group=self.group)
+        self.failure = self._verdict(statuses)
         if self.failure is not None:
             self.over = True
             raise self.failure
-        following: _Coming | None = words[self.sender].coming
+        following: _Coming | None = statuses[self.sender].coming
         return following
 
     def carry(self, coming: _Coming) -> None:
@@ -182,7 +185,7 @@ class _Round:
         if coming.reserve:
             if self.rank != self.sender:
                 self._reserve(coming.reserve)
-            self.meet()  # memory may not suffice: nobody sends before everybody has it
+            self.meet()  # memory may not suffice: send when every rank has it
         if coming.nbytes:
             with self._collective():
                 bucket = self.memory[: coming.nbytes]
@@ -198,7 +201,7 @@ class _Round:
     def sent(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], bucket_bytes: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Send bucket by bucket, and give what is in it."""
+        """Send bucket by bucket, and give the pairs in each."""
         for coming in self.packed(weights, bucket_bytes):
             self.meet(coming=coming)
             self.carry(coming)
@@ -227,7 +230,7 @@ class _Round:
             if start + nbytes > self.memory.numel():
                 reserve = max(nbytes, bucket_bytes)
                 self._reserve(reserve)
-            # Not a subclass of str, which the others might not know.
+            # A plain str: the others may not know its subclass.
             entry = _Entry(str.__str__(name), weight.dtype, tuple(shape), start)
             self._read(weight, entry)
             entries.append(entry)
@@ -247,7 +250,7 @@ class _Round:
             ) from error
 
     def _reserve(self, nbytes: int) -> None:
-        self.memory = self.memory.new_empty(0)  # or both would be in memory
+        self.memory = self.memory.new_empty(0)  # free the old one first
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _place(self, entry: _Entry) -> torch.Tensor:
@@ -276,7 +279,7 @@ class _Round:
             self.failure = RankError(
                 f"{self._name(self.rank)} lost touch with the others while weights were sent: a "
                 "rank ended, or hung longer than the group's timeout. See what it printed, and "
-                f"start anew with another process group. {_AGAIN} torch raised "
+                f"use another process group. {_AGAIN} torch raised "
                 f"{describe_error(error)}"
             )
             raise self.failure from error
@@ -285,7 +288,7 @@ class _Round:
     def _cut_off(self) -> None:
         """Close this rank's connections, so that others do not wait for it until their timeout.
 
-        In gloo a wait that times out does that; with NCCL alone, others wait until theirs.
+        In gloo a wait that times out does that. With NCCL alone, others do wait for the timeout.
         """
         for peer in set(range(self.size)) - {self.rank}:
             with suppress(RuntimeError, ValueError):
@@ -294,9 +297,9 @@ class _Round:
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 
-    def _verdict(self, words: list[_Word]) -> Exception | None:
+    def _verdict(self, statuses: list[_Status]) -> Exception | None:
         """Return what all ranks raise, except those that failed, which have an error already."""
-        senders = [rank for rank, word in enumerate(words) if word.src is None]
+        senders = [rank for rank, status in enumerate(statuses) if status.src is None]
         if len(senders) != 1 or self.size == 1:
             return RankError(
                 f"one rank calls send_weights and all others receive_weights, but of {self.size} "
@@ -305,20 +308,21 @@ class _Round:
                 recoverable=True,
             )
         self.sender = senders[0]
-        device = words[self.sender].device
+        device = statuses[self.sender].device
         failures: dict[int, str] = {}
-        for rank, word in enumerate(words):
-            if word.failure is not None:
-                failures[rank] = word.failure
-            elif word.src not in (None, self.sender):
-                failures[rank] = f"receives with src={word.src}, but rank {self.sender} sends"
-            elif word.device != device:
-                failures[rank] = f"receives on {word.device}, but {device} is sent: pass one device"
+        for rank, status in enumerate(statuses):
+            if status.failure is not None:
+                failures[rank] = status.failure
+            elif status.src not in (None, self.sender):
+                failures[rank] = f"receives with src={status.src}, but rank {self.sender} sends"
+            elif status.device != device:
+                how = f"receives on {status.device}, but rank {self.sender} sends on {device}"
+                failures[rank] = f"{how}: pass one device"
         if not failures:
             return None
         message = "\n".join(f"{self._name(rank)} {how}" for rank, how in failures.items())
         if self.sender in failures:
-            return WeightReadError(f"the weights' sender broke off: {message}\n{_AGAIN}")
+            return WeightReadError(f"the sender of the weights failed: {message}\n{_AGAIN}")
         return RankError(f"{message}\n{_AGAIN}", failures, recoverable=True)
 
     def _name(self, rank: int) -> str:
