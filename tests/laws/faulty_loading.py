@@ -1,4 +1,7 @@
-"""Functions that load wrongly. Each is called with the right one as its first argument.
+"""Functions that load wrongly.
+
+Each takes the right function as its first argument, or returns a function that does; those in
+``first(...)`` take its arguments alone, and are called before it.
 
 Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
 """

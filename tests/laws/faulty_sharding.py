@@ -1,4 +1,6 @@
-"""Functions that cut, gather and compute wrongly. Each calls the right one, its first argument.
+"""Functions that cut, gather and compute wrongly.
+
+Each takes the right function as its first argument, or returns a function that does.
 
 Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
 """
