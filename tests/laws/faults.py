@@ -1,364 +1,324 @@
-"""Faults that loaders have had or could have, each a change of one line of the running code.
+"""Faults that loaders have had or could have, and for each the law that must catch it.
+
+A fault replaces a function or method by a faulty one. The faulty one is given the right one to
+call, so it depends on what that does and not on how it is written.
 
 Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import CodeType, FunctionType
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import torch
+
+from vllm_module import routes
+from vllm_module.errors import WeightLoadError
+from vllm_module.parameters import Dim
+from vllm_module.tree import locations
+
+HERE = Path(__file__).parent
+sharding = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_sharding.py")))
+loading = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_loading.py")))
 
 
 class Fault(NamedTuple):
-    """A change of the function ``where``, and a law and a subject that show it."""
+    """A way to make the running code wrong, and a law and a subject that show it."""
 
     name: str
-    where: str  # module:qualified name, below vllm_module
-    right: str  # stands in the function exactly once
-    wrong: str
-    law: str  # less "assert_"
+    law: str  # without "assert_"
     subject: str
+    applied: Callable[[], AbstractContextManager[None]]
+
+
+def caught(error: BaseException) -> bool:
+    """Tell whether ``error`` is a law's, a load's or PyTorch's; any other comes of a broken fault.
+
+    PyTorch raises ``RuntimeError`` where shapes do not fit.
+    """
+    kinds = AssertionError | WeightLoadError | RuntimeError
+    return isinstance(error, kinds) and not isinstance(error, RecursionError)
+
+
+def instead(where: str, faulty: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which ``where`` is replaced by ``faulty(right, *arguments)``.
+
+    ``where`` is a function, method or property, written ``module:qualified name`` and below
+    vllm_module; ``right`` is what it was. A function is replaced in every module that imported it.
+    Entering raises ``KeyError`` where ``where`` does not exist.
+    """
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Give the running function the faulty code while the block runs."""
-        function = _function(self.where)
-        before = function.__code__
-        function.__code__ = self._faulty(function)
+    def applied() -> Iterator[None]:
+        module, _, path = where.partition(":")
+        *classes, name = path.split(".")
+        owner: Any = importlib.import_module(f"vllm_module.{module}")
+        for each in classes:
+            owner = vars(owner)[each]
+        right = vars(owner)[name]
+        wrong = _replaced(right, faulty)
+        holders = [owner] if inspect.isclass(owner) else _modules_with(name, right)
+        for holder in holders:
+            setattr(holder, name, wrong)
         try:
             yield
         finally:
-            function.__code__ = before
+            for holder in holders:
+                setattr(holder, name, right)
 
-    def _faulty(self, function: FunctionType) -> CodeType:
-        lines, first = inspect.getsourcelines(function)
-        segment = "".join(lines)
-        assert segment.count(self.right) == 1, f"{self.where} has no such line: {self.right}"
-        module = inspect.getmodule(function)
-        source = inspect.getsource(module).splitlines(keepends=True)
-        changed = segment.replace(self.right, self.wrong)
-        source[first - 1 : first - 1 + len(lines)] = [changed]
-        code = compile("".join(source), module.__file__, "exec", flags=_flags(function))
-        (found,) = [
-            each
-            for each in _nested(code)
-            if each.co_name == function.__code__.co_name
-            and each.co_firstlineno == function.__code__.co_firstlineno
-        ]
-        return found
+    return applied
 
 
-def _function(where: str) -> Any:
-    module, _, path = where.partition(":")
-    found: Any = importlib.import_module(f"vllm_module.{module}")
-    for attribute in path.split("."):
-        found = inspect.getattr_static(found, attribute)
-    found = found.fget if isinstance(found, property) else found
-    return inspect.unwrap(found)
+def _replaced(right: Any, faulty: Callable[..., Any]) -> Any:
+    if isinstance(right, property):
+        return property(_replaced(right.fget, faulty))
+    if isinstance(right, classmethod | staticmethod):
+        return type(right)(_replaced(right.__func__, faulty))
+
+    @wraps(right)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return faulty(right, *args, **kwargs)
+
+    return wrong
 
 
-def _flags(function: FunctionType) -> int:
-    import __future__
-
-    return function.__code__.co_flags & __future__.annotations.compiler_flag
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield constant
-            yield from _nested(constant)
+def _modules_with(name: str, function: object) -> list[Any]:
+    ours = [m for path, m in sys.modules.items() if path.partition(".")[0] == "vllm_module"]
+    return [module for module in ours if vars(module).get(name) is function]
 
 
-_DISTRIBUTE = "module:vLLMModule._distribute"
-_CUT = "parameters:BasevLLMParameter.cut"
-_SHARDS = "parameters:Dim.shards"
-_ROW = "layers.linear:RowParallelLinear.forward"
-_EMBED = "layers.embedding:VocabParallelEmbedding.forward"
+@contextmanager
+def routes_in_a_global() -> Iterator[None]:
+    cache: dict[int, Any] = {}
+    routes._CACHE = cache
+    keep = loading.first(lambda node: cache.setdefault(id(node.module), node))
+    try:
+        with instead("routes:routes_of", keep)():
+            yield
+    finally:
+        del routes._CACHE
+
+
+@contextmanager
+def gc_left_off() -> Iterator[None]:
+    on = instead("module:vLLMModule.__init__", loading.first(lambda module: gc.enable()))
+    off = instead("load:Load.finish", loading.first(lambda load: gc.disable()))
+    try:
+        with on(), off():  # each case begins with collection on
+            yield
+    finally:
+        gc.enable()
+
+
+ASSIGN = "load:Load.assign"
+CHECK_TIED = "assignment:Assignment.check_tied"
+CUT = "parameters:BasevLLMParameter.cut"
+FINISH = "load:Load.finish"
+GROUPS = "load:Load.groups"
+MATERIALIZED = "tree:materialized"
+MATMUL = "quantization.method:UnquantizedMethod.apply"
+MISFIT = "assignment:misfit"
+READ = "load:Load.read"
+REFUSE = "report:LoadReport.raise_if_refused"
+ROUTES = "routes:routes_of"
+SHARDS = "parameters:Dim.shards"
 
 FAULTS = (
     # Where a shard begins and ends
-    Fault("the rank is always 0", _SHARDS,
-          "tp_rank * slot.parts // tp_size", "0 * slot.parts // tp_size",
-          "sharding_equivalent", "column"),
-    Fault("ranks are counted from the end", _SHARDS,
-          "tp_rank * slot.parts // tp_size", "(tp_size - 1 - tp_rank) * slot.parts // tp_size",
-          "sharding_equivalent", "column"),
-    Fault("replicas by modulo instead of division", _SHARDS,
-          "tp_rank * slot.parts // tp_size", "tp_rank % slot.parts",
-          "sharding_equivalent", "attention"),
-    Fault("a shard begins one too late", _SHARDS,
-          "min(part * room, slot.size)", "min(part * room + (part > 0), slot.size)",
-          "sharding_equivalent", "column"),
-    Fault("a shard is one too short", _SHARDS,
-          "min(room, slot.size - start)", "max(1, min(room, slot.size - start) - 1)",
-          "sharding_equivalent", "column"),
-    Fault("a shard reaches into the next one's padding", _SHARDS,
-          "min(room, slot.size - start)", "room",
-          "sharding_equivalent", "embedding"),
-    Fault("a slot lies over the one before", _SHARDS,
-          "offset += room", "offset += room - 1",
-          "sharding_equivalent", "merged"),
-    Fault("padding is not zeroed", "parameters:BasevLLMParameter.materialize_on",
-          ".zero_()", "",
-          "sharding_equivalent", "embedding"),
-    Fault("padding is zeroed one too far", "parameters:BasevLLMParameter.materialize_on",
-          "data.narrow(dim, shard.offset + shard.length, padding)",
-          "data.narrow(dim, shard.offset + shard.length, padding - 1)",
-          "sharding_equivalent", "embedding"),
-    Fault("units are rounded down", "parameters:Dim.in_units",
-          "-(-slot.size // unit), -(-slot.padded // unit)",
-          "slot.size // unit, slot.padded // unit",
-          "sharding_equivalent", "BlockQuantScaleParameter"),
-    Fault("every slot's scale goes to the first", "parameters:PerTensorScaleParameter.cut",
-          "self.data[index]", "self.data[0]",
-          "sharding_equivalent", "PerTensorScaleParameter"),
-    Fault("every size but 1 is refused", "parameters:Slot.__post_init__",
-          "if self.padded % self.parts:", "if self.parts > 1:",
-          "sharding_equivalent", "column"),
+    Fault("the rank is always 0", "sharding_equivalent", "column",
+          instead(SHARDS, lambda shards, dim, rank, size: shards(dim, 0, size))),
+    Fault("ranks are counted from the end", "sharding_equivalent", "column",
+          instead(SHARDS, lambda shards, dim, rank, size: shards(dim, size - 1 - rank, size))),
+    Fault("replicas by modulo instead of division", "sharding_equivalent", "attention",
+          instead(SHARDS, sharding.by_modulo)),
+    Fault("a shard begins one too late", "sharding_equivalent", "column",
+          instead(SHARDS, sharding.each_shard(sharding.one_too_late))),
+    Fault("a shard is one too short", "sharding_equivalent", "column",
+          instead(SHARDS, sharding.each_shard(lambda shard, _: {"length": max(0, shard.length - 1)}))),
+    Fault("a shard reaches into the next one's padding", "sharding_equivalent", "embedding",
+          instead(SHARDS, sharding.each_shard(lambda shard, _: {"length": shard.room}))),
+    Fault("a slot lies over the one before", "sharding_equivalent", "merged",
+          instead(SHARDS, sharding.overlapping)),
+    Fault("padding is not zeroed", "sharding_equivalent", "embedding",
+          instead("parameters:BasevLLMParameter.materialize_on", sharding.unpadded(last_row_only=False))),
+    Fault("the last row of padding is not zeroed", "sharding_equivalent", "embedding",
+          instead("parameters:BasevLLMParameter.materialize_on", sharding.unpadded(last_row_only=True))),
+    Fault("units are rounded down", "sharding_equivalent", "BlockQuantScaleParameter",
+          instead("parameters:Dim.in_units", sharding.rounded_down)),
+    Fault("every slot's scale goes to the first", "sharding_equivalent", "PerTensorScaleParameter",
+          instead("parameters:PerTensorScaleParameter.cut", sharding.to_the_first)),
+    Fault("every size but 1 is refused", "sharding_equivalent", "column",
+          instead("parameters:Slot.__post_init__", sharding.never_cut)),
     # What is cut from a fused tensor
-    Fault("the fused tensor is cut by rank and not by slot", _CUT,
-          "begin + start, length)", "(begin + start if slot is not None else self.tp_rank * length), length)",
-          "routed_exactly", "merged"),
-    Fault("every slot of a fused tensor is its first", _CUT,
-          "first += declared.size", "first += 0",
-          "routed_exactly", "merged"),
-    Fault("slots lie in the opposite order", _CUT,
-          "target.narrow(dim, offset, length)",
-          "target.narrow(dim, room[dim] - offset - length, length)",
-          "sharding_equivalent", "merged"),
-    Fault("a fused tensor fills nothing", _CUT,
-          "if slot is None or slot == declared.name", "if slot == declared.name",
-          "routed_exactly", "merged"),
-    Fault("slots are declared in another order than they lie", "layers.linear:fused",
-          "Dim(tuple(slots))", "Dim(tuple(slots)[::-1])",
-          "routed_exactly", "attention"),
+    Fault("the fused tensor is cut by rank and not by slot", "routed_exactly", "merged",
+          instead(CUT, sharding.of_fused(sharding.by_rank))),
+    Fault("every slot of a fused tensor is its first", "routed_exactly", "merged",
+          instead(CUT, sharding.of_fused(sharding.first_slot_for_each))),
+    Fault("slots lie in the opposite order", "sharding_equivalent", "merged",
+          instead(SHARDS, sharding.opposite)),
+    Fault("a fused tensor fills nothing", "routed_exactly", "merged",
+          instead(CUT, sharding.of_fused(lambda cut, parameter, weight: ()))),
+    Fault("slots are declared in another order than they lie", "routed_exactly", "attention",
+          instead("layers.linear:fused", lambda fused, *a: Dim(fused(*a).slots[::-1]))),
     # What the layers compute
-    Fault("every rank adds the bias", _ROW,
-          "if group.rank == 0 and not", "if not",
-          "sharding_equivalent", "row"),
-    Fault("no rank adds the bias", _ROW,
-          "if group.rank == 0 and not", "if group.rank == group.size - 2 and not",
-          "sharding_equivalent", "row"),
-    Fault("partial sums are not reduced", _ROW,
-          "group.all_reduce(y) if self.reduce_results and group.size > 1 else y", "y",
-          "sharding_equivalent", "row"),
-    Fault("a rank takes its neighbour's input", _ROW,
-          "[group.rank]", "[group.rank - 1]",
-          "sharding_equivalent", "row"),
-    Fault("fused outputs are gathered as one", "layers.linear:ColumnParallelLinear.forward",
-          "torch.split(y, [shard.room for shard in self.weight.shards[0]], dim=-1)", "[y]",
-          "sharding_equivalent", "merged"),
-    Fault("a rank answers for one token too many", _EMBED,
-          "local >= shard.length", "local > shard.length",
-          "sharding_equivalent", "embedding"),
-    Fault("tokens of other ranks are not masked", _EMBED,
-          "rows.masked_fill(elsewhere.unsqueeze(-1), 0)", "rows",
-          "sharding_equivalent", "embedding"),
-    Fault("logits of padding stay", "layers.embedding:ParallelLMHead.forward",
-          "[..., : self.num_embeddings]", "",
-          "sharding_equivalent", "vocabulary"),
-    Fault("the tied head is dropped", "layers.embedding:ParallelLMHead.tie_weights",
-          "self.weight = embedding.weight", "pass",
-          "accounting_exact", "LlamaForCausalLM"),
-    Fault("the last rank is left out of a sum", "distributed.groups:SimulatedGroup.all_reduce",
-          "for other in others:", "for other in others[:-1]:",
-          "sharding_equivalent", "row"),
-    Fault("outputs are joined in another order", "distributed.groups:_Meeting.exchange",
-          "for rank in range(self.size)]", "for rank in reversed(range(self.size))]",
-          "sharding_equivalent", "column"),
+    Fault("every rank adds the bias", "sharding_equivalent", "row",
+          instead(MATMUL, lambda apply, method, layer, x, bias: apply(method, layer, x, layer.bias))),
+    Fault("no rank adds the bias", "sharding_equivalent", "row",
+          instead(MATMUL, lambda apply, method, layer, x, bias:
+                  apply(method, layer, x, bias if layer.tp_group.size == 1 else None))),
+    Fault("partial sums are not reduced", "sharding_equivalent", "row",
+          instead("layers.linear:RowParallelLinear.__init__", sharding.unreduced)),
+    Fault("a rank takes its neighbour's input", "sharding_equivalent", "row",
+          instead("layers.linear:RowParallelLinear.forward", sharding.of_neighbour)),
+    Fault("fused outputs are gathered as one", "sharding_equivalent", "merged",
+          instead("layers.linear:ColumnParallelLinear.forward", sharding.projected_and_gathered)),
+    Fault("a rank answers for one token too many", "sharding_equivalent", "embedding",
+          instead("layers.embedding:VocabParallelEmbedding.forward", sharding.looked_up(beyond=1, masked=True))),
+    Fault("tokens of other ranks are not masked", "sharding_equivalent", "embedding",
+          instead("layers.embedding:VocabParallelEmbedding.forward", sharding.looked_up(beyond=0, masked=False))),
+    Fault("logits of padding stay", "sharding_equivalent", "vocabulary",
+          instead("layers.embedding:ParallelLMHead.forward", sharding.projected_and_gathered)),
+    Fault("the tied head is dropped", "accounting_exact", "LlamaForCausalLM",
+          instead("layers.embedding:ParallelLMHead.tie_weights", lambda tie, head, embedding: None)),
+    Fault("the last rank is left out of a sum", "sharding_equivalent", "row",
+          instead("distributed.groups:SimulatedGroup.all_reduce", sharding.without_last_rank)),
+    Fault("outputs are joined in another order", "sharding_equivalent", "column",
+          instead("distributed.groups:SimulatedGroup.all_gather", sharding.joined_backwards)),
     # Where a name leads
-    Fault("a component is matched by substring", _DISTRIBUTE,
-          "routes.get(component)",
-          "next((route for known, route in routes.items() if known in component), None)",
-          "routed_exactly", "mlp"),
-    Fault("a component is matched by its beginning", _DISTRIBUTE,
-          "routes.get(component)",
-          "next((route for known, route in routes.items() if component.startswith(known)), None)",
-          "routed_exactly", "attention"),
-    Fault("unknown names are passed over", _DISTRIBUTE,
-          "ledger.report.unexpected.append(Problem(prefix + name, detail))", "pass",
-          "accounting_exact", "mlp"),
-    Fault("names of a slot a layer lacks are passed over", "ledger:Ledger.enter",
-          "report.unexpected.append(Problem(name, detail))", "pass",
-          "routed_exactly", "mlp"),
-    Fault("a fused layer's names are not its slots'", "routes:routes_of",
-          "claims += [(slot, Route(attr, child, slot)) for slot in child.shard_names]",
-          "claims += [(s, Route(attr, child, child.shard_names[0])) for s in child.shard_names]",
-          "accounting_exact", "mlp"),
-    Fault("two slots of a fused layer are exchanged", "routes:routes_of",
-          "claims += [(slot, Route(attr, child, slot)) for slot in child.shard_names]",
-          "claims += [(s, Route(attr, child, t)) for s, t in zip(child.shard_names, child.shard_names[::-1])]",
-          "sharding_equivalent", "mlp"),
-    Fault("a component may have one letter more", _DISTRIBUTE,
-          "routes.get(component)", "routes.get(component, routes.get(component[:-1]))",
-          "routed_exactly", "named"),
-    Fault("aliases lead nowhere", "routes:routes_of",
-          "claims += [(alias, known[name]) for alias, name in aliases if name in known]", "pass",
-          "order_independent", "named"),
+    Fault("a component is matched by substring", "routed_exactly", "mlp",
+          instead(ROUTES, loading.matched(lambda known, component: known in component))),
+    Fault("a component is matched by its beginning", "routed_exactly", "attention",
+          instead(ROUTES, loading.matched(lambda known, component: component.startswith(known)))),
+    Fault("unknown names are passed over", "accounting_exact", "mlp",
+          instead(ASSIGN, loading.assigned_if(lambda location, slot: slot is not None or location.find() is not None))),
+    Fault("names of a slot a layer lacks are passed over", "routed_exactly", "mlp",
+          instead(ASSIGN, loading.assigned_if(lambda location, slot: slot is None or location.find() is not None))),
+    Fault("a fused layer's names are not its slots'", "accounting_exact", "mlp",
+          instead(ASSIGN, loading.to_slots(lambda names: names[:1] * len(names)))),
+    Fault("two slots of a fused layer are exchanged", "sharding_equivalent", "mlp",
+          instead(ASSIGN, loading.to_slots(lambda names: names[::-1]))),
+    Fault("a component may have one letter more", "routed_exactly", "named",
+          instead(ROUTES, loading.matched(lambda known, component: known == component[:-1]))),
+    Fault("aliases lead nowhere", "order_independent", "named",
+          instead(ROUTES, loading.without_aliases)),
     # What is accepted
-    Fault("a slot may be filled twice", "ledger:Ledger.enter",
-          "if earlier is not None:", "if False:",
-          "accounting_exact", "mlp"),
-    Fault("completeness is not asked for", "module:vLLMModule._settle",
-          'if ledger.mode != "update":', "if False:",
-          "accounting_exact", "mlp"),
-    Fault("tensors are counted and not their slots", "ledger:Ledger.demand_completeness",
-          "(key, slot) not in self._filled and", "key not in {k for k, _ in self._filled} and",
-          "accounting_exact", "mlp"),
-    Fault("buffers are skipped", "ledger:Location.tensor",
-          "return holder._buffers.get(attr)", "return None",
-          "sharding_equivalent", "plain"),
-    Fault("any shape is accepted", "ledger:_misfit",
-          "fits = tensor.accepts(slot, torch.Size(weight.shape))", "fits = True",
-          "accounting_exact", "mlp"),
-    Fault("a shape of as many elements is accepted", "parameters:BasevLLMParameter.accepts",
-          "shape == self.checkpoint_shape(slot)",
-          "shape.numel() == torch.Size(self.checkpoint_shape(slot)).numel()",
-          "accounting_exact", "mlp"),
-    Fault("any dtype is accepted", "ledger:_misfit",
-          "if weight.dtype != dtype and not", "if False and not",
-          "accounting_exact", "mlp"),
-    Fault("floats of another precision are refused", "ledger:_is_wide",
-          "dtype.itemsize > 1", "dtype.itemsize > 8",
-          "order_independent", "column"),
-    Fault("integers are taken for floats", "ledger:_is_wide",
-          "dtype.is_floating_point and dtype.itemsize > 1", "True",
-          "accounting_exact", "column"),
-    Fault("eight bits are taken for sixteen", "ledger:_is_wide",
-          "dtype.itemsize > 1", "dtype.itemsize > 0",
-          "accounting_exact", "column"),
-    Fault("a name may end with a dot", _DISTRIBUTE,
-          "elif not dot and (", "elif not rest and (",
-          "routed_exactly", "column"),
-    Fault("a load that broke before it wrote stops the module", "module:vLLMModule._account",
-          "if loading.ledger.touched:", "if True:",
-          "reload_in_place", "column"),
-    Fault("a tensor without data is accepted", "ledger:_misfit",
-          "weight.is_meta and mode", "False and mode",
-          "accounting_exact", "column"),
-    Fault("tied tensors are compared by their first byte", "ledger:_check_tied",
-          "torch.equal(_bits(copy), _bits(held))", "torch.equal(_bits(copy)[:1], _bits(held)[:1])",
-          "accounting_exact", "vocabulary"),
-    Fault("tied tensors are not compared", "ledger:Ledger.fill",
-          "if filling.tied_to is not None:", "if False:",
-          "accounting_exact", "vocabulary"),
-    Fault("a refused collection was half read", "module:vLLMModule._receive",
-          "if isinstance(pairs, Collection):", "if False:",
-          "accounting_exact", "mlp"),
+    Fault("a slot may be filled twice", "accounting_exact", "mlp",
+          instead(ASSIGN, loading.filled_twice)),
+    Fault("completeness is not asked for", "accounting_exact", "mlp",
+          instead(REFUSE, loading.without_missing)),
+    Fault("tensors are counted and not their slots", "accounting_exact", "mlp",
+          instead(REFUSE, loading.without_missing_slots)),
+    Fault("buffers are skipped", "sharding_equivalent", "plain",
+          instead("tree:Location.find", loading.parameter_only)),
+    Fault("any shape is accepted", "accounting_exact", "mlp",
+          instead(MISFIT, loading.despite("expected shape"))),
+    Fault("a shape of as many elements is accepted", "accounting_exact", "mlp",
+          instead("parameters:BasevLLMParameter.accepts", lambda accepts, parameter, slot, shape:
+                  shape.numel() == torch.Size(parameter.checkpoint_shape(slot)).numel())),
+    Fault("any dtype is accepted", "accounting_exact", "mlp",
+          instead(MISFIT, loading.despite("expected dtype"))),
+    Fault("floats of another precision are refused", "order_independent", "column",
+          instead(MISFIT, loading.only_its_dtype)),
+    Fault("integers are taken for floats", "accounting_exact", "mlp",
+          instead(MISFIT, loading.despite("expected dtype torch.float", "got torch.int"))),
+    Fault("eight bits are taken for sixteen", "accounting_exact", "mlp",
+          instead(MISFIT, loading.despite("expected dtype", "got torch.float8"))),
+    Fault("a name may end with a dot", "routed_exactly", "column",
+          instead(ASSIGN, loading.without_dot)),
+    Fault("a load that broke before it wrote stops the module", "reload_in_place", "column",
+          instead("load:Load.__init__", loading.written_from_the_start)),
+    Fault("a tensor without data is accepted", "accounting_exact", "column",
+          instead(MISFIT, lambda misfit, *args, needs_data: misfit(*args, needs_data=False))),
+    Fault("tied tensors are compared by their first byte", "accounting_exact", "vocabulary",
+          instead(CHECK_TIED, loading.tied_if(lambda *values: loading.same_bits(*values, first=1)))),
+    Fault("tied tensors are not compared", "accounting_exact", "vocabulary",
+          instead(CHECK_TIED, lambda check_tied, assignment: None)),
+    Fault("tied tensors are compared by their first row", "accounting_exact", "vocabulary",
+          instead(CHECK_TIED, loading.tied_if(lambda one, other: torch.equal(one[:1], other[:1])))),
+    Fault("a tensor tied to a misshapen one is compared and not loaded", "accounting_exact", "named",
+          instead(ASSIGN, loading.tied_to_misfits)),
+    Fault("a refused collection was half read", "accounting_exact", "mlp",
+          instead(GROUPS, loading.streamed)),
     # What is left behind
-    Fault("a parameter is tagged while it is read", "ledger:Ledger._jobs",
-          "self._materialize(filling.location)",
-          "self._materialize(filling.location); filling.location.tensor.is_loaded = True",
-          "pure", "norm"),
-    Fault("a checkpoint's tensor is tagged", "ledger:Ledger.enter",
-          "self.paths.append(path)", "self.paths.append(path); weight.is_loaded = True",
-          "pure", "norm"),
-    Fault("a parameter loses its type when it becomes real", "ledger:materialized",
-          "return tensor.materialize_on(device)",
-          "return nn.Parameter(tensor.materialize_on(device).data, False)",
-          "pure", "column"),
-    Fault("routes are kept in a global", _DISTRIBUTE,
-          "routes = loading.routes[id(module)] = routes_of(module)",
-          'routes = globals().setdefault("_CACHE", {}).setdefault(id(module), routes_of(module))',
-          "pure", "mlp"),
-    Fault("garbage collection stays off", "module:_paused_gc",
-          "if was_enabled:", "if False:",
-          "pure", "norm"),
-    Fault("requires_grad is gained", "ledger:materialized",
-          "requires_grad=tensor.requires_grad", "requires_grad=True",
-          "pure", "named"),
-    Fault("a parameter becomes real in another precision", "ledger:materialized",
-          "tensor.stride(), dtype=tensor.dtype", "tensor.stride(), dtype=torch.float32",
-          "pure", "plain"),
+    Fault("a parameter is tagged while it is read", "pure", "norm",
+          instead("assignment:Assignment.jobs", loading.first(lambda assignment: loading.tag(assignment.location.tensor)))),
+    Fault("a checkpoint's tensor is tagged", "pure", "norm",
+          instead(ASSIGN, loading.first(lambda load, name, weight, *_: loading.tag(weight)))),
+    Fault("a parameter loses its type when it becomes real", "pure", "column",
+          instead(MATERIALIZED, loading.untyped)),
+    Fault("routes are kept in a global", "pure", "mlp", routes_in_a_global),
+    Fault("garbage collection stays off", "pure", "norm", gc_left_off),
+    Fault("requires_grad is gained", "pure", "named",
+          instead(MATERIALIZED, loading.requiring_grad)),
+    Fault("a parameter becomes real in another precision", "pure", "plain",
+          instead(MATERIALIZED, loading.in_float32)),
     # What several calls and files leave out
-    Fault("an update forgets what earlier ones filled", "ledger:Ledger._mark_filled",
-          "place.owner._filled.update(filled)",
-          "place.owner._filled.clear(); place.owner._filled.update(filled)",
-          "order_independent", "column"),
-    Fault("the first file of an index is taken for all", "weights.checkpoint:open_checkpoint",
-          "Checkpoint(tuple(files))", "Checkpoint(tuple(files[:1]))",
-          "order_independent", "mlp"),
+    Fault("an update forgets what earlier ones filled", "order_independent", "attention",
+          instead(READ, loading.first(loading.forgetting))),
+    Fault("the first file of an index is taken for all", "order_independent", "mlp",
+          instead("weights.checkpoint:Checkpoint.__init__", lambda init, checkpoint, files:
+                  init(checkpoint, files[:1]))),
     # When a module is ready, and where its memory is
-    Fault("a parameter with some slots filled counts as ready", "module:vLLMModule.check_ready",
-          "if tensor.is_meta or (location.local, slot) not in location.owner._filled",
-          "if tensor.is_meta",
-          "meta_first", "mlp"),
-    Fault("a parameter is born with memory", "parameters:BasevLLMParameter.__new__",
-          'device="meta"', 'device="cpu"',
-          "meta_first", "column"),
-    Fault("a plan of a stream is carried out", "module:vLLMModule._receive",
-          ' and loading.ledger.mode != "plan"', "",
-          "meta_first", "column"),
-    Fault("a module runs while it is loaded", "module:vLLMModule.check_ready",
-          "if module._busy:", "if False:",
-          "reload_in_place", "column"),
-    Fault("a module is loaded twice at a time", "module:vLLMModule._account",
-          "if self._busy:", "if False:",
-          "reload_in_place", "column"),
-    Fault("a load that broke marks the root alone", "module:vLLMModule._account",
-          "for module in self._modules_that_load():", "for module in [self]:",
-          "reload_in_place", "mlp"),
-    Fault("a reload takes new memory", "ledger:Ledger._materialize",
-          "if not tensor.is_meta:", "if False:",
-          "reload_in_place", "column"),
-    Fault("a load that broke goes on serving", "module:vLLMModule._account",
-          "if loading.ledger.touched:", "if False:",
-          "reload_in_place", "column"),
-    Fault("an update makes a mixture whole", "module:vLLMModule._settle",
-          'if ledger.mode == "update":', "if False:",
-          "reload_in_place", "column"),
+    Fault("a parameter with some slots filled counts as ready", "meta_first", "mlp",
+          instead("readiness:check_ready", loading.first(loading.some_are_all))),
+    Fault("a parameter is born with memory", "meta_first", "column",
+          instead("parameters:BasevLLMParameter.__new__", lambda new, *args, **kwargs:
+                  new(*args, **kwargs).materialize_on("cpu"))),
+    Fault("a plan of a stream is carried out", "meta_first", "column",
+          instead(GROUPS, loading.read_as_it_comes("plan"))),
+    Fault("a module runs while it is loaded", "reload_in_place", "column",
+          instead("readiness:check_ready", loading.while_it_is_loaded)),
+    Fault("a module is loaded twice at a time", "reload_in_place", "column",
+          instead("load:Load.of", loading.first(loading.twice_at_a_time))),
+    Fault("a load that broke marks the root alone", "reload_in_place", "mlp",
+          instead("load:Load.of", loading.root_alone)),
+    Fault("a reload takes new memory", "reload_in_place", "column",
+          instead(FINISH, loading.in_new_memory)),
+    Fault("a load that broke goes on serving", "reload_in_place", "column",
+          instead(READ, loading.unwritten)),
+    Fault("an update makes a mixture whole", "reload_in_place", "column",
+          instead(FINISH, loading.whole_after_update)),
     # What is made of weights as they arrive
-    Fault("a weight's scales go to another slot", "parameters:BasevLLMParameter.region",
-          "of_dim[self.slots.index(slot)] if", "of_dim[0] if",
-          "sharding_equivalent", "quantized while loading"),
-    Fault("a fused tensor is quantized as its first slot", "quantization.online:QuantizeOnline.jobs",
-          "first += declared.size", "first += 0",
-          "routed_exactly", "quantized while loading"),
-    Fault("the largest number is looked for above zero", "kernels.quantize:_amax",
-          "torch.maximum(most, -least)", "most",
-          "sharding_equivalent", "quantized while loading"),
-    Fault("numbers are cut instead of rounded", "kernels.quantize:quantize_reference",
-          "values.round_()", "values.trunc_()",
-          "sharding_equivalent", "quantized while loading"),
-    Fault("scales are demanded of a full-precision checkpoint", "ledger:Location.tensor",
-          "self._conversions and self.is_made", "False",
-          "order_independent", "quantized while loading"),
-    Fault("a scale stays on meta", "ledger:Ledger._materialize",
-          "location.holder._parameters[made] = materialized(there, device)", "pass",
-          "meta_first", "quantized while loading"),
-    Fault("a module is processed by the name that it was given", "ledger:Ledger._mark_filled",
-          "for place in places:", "for place in places[:1]:",
-          "order_independent", "derived"),
-    Fault("what is above is not processed again", "module:vLLMModule._settle",
-          "self._on_the_way_to(processing.prefixes)", "{}",
-          "reload_in_place", "derived"),
+    Fault("a weight's scales go to another slot", "sharding_equivalent", "quantized while loading",
+          instead("parameters:BasevLLMParameter.region", lambda region, parameter, slot:
+                  region(parameter, parameter.slots[0]))),
+    Fault("a fused tensor is quantized as its first slot", "routed_exactly", "quantized while loading",
+          instead("quantization.online:QuantizeOnline.jobs", sharding.quantized_first_slot)),
+    Fault("the largest number is looked for above zero", "sharding_equivalent", "quantized while loading",
+          instead("kernels.quantize:quantize", loading.above_zero)),
+    Fault("numbers are cut instead of rounded", "sharding_equivalent", "quantized while loading",
+          instead("kernels.quantize:quantize", loading.truncated)),
+    Fault("scales are demanded of a full-precision checkpoint", "order_independent", "quantized while loading",
+          instead("tree:Location.is_made", lambda is_made, location: False)),
+    Fault("a scale is left on meta", "meta_first", "quantized while loading",
+          instead(FINISH, loading.scales_left_on_meta)),
+    Fault("a module is processed by the name that it was given", "order_independent", "derived",
+          instead(READ, loading.by_the_given_name)),
+    Fault("what is above is not processed again", "reload_in_place", "derived",
+          instead("load:processes", loading.not_above)),
     # What a load costs
-    Fault("streamed tensors are kept", "ledger:Ledger.enter",
-          "self.paths.append(path)", "self.paths.append(path); self._replaced[-len(self.paths)] = (0, weight)",
-          "memory_bounded", "mlp"),
-    Fault("a parameter is made twice", "ledger:materialized",
-          "return tensor.materialize_on(device)",
-          "return (tensor.materialize_on(device), tensor.materialize_on(device))[0]",
-          "memory_bounded", "mlp"),
-    Fault("tensors are read whole and cut afterwards", "ledger:Filling.cut",
-          "tensor.cut(self.weight, self.slot)",
-          "tensor.cut(self.weight if isinstance(self.weight, torch.Tensor) else self.weight.read(), self.slot)",
-          "reads_what_it_keeps", "column"),
-    Fault("streamed handles are read as they come", "module:vLLMModule._receive",
-          "isinstance(pair[1], torch.Tensor) and", "True and",
-          "reads_what_it_keeps", "mlp"),
-    Fault("bytes are read twice", "ledger:Ledger._jobs",
-          "yield from filling.jobs()", "yield from (*filling.cut(), *filling.cut())",
-          "reads_what_it_keeps", "column"),
-    Fault("an update walks the whole tree", "ledger:Ledger._mark_filled",
-          'self.mode == "load"', "True",
-          "cost_linear", "mlp"),
-    Fault("every name looks at all before it", "ledger:Ledger.enter",
-          "self.paths.append(path)", "self.paths.append(path); sum(1 for _ in self.paths)",
-          "cost_linear", "mlp"),
+    Fault("streamed tensors are kept", "memory_bounded", "mlp",
+          instead(ASSIGN, loading.first(loading.kept))),
+    Fault("a parameter is made twice", "memory_bounded", "mlp",
+          instead(MATERIALIZED, lambda materialized, *args: (materialized(*args), materialized(*args))[0])),
+    Fault("tensors are read whole and cut afterwards", "reads_what_it_keeps", "column",
+          instead("assignment:Assignment.cut", loading.read_whole)),
+    Fault("streamed handles are read as they come", "reads_what_it_keeps", "mlp",
+          instead(GROUPS, loading.read_as_it_comes("load", "update"))),
+    Fault("bytes are read twice", "reads_what_it_keeps", "column",
+          instead("assignment:Assignment.jobs", lambda jobs, each: (*jobs(each), *jobs(each)))),
+    Fault("an update walks the whole tree", "cost_linear", "mlp",
+          instead(READ, loading.first(lambda load, since=0: list(locations(load.root))))),
+    Fault("every name looks at all before it", "cost_linear", "mlp",
+          instead(ASSIGN, loading.first(lambda load, *_: sum(1 for _ in load.report.loaded)))),
 )  # fmt: skip

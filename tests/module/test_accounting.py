@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_module import WeightLoadError
+from vllm_module import WeightLoadError, assignment
 from vllm_module.errors import (
     DuplicateWeightError,
     MisshapenWeightError,
@@ -119,3 +119,39 @@ def test_tied_tensors_are_one_and_stored_with_one_value(streamed: bool) -> None:
         model.load_weights(iter(tensors.items()) if streamed else tensors)
     with pytest.raises(ModelNotReadyError):
         model(torch.arange(3))
+
+
+@pytest.mark.parametrize("row", [0, 4, 9])
+def test_tied_tensors_are_compared_in_every_row(row: int, monkeypatch) -> None:
+    """A large tied tensor is compared some rows at a time, and all of them are."""
+    monkeypatch.setattr(assignment, "_COMPARED_BYTES", 3 * 8 * 4)  # 3 of the 10 rows
+    tensors = tree.checkpoint(1)
+    tensors["head.weight"] = tensors["embed.weight"].clone()
+    tree.Model(1, tied=True).load_weights(tensors)
+    tensors["head.weight"][row, 7] += 1
+    with pytest.raises(DuplicateWeightError, match=r"head\.weight.*their values differ"):
+        tree.Model(1, tied=True).load_weights(tensors)
+
+
+def test_tied_tensors_are_compared_bit_by_bit() -> None:
+    """A NaN equals itself, and -0.0 is not 0.0."""
+    tensors = tree.checkpoint(1)
+    tensors["embed.weight"][0, :2] = torch.tensor([torch.nan, 0.0])
+    tensors["head.weight"] = tensors["embed.weight"].clone()
+    tree.Model(1, tied=True).load_weights(tensors)
+    tensors["head.weight"][0, 1] = -0.0
+    with pytest.raises(DuplicateWeightError, match=r"head\.weight.*their values differ"):
+        tree.Model(1, tied=True).load_weights(tensors)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("bad", [torch.zeros(11, 8), torch.zeros(10, 8).char()])
+def test_a_tied_tensor_is_not_compared_with_one_that_did_not_fit(bad, streamed: bool) -> None:
+    """Only the name that does not fit is refused; nothing was read that the other could equal."""
+    tensors = tree.checkpoint(1) | {"embed.weight": bad}
+    assert next(iter(tensors)) == "embed.weight"  # before head.weight
+    with pytest.raises(MisshapenWeightError) as refused:
+        tree.Model(1, tied=True).load_weights(iter(tensors.items()) if streamed else tensors)
+    report = refused.value.report
+    assert [problem.name for problem in report.misshapen] == ["embed.weight"]
+    assert report.loaded["head.weight"] == ["head.weight"]

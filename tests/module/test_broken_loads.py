@@ -12,7 +12,7 @@ import torch
 from vllm_module import WeightLoadError
 from vllm_module.errors import ModelNotReadyError, UnexpectedWeightError
 from vllm_module.layers import ColumnParallelLinear, ParallelLMHead, RMSNorm
-from vllm_module.testing import failing_stream
+from vllm_module.testing import failing_reads, failing_stream
 from vllm_module.testing.checkpoints import assert_same_state, state
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
@@ -68,6 +68,21 @@ def test_a_stream_that_breaks_leaves_every_module_refusing(model) -> None:
     with pytest.raises(ModelNotReadyError, match="mixture"):
         model(torch.arange(3))
     model.load_weights(tree.checkpoint())
+    model(torch.arange(3))
+
+
+@pytest.mark.parametrize("call", ["load_weights", "update_weights"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_interrupt_leaves_every_module_refusing(model, streamed: bool, call: str) -> None:
+    """Law 9: Ctrl-C in the middle of a load leaves a mixture, as an error does."""
+    tensors, stop = tree.checkpoint(), KeyboardInterrupt("Ctrl-C")
+    broken = failing_stream(tensors, 2, stop)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(model, call)(broken if streamed else failing_reads(tensors, ["head.weight"], stop))
+    for module in (model, model.blocks[0], model.embed):
+        with pytest.raises(ModelNotReadyError, match="KeyboardInterrupt: Ctrl-C"):
+            module(torch.arange(3))
+    model.load_weights(tensors)
     model(torch.arange(3))
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import MissingWeightError, ModelNotReadyError
 from vllm_module.testing import failing_reads
+from vllm_module.testing.checkpoints import assert_same_state, state
 from vllm_module.weights import reader_threads
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
@@ -39,6 +41,22 @@ def test_a_plan_reads_nothing_and_names_every_part() -> None:
         with pytest.raises(ModelNotReadyError):
             model.check_ready()
     assert kept == tensors["blocks.0.q_proj.weight"].numel()
+
+
+def test_a_plan_of_a_stream_of_tensors_writes_nothing() -> None:
+    """Tensors that an iterator yields are not copied, whether or not the model is loaded."""
+    tensors = tree.checkpoint()
+    model = tree.Model().eval()
+    plain = state(model.blocks[0].plain)
+    assert model.plan_weights(iter(tensors.items())).report.ok
+    assert all(p.is_meta for n, p in model.named_parameters() if ".plain." not in n)
+    assert_same_state(state(model.blocks[0].plain), plain, "after a plan")
+    model.load_weights(tensors)
+    before = state(model)
+    plan = model.plan_weights((name, tensor + 1) for name, tensor in tensors.items())
+    assert {read.name for read in plan.reads()} == tensors.keys()
+    assert_same_state(state(model), before, "after a plan")
+    model(torch.arange(3))
 
 
 def test_a_plan_tells_what_a_load_would_refuse() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from vllm_module import vLLMModule
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, SiluAndMul
+from vllm_module.testing.checkpoints import assert_same_state, state
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -70,6 +71,33 @@ def test_third_party_modules_on_meta_are_materialized_too() -> None:
     assert model.plain[0].weight.requires_grad
     x = torch.rand(2, 4)
     assert torch.equal(model(x), reference(x))
+
+
+def loaded_model():
+    model = tree.Model().eval()
+    model.load_weights(tree.checkpoint())
+    return model
+
+
+def test_a_model_built_on_meta_is_loaded_into_host_memory() -> None:
+    """Law 6: under torch.device("meta") nothing says where weights belong, and meta holds none."""
+    with torch.device("meta"):
+        model = tree.Model().eval()
+    model.load_weights(tree.checkpoint())
+    assert_same_state(state(model), state(loaded_model()), "built on meta")
+    model(torch.arange(3))
+
+
+def test_what_is_loaded_under_inference_mode_is_updated_outside_of_it() -> None:
+    """PyTorch refuses to write outside of inference mode to tensors that were made in it."""
+    with torch.device("meta"):  # plain parameters and buffers are materialized too
+        model = tree.Model().eval()
+    with torch.inference_mode():
+        model.load_weights(tree.checkpoint())
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    model.update_weights({name: tensor + 1 for name, tensor in tree.checkpoint().items()})
+    model.update_weights(tree.checkpoint())
+    assert_same_state(state(model), state(loaded_model()), "loaded under inference mode")
 
 
 def test_a_computed_buffer_on_meta_is_refused_when_run() -> None:

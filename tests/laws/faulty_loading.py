@@ -1,0 +1,326 @@
+"""Functions that load wrongly.
+
+Each takes the right function as its first argument, or returns a function that does; those in
+``first(...)`` take its arguments alone, and are called before it.
+
+Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_module import BasevLLMParameter
+from vllm_module.errors import DuplicateWeightError
+from vllm_module.kernels.quantize import quantize_static
+from vllm_module.load import Load
+from vllm_module.parameters import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    PerTensorScaleParameter,
+)
+from vllm_module.readiness import is_complete, modules_that_load
+from vllm_module.tree import locations, slots_of, state_of
+from vllm_module.weights import read_into
+
+# Where a name leads
+
+
+class Alike(dict[str, Any]):
+    """Routes that a component also finds when it is only ``alike(known, component)``."""
+
+    def __init__(self, right: dict[str, Any], alike: Callable[[str, str], bool]) -> None:
+        super().__init__(right)
+        self.alike = alike
+
+    def get(self, component: str, default: Any = None) -> Any:
+        if component in self:
+            return self[component]
+        known = (each for each in self if each.endswith(".") == component.endswith("."))
+        pairs = ((each, each.rstrip("."), component.rstrip(".")) for each in known)
+        return next((self[key] for key, *pair in pairs if self.alike(*pair)), default)
+
+
+def matched(alike: Callable[[str, str], bool]) -> Callable[..., Any]:
+    return lambda routes_of, node: Alike(routes_of(node), alike)
+
+
+def to_slots(change: Callable[[tuple[str, ...]], Sequence[str]]) -> Callable[..., None]:
+    """Fill the slots ``change(slots)`` with the tensors of a fused parameter's ``slots``."""
+
+    def faulty(assign: Any, load: Load, name: str, weight: Any, location: Any, slot: Any) -> None:
+        slots = slots_of(location.tensor) if location.find() is not None else ()
+        slot = dict(zip(slots, change(slots), strict=True)).get(slot, slot)
+        assign(load, name, weight, location, slot)
+
+    return faulty
+
+
+def without_aliases(routes_of: Any, node: Any) -> dict[str, Any]:
+    aliases = getattr(node.module, "weight_aliases", ())
+    return {key: r for key, r in routes_of(node).items() if key.rstrip(".") not in aliases}
+
+
+def assigned_if(known: Callable[..., bool]) -> Callable[..., None]:
+    """Pass over a name without a word unless ``known(location, slot)``."""
+
+    def faulty(assign: Any, load: Load, name: str, weight: Any, location: Any, slot: Any) -> None:
+        if known(location, slot):
+            assign(load, name, weight, location, slot)
+
+    return faulty
+
+
+# What is accepted
+
+
+def despite(*words: str) -> Callable[..., str | None]:
+    """Accept a tensor that is refused for a reason with all of these words."""
+
+    def faulty(misfit: Any, *args: Any, **kwargs: Any) -> str | None:
+        reason = misfit(*args, **kwargs)
+        return None if reason and all(word in reason for word in words) else reason
+
+    return faulty
+
+
+def only_its_dtype(
+    misfit: Any, location: Any, tensor: Any, slot: Any, weight: Any, **kw: Any
+) -> Any:
+    reason = misfit(location, tensor, slot, weight, **kw)
+    return reason or (None if weight.dtype == location.stored_dtype else "expected one dtype")
+
+
+def filled_twice(assign: Any, load: Load, *arguments: Any) -> None:
+    assign(load, *arguments)
+    load.report.duplicated.clear()
+
+
+def without_missing(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
+    report.missing.clear()
+    raise_if_refused(report, *args, **kwargs)
+
+
+def without_missing_slots(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
+    loaded = [each for each in locations(Load.current().root) if each.path in report.loaded]
+    names = {each.stored_name(slot) for each in loaded for slot in slots_of(each.tensor)}
+    report.missing[:] = [problem for problem in report.missing if problem.name not in names]
+    raise_if_refused(report, *args, **kwargs)
+
+
+def parameter_only(find: Any, location: Any) -> Any:
+    tensor = find(location)
+    return tensor if isinstance(tensor, nn.Parameter) else None
+
+
+def without_dot(assign: Any, load: Load, name: str, weight: Any, location: Any, slot: Any) -> None:
+    assign(load, name, weight, location._replace(attr=location.attr.rstrip(".")), slot)
+
+
+def tied_if(same: Callable[..., bool]) -> Callable[..., None]:
+    """Accept a second value of a tied tensor where ``same(second, first)``."""
+
+    def faulty(check_tied: Any, assignment: Any) -> None:
+        for source, held in assignment.cut():
+            stored = torch.empty_like(held)
+            read_into(source, stored)
+            if not same(stored, held):
+                raise DuplicateWeightError(f"{assignment.name} and {assignment.tied_to} differ")
+
+    return faulty
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor, first: int) -> bool:
+    one, other = (each.reshape(-1).view(torch.uint8)[:first] for each in (one, other))
+    return torch.equal(one, other)
+
+
+def tied_to_misfits(assign: Any, load: Load, *arguments: Any) -> None:
+    load._misfits.clear()
+    assign(load, *arguments)
+
+
+def streamed(groups: Any, load: Load, module: Any, weights: Any) -> Iterator[Any]:
+    return groups(load, module, iter(weights.items() if isinstance(weights, Mapping) else weights))
+
+
+def read_as_it_comes(*modes: str) -> Callable[..., Iterator[Any]]:
+    """Read each pair of a stream before the next, handles too, in loads of these ``modes``."""
+
+    def faulty(groups: Any, load: Load, module: Any, weights: Any) -> Iterator[Any]:
+        for group in groups(load, module, weights):
+            waiting = len(load.assigned)
+            yield group
+            if load.mode in modes and not isinstance(weights, Collection):
+                load.read(waiting)
+
+    return faulty
+
+
+# What is left behind
+
+
+def first(do: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``do`` with the arguments, then the right function."""
+
+    def faulty(right: Any, *args: Any, **kwargs: Any) -> Any:
+        do(*args, **kwargs)
+        return right(*args, **kwargs)
+
+    return faulty
+
+
+def tag(tensor: torch.Tensor) -> None:
+    tensor.is_loaded = True
+
+
+def untyped(materialized: Any, tensor: torch.Tensor, device: Any) -> Any:
+    real = materialized(tensor, device)
+    return nn.Parameter(real.data, False) if isinstance(real, BasevLLMParameter) else real
+
+
+def requiring_grad(materialized: Any, tensor: torch.Tensor, device: Any) -> Any:
+    real = materialized(tensor, device)
+    trained = isinstance(real, nn.Parameter) and real.is_floating_point()
+    return real.requires_grad_(True) if trained else real
+
+
+def in_float32(materialized: Any, tensor: torch.Tensor, device: Any) -> Any:
+    real = materialized(tensor, device)
+    if isinstance(real, BasevLLMParameter):
+        return real
+    wrong = real.data.to(torch.float32)
+    return nn.Parameter(wrong, real.requires_grad) if isinstance(real, nn.Parameter) else wrong
+
+
+# What several calls and files leave out
+
+
+def forgetting(load: Load, since: int = 0) -> None:
+    for each in load.assigned[since:] if load.mode == "update" else ():
+        each.location.node.state.loaded.clear()
+
+
+# When a module is ready, and where its memory is
+
+
+def some_are_all(root: nn.Module) -> None:
+    for location in locations(root):
+        loaded = location.node.state.loaded
+        slots = {(location.local, slot) for slot in slots_of(location.tensor)}
+        if loaded & slots:
+            loaded |= slots
+
+
+def while_it_is_loaded(check_ready: Any, root: nn.Module) -> None:
+    states = [state_of(module) for module in modules_that_load(root)]
+    in_progress = [state for state in states if state.in_progress]
+    for state in in_progress:
+        state.in_progress = False
+    try:
+        check_ready(root)
+    finally:
+        for state in in_progress:
+            state.in_progress = True
+
+
+def twice_at_a_time(cls: type[Load], module: Any, weights: Any, mode: str = "load") -> None:
+    try:
+        Load.current()
+    except AssertionError:  # the outermost call of its thread
+        state_of(module).in_progress = False
+
+
+@contextmanager
+def root_alone(of: Any, cls: Any, module: Any, *arguments: Any) -> Iterator[Any]:
+    try:
+        with of(cls, module, *arguments) as load:
+            yield load
+    except BaseException:
+        for each in modules_that_load(module):
+            if each is not module:
+                state_of(each).refusal = None
+        raise
+
+
+def in_new_memory(finish: Any, load: Load) -> None:
+    finish(load)
+    for node, attr in locations(load.root) if load.mode != "plan" else ():
+        setattr(node.module, attr, copy.deepcopy(getattr(node.module, attr)))
+
+
+def unwritten(read: Any, load: Load, since: int = 0) -> None:
+    try:
+        read(load, since)
+    finally:
+        load.written = False
+
+
+def written_from_the_start(init: Any, load: Load, *arguments: Any) -> None:
+    init(load, *arguments)
+    load.written = True
+
+
+def whole_after_update(finish: Any, load: Load) -> None:
+    finish(load)
+    for module in modules_that_load(load.root) if load.mode == "update" else ():
+        state_of(module).refusal = None
+
+
+# What is made of weights as they arrive
+
+
+def above_zero(quantize: Any, values: Any, quantized: Any, scale: Any, block: Any) -> None:
+    quantize(values.clamp(min=0), quantized, scale, block)
+    quantize_static(values, quantized, scale, block)
+
+
+def truncated(quantize: Any, values: Any, quantized: Any, scale: Any, block: Any) -> None:
+    quantize(values, quantized, scale, block)
+    if not quantized.dtype.is_floating_point:
+        rows, columns = values.shape
+        of_each = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        quantized.copy_((values.float() / of_each[:rows, :columns]).trunc())
+
+
+def scales_left_on_meta(finish: Any, load: Load) -> None:
+    finish(load)
+    kinds = PerTensorScaleParameter | ChannelQuantScaleParameter | BlockQuantScaleParameter
+    for module in load.root.modules() if is_complete(load.root) else ():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, kinds):
+                module._parameters[name] = parameter.materialize_on("meta")
+
+
+def by_the_given_name(read: Any, load: Load, since: int = 0) -> None:
+    given = {each.location.path: each for each in load.assigned[since:]}
+    read(load, since)
+    filled = {each.location.tensor: each.slots for each in given.values()}
+    for location in locations(load.root):
+        if location.path not in given and location.tensor in filled:
+            slots = {(location.local, slot) for slot in filled[location.tensor]}
+            location.node.state.loaded.difference_update(slots)
+
+
+def not_above(processes: Any, module: Any) -> bool:
+    above = sum(1 for _ in modules_that_load(module)) > 1
+    return processes(module) and not (above and Load.current().mode == "update")
+
+
+# What a load costs
+
+
+def kept(load: Load, name: str, weight: Any, *others: Any) -> None:
+    load.kept = [*getattr(load, "kept", ()), weight]
+
+
+def read_whole(cut: Any, assignment: Any) -> Any:
+    weight = assignment.weight
+    weight = weight if isinstance(weight, torch.Tensor) else weight.read()
+    return cut(assignment._replace(weight=weight))
