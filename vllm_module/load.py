@@ -166,11 +166,13 @@ class Load:
 
     # Names
 
-    def assign(self, name: str, weight: Weight, location: Location, slot: str | None) -> None:
+    def assign(
+        self, name: str, weight: Weight, location: Location, slot: str | None = None
+    ) -> None:
         """Record that ``weight`` fills ``slot`` of the tensor at ``location``, or why it cannot.
 
-        ``slot`` is ``None`` where the name is that of the whole tensor. ``name`` is relative to
-        the module, or, for a slot and a tensor that is stored beside it, to the module above.
+        Without a ``slot`` it fills the whole tensor. ``name`` is relative to the module. For a slot
+        and for a tensor that is stored beside the module, it is relative to the module above.
         """
         node, report, tensor = location.node, self.report, location.find()
         beside = slot is not None or location.attr in node.stored_beside

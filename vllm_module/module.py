@@ -79,7 +79,7 @@ class vLLMModule(nn.Module):
             component, dot, rest = name.partition(".")
             match routes.get(component + dot):
                 case None:  # a tensor of this module; if it has none of this name, a refusal
-                    load.assign(name, weight, Location(node, name), slot=None)
+                    load.assign(name, weight, Location(node, name))
                 case Child() as child:  # all slots of a fused child go there in one group
                     group = groups.get(child.component)
                     if group is None:
@@ -89,7 +89,7 @@ class vLLMModule(nn.Module):
                 case Slot() as slot:  # of this fused layer's parameter ``rest``
                     load.assign(name, weight, tensor_at(node, rest), slot.name)
                 case Location() as location:  # a tensor of this module, by its alias
-                    load.assign(name, weight, location, slot=None)
+                    load.assign(name, weight, location)
                 case Skip(reason):
                     load.skip(node, name, reason)
         for group in groups.values():

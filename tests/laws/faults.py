@@ -85,9 +85,13 @@ def _replaced(right: Any, faulty: Callable[..., Any]) -> Any:
     if isinstance(right, classmethod | staticmethod):
         return type(right)(_replaced(right.__func__, faulty))
 
+    signature = inspect.signature(right)
+
     @wraps(right)
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        return faulty(right, *args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()  # so that a faulty function need not repeat them
+        return faulty(right, *given.args, **given.kwargs)
 
     return wrong
 
@@ -146,7 +150,7 @@ FAULTS = (
     Fault("a shard is one too short", "sharding_equivalent", "column",
           instead(SHARDS, sharding.each_shard(lambda shard, _: {"length": max(0, shard.length - 1)}))),
     Fault("a shard reaches into the next one's padding", "sharding_equivalent", "embedding",
-          instead(SHARDS, sharding.each_shard(lambda shard, _: {"length": shard.room}))),
+          instead(SHARDS, sharding.each_shard(lambda shard, _: {"length": shard.padded}))),
     Fault("a slot lies over the one before", "sharding_equivalent", "merged",
           instead(SHARDS, sharding.overlapping)),
     Fault("padding is not zeroed", "sharding_equivalent", "embedding",
@@ -305,7 +309,7 @@ FAULTS = (
     Fault("a module is processed by the name that it was given", "order_independent", "derived",
           instead(READ, loading.by_the_given_name)),
     Fault("what is above is not processed again", "reload_in_place", "derived",
-          instead("load:processes", loading.not_above)),
+          instead("tree:Node.processes", loading.not_above)),
     # What a load costs
     Fault("streamed tensors are kept", "memory_bounded", "mlp",
           instead(ASSIGN, loading.first(loading.kept))),

@@ -26,7 +26,7 @@ from vllm_module.parameters import (
     PerTensorScaleParameter,
 )
 from vllm_module.readiness import is_complete, modules_that_load
-from vllm_module.tree import locations, slots_of, state_of
+from vllm_module.tree import Node, locations, slots_of, state_of
 from vllm_module.weights import read_into
 
 # Where a name leads
@@ -308,9 +308,9 @@ def by_the_given_name(read: Any, load: Load, since: int = 0) -> None:
             location.node.state.loaded.difference_update(slots)
 
 
-def not_above(processes: Any, module: Any) -> bool:
-    above = sum(1 for _ in modules_that_load(module)) > 1
-    return processes(module) and not (above and Load.current().mode == "update")
+def not_above(processes: Any, node: Node) -> bool:
+    above = sum(1 for _ in modules_that_load(node.module)) > 1
+    return processes(node) and not (above and Load.current().mode == "update")
 
 
 # What a load costs

@@ -33,7 +33,7 @@ def each_shard(change: Callable[..., dict[str, int]]) -> Callable[..., Any]:
 
 def one_too_late(shard: Any, slot: Slot) -> dict[str, int]:
     start = min(shard.start + (shard.start > 0), slot.size)
-    return {"start": start, "length": min(shard.room, slot.size - start)}
+    return {"start": start, "length": min(shard.padded, slot.size - start)}
 
 
 def by_modulo(shards: Any, dim: Dim, rank: int, size: int) -> tuple[Any, ...]:
@@ -48,8 +48,8 @@ def overlapping(shards: Any, *arguments: Any) -> tuple[Any, ...]:
 
 def opposite(shards: Any, *arguments: Any) -> tuple[Any, ...]:
     right = shards(*arguments)
-    end = sum(shard.room for shard in right)
-    return tuple(each._replace(offset=end - each.offset - each.room) for each in right)
+    end = sum(shard.padded for shard in right)
+    return tuple(each._replace(offset=end - each.offset - each.padded) for each in right)
 
 
 def unpadded(*, last_row_only: bool) -> Callable[..., Any]:
@@ -118,7 +118,8 @@ def quantized_first_slot(jobs: Any, conversion: Any, module: Any, weight: Any, s
 
 
 def unreduced(init: Any, layer: RowParallelLinear, *args: Any, **kwargs: Any) -> None:
-    init(layer, *args, **kwargs | {"reduce_results": False})
+    init(layer, *args, **kwargs)
+    layer.reduce_results = False
 
 
 def of_neighbour(forward: Any, layer: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
