@@ -58,7 +58,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     began = time.monotonic()
     context = multiprocessing.get_context("forkserver")
-    with context.Pool(os.cpu_count(), prepare, (options.examples,), maxtasksperchild=20) as pool:
+    with context.Pool(os.cpu_count(), prepare, (options.examples,), maxtasksperchild=100) as pool:
         caught = pool.starmap(catches, [(law, f) for law in _LAWS for f in _FAULTS], chunksize=1)
         tried = pool.starmap(hold, [(law, s) for law in _LAWS for s in _SUBJECTS], chunksize=1)
     by = {law: {f for of, f, was in caught if of == law and was} for law in _LAWS}
