@@ -39,7 +39,7 @@ _current: ContextVar[Load | None] = ContextVar("load", default=None)
 
 
 class Group(list[tuple[str, Weight]]):
-    """Weights for the module at ``node``, as the module above hands them on."""
+    """Weights that the module above hands to the module at ``node``."""
 
     __slots__ = ("node",)
 
@@ -54,8 +54,8 @@ class Load:
 
     First names: :meth:`assign` records which checkpoint tensor fills which slot, or why it cannot.
     Then bytes: :meth:`read` materializes parameters and fills them. Then processing, module by
-    module. What a checkpoint gives as tensors in a stream is read as it comes, before the rest of
-    the names is known; everything else only once all names are accounted for.
+    module. Tensors from a stream are read as they arrive; handles and collections are read once
+    all names are checked.
 
     Attributes:
         mode: ``"load"`` takes a whole checkpoint, ``"update"`` a part; ``"plan"`` reads nothing.
@@ -84,12 +84,12 @@ class Load:
         self._unfilled: dict[nn.Module, set[tuple[str, str]]] = {}  # of owners that wait to process
         self._processed: set[nn.Module] = set()
 
-    # Who calls
+    # Opening and joining
 
     @classmethod
     @contextmanager
     def of(cls, module: Any, weights: Weights, mode: Mode = "load") -> Iterator[Load]:
-        """Give the load that ``module`` takes part in, or open one and finish it afterwards.
+        """Yield the load in progress if ``module`` belongs to it; else open one and finish it.
 
         Raises as :meth:`finish` does. If anything was written by then, the model refuses to run.
         """
@@ -158,7 +158,7 @@ class Load:
 
     @contextmanager
     def names_of(self, module: nn.Module) -> Iterator[set[str]]:
-        """Give a set, to which the names are added that the block fills below ``module``."""
+        """Yield a set that gets the names below ``module`` that the block fills."""
         first, names = len(self._paths), set[str]()
         yield names
         above = len(self._nodes[module].path)
@@ -187,8 +187,8 @@ class Load:
             first, by = earlier = self._claims.setdefault((self._original(tensor), each), claim)
             if earlier is claim:
                 continue
-            # A tensor that other modules hold too has one name by each path. What was converted
-            # cannot be compared, so there one name is all.
+            # A tied tensor may be stored under each of its paths. A converted one cannot be
+            # compared, so it may be stored once.
             twice = first if by == path else self._tied_claims.get((path, each))
             if twice is not None or location.conversion is not None:
                 detail = f"{path} is already filled by {shorten(twice or first)}"
@@ -239,7 +239,7 @@ class Load:
         del self.assigned[since:]
         if not assigned:
             return
-        guard(self.root)  # whoever runs the model meanwhile is refused
+        guard(self.root)  # no forward pass meanwhile
         self.written = True
         try:
             with torch.no_grad(), Readers() as readers:
@@ -271,11 +271,11 @@ class Load:
                     continue
                 try:
                     read_into(weight, destination)
-                except WeightReadError as error:  # a tensor does not know its name
+                except WeightReadError as error:  # for handles, the reader adds the name
                     raise WeightReadError(f"{each.name}: {error}") from None
 
     def _materialize(self, location: Location) -> None:
-        """Give the tensor at ``location`` memory if it is on meta, wherever it is held."""
+        """Allocate the tensor at ``location`` if it is on meta, in every module that holds it."""
         tensor = location.tensor
         if not tensor.is_meta:
             return

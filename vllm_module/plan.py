@@ -1,4 +1,4 @@
-"""What a load would do: which parts of which tensors it would read, and the memory that takes."""
+"""What a load would do: which pieces of which tensors it would read, and the memory that takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_module.weights import PIECE_BYTES, Destination, Weight, reader_threads
 
 
 class PlannedRead(NamedTuple):
-    """One part of a checkpoint tensor that this rank would read, and the slot it is for."""
+    """One piece of a checkpoint tensor that this rank would read, and the slot it is for."""
 
     name: str
     parameter: str
@@ -53,7 +53,7 @@ class LoadPlan(NamedTuple):
     assignments: list[Assignment]
 
     def reads(self) -> Iterator[PlannedRead]:
-        """Yield every part that this rank would read, its handle narrowed to what is kept."""
+        """Yield every piece that this rank would read, its handle narrowed to what is kept."""
         for each in self.assignments:
             for source, _ in each.cut():
                 yield PlannedRead(each.name, each.location.path, each.slot, source)

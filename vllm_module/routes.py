@@ -30,7 +30,7 @@ class Child(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The rest of the name is a tensor of this fused module, which ``name`` is a slot of."""
+    """The rest of the name is a tensor of this fused module; ``name`` is the slot of it."""
 
     name: str
 
@@ -95,7 +95,7 @@ def _built(node: Node) -> Routes:
 
 
 def _add_aliases(routes: Routes, node: Node, aliases: Mapping[str, str]) -> list[str]:
-    """Add a second way to what each alias stands for, and return the aliases that have one."""
+    """Add a route for each alias, and return the aliases whose name exists."""
     declared = {name: Location(node, name) for name in tensor_names(node)} | routes
     claims = []
     for alias, name in aliases.items():

@@ -35,9 +35,9 @@ class LoadState:
         loaded: (local name of a tensor, slot) of every slot that holds values.
         tied: local names of tensors that another module is known to hold too.
         refusal: why the module must not run, after a load that broke.
-        in_progress: whether a load of it is going on.
+        in_progress: whether it is being loaded.
         guard: the hook that checks before a forward pass; ``None`` once the module is ready.
-        report: what the last load through it did.
+        report: of the last load called on it.
 
     """
 
@@ -106,7 +106,7 @@ class Node:
 
     @property
     def above(self) -> str:
-        """What the names of weights that are stored beside the module begin with."""
+        """The prefix of names that are stored beside the module."""
         return "" if self.parent is None else self.parent.prefix
 
     @property
