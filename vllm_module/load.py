@@ -70,7 +70,8 @@ class Load:
         self.report = LoadReport()
         self.assigned: list[Assignment] = []
         self.written = False
-        self._nodes = {root: Node(root)}  # of modules that were called with weights
+        self._top = Node(root)
+        self._nodes = {root: self._top}  # of modules that were called with weights
         self._tree: list[Node] | None = None  # of every module, once it was walked
         self._paths: list[str] = []  # of tensors, in the order in which names were assigned
         # The first name for each slot and its path. A tensor is a key by its identity.
@@ -122,6 +123,7 @@ class Load:
         finally:
             state.in_progress = False
             _current.reset(token)
+            load._top.forget_below()
 
     @staticmethod
     def current() -> Load:
@@ -221,7 +223,7 @@ class Load:
 
     def _walk(self) -> list[Node]:
         if self._tree is None:
-            self._tree = list(walk(self.root))
+            self._tree = list(walk(self._top))
         return self._tree
 
     def _locations(self) -> Iterator[Location]:

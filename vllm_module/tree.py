@@ -6,7 +6,7 @@ tensors of any other module are loaded by the nearest module above that has one,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
@@ -18,6 +18,7 @@ from vllm_module.conversions import Conversion
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.report import LoadReport
 
+_NO_CONVERSIONS: dict[str, Conversion] = {}
 _WHOLE = ("",)  # the one slot of a tensor that is not fused
 
 
@@ -62,7 +63,6 @@ class Node:
     Attributes:
         path: from the root to the module; empty, or ends with a dot.
         prefix: what the names of its weights begin with in the checkpoint; ends like ``path``.
-        owner: the node whose module loads this module's tensors: this one or one above.
         conversions: those that the module declares.
         stored_beside: names of its tensors that a checkpoint stores beside it, not below it.
         routes: where the components of names lead from here, once a load has asked.
@@ -70,9 +70,11 @@ class Node:
     """
 
     __slots__ = (
-        "_children", "conversions", "module", "owner", "parent", "path", "prefix", "routes",
-        "stored_beside",
+        "_children", "conversions", "module", "parent", "path", "prefix", "routes", "stored_beside",
     )  # fmt: skip
+
+    conversions: Mapping[str, Conversion]
+    stored_beside: Sequence[str]
 
     def __init__(
         self,
@@ -87,17 +89,21 @@ class Node:
             self.path = self.prefix = f"{parent.path}{name}."
             if component not in (None, name) or parent.prefix != parent.path:
                 self.prefix = f"{parent.prefix}{component or name}."
-        self._children: dict[str, Node] = {}
-        self.owner: Node = self
-        self.conversions: Mapping[str, Conversion] = {}
-        self.stored_beside: Any = ()
         self.routes: dict[str, Any] | None = None
-        if loads_itself(module):
+        self._children: dict[str, Node] | None = None  # most nodes have none
+        self.conversions, self.stored_beside = _NO_CONVERSIONS, ()
+        if "load_state" in module.__dict__:  # not loads_itself: there is a node for each expert
             declared: Any = module
             self.conversions = declared.conversions
             self.stored_beside = declared.stored_beside
-        elif parent is not None:
-            self.owner = parent.owner
+
+    @property
+    def owner(self) -> Node:
+        """The node whose module loads this module's tensors: this one or the nearest above."""
+        node = self
+        while "load_state" not in node.module.__dict__ and node.parent is not None:
+            node = node.parent
+        return node
 
     @property
     def state(self) -> LoadState:
@@ -123,11 +129,21 @@ class Node:
 
     def child(self, attr: str, component: str) -> Node:
         """Return the node of the child ``attr``, which a checkpoint calls ``component``."""
+        if self._children is None:
+            self._children = {}
         node = self._children.get(component)
         if node is None:
             module: Any = self.module._modules[attr]
             node = self._children[component] = Node(module, self, attr, component)
         return node
+
+    def forget_below(self) -> None:
+        """Drop nodes and routes below: they refer back, and a cycle keeps a deleted model alive."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            waiting += (node._children or {}).values()
+            node.routes = node._children = None
 
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""
@@ -209,24 +225,29 @@ def state_of(module: nn.Module) -> LoadState:
     return state
 
 
-def walk(root: nn.Module) -> Iterator[Node]:
-    """Yield a node for every module of the tree, parents first, in order of declaration."""
+def walk(root: Node) -> Iterator[Node]:
+    """Yield ``root`` and a node for every module below, parents first, in order of declaration."""
     seen = set()
-    waiting = [Node(root)]
+    waiting = [root]
     while waiting:
         node = waiting.pop()
-        if (node.owner.module, node.module) in seen:
+        held = node.owner.module, node.module  # a plain module may be held by several owners
+        if held in seen:
             continue
-        seen.add((node.owner.module, node.module))
+        seen.add(held)
         yield node
         children = reversed(node.module._modules.items())
-        waiting += [Node(child, node, name) for name, child in children if child is not None]
+        waiting += [node.child(name, name) for name, child in children if child is not None]
 
 
 def locations(root: nn.Module) -> Iterator[Location]:
     """Yield the location of every tensor of the tree that a checkpoint stores."""
-    for node in walk(root):
-        yield from node.locations()
+    top = Node(root)
+    try:
+        for node in walk(top):
+            yield from node.locations()
+    finally:
+        top.forget_below()
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import runpy
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,3 +113,28 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused_by_name() -> None:
         model.load_weights(tree.checkpoint(1) | {"head.weight": torch.full((10, 8), 1e6)})
     with pytest.raises(ModelNotReadyError, match=r"head\.weight"):
         model.check_ready()
+
+
+@pytest.mark.parametrize("outcome", ["loaded", "refused", "planned", "incomplete"])
+def test_a_model_that_is_deleted_gives_back_its_memory_at_once(outcome: str) -> None:
+    """A load leaves no cycle of references, which would hold the model until a collection."""
+    gc.disable()
+    try:
+        model, tensors = tree.Model(), tree.checkpoint()
+        if outcome == "loaded":
+            model.load_weights(tensors)
+            model.update_weights(iter(tensors.items()))
+            model.check_ready()
+        elif outcome == "refused":
+            with contextlib.suppress(WeightLoadError):
+                model.load_weights({**tensors, "other": torch.zeros(1)})
+        elif outcome == "planned":
+            model.plan_weights(tensors)
+        else:
+            with contextlib.suppress(ModelNotReadyError):
+                model.check_ready()
+        deleted = weakref.ref(model)
+        del model
+        assert deleted() is None
+    finally:
+        gc.enable()
