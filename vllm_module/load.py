@@ -185,10 +185,12 @@ class Load:
         path = location.path
         tied_to = None
         claim = (name, path)
+        original = self._original(tensor)
         for each in slots_of(tensor) if slot is None else (slot,):
-            first, by = earlier = self._claims.setdefault((self._original(tensor), each), claim)
+            earlier = self._claims.setdefault((original, each), claim)
             if earlier is claim:
                 continue
+            first, by = earlier
             # A tied tensor may be stored under each of its paths. A converted one cannot be
             # compared, so it may be stored once.
             twice = first if by == path else self._tied_claims.get((path, each))
@@ -212,13 +214,13 @@ class Load:
 
     def _report_missing(self) -> None:
         self._tree = None  # an override may have added modules
-        claimed = set(self._claims)
+        reported = set()
         for location in self._locations():
             tensor = location.tensor
+            original = self._original(tensor)
             for slot in slots_of(tensor):
-                key = self._original(tensor), slot
-                if key not in claimed:
-                    claimed.add(key)
+                if (original, slot) not in self._claims and (original, slot) not in reported:
+                    reported.add((original, slot))
                     self.report.missing.append(missing(location, slot))
 
     def _walk(self) -> list[Node]:

@@ -73,14 +73,14 @@ class vLLMModule(nn.Module):
     def _route(self, weights: Group, load: Load) -> None:
         """Hand each name to the child, slot, tensor or rule that its first component names."""
         node = weights.node
-        routes = routes_of(node)  # "weight" is the key of a tensor, "q_proj." of a name with more
+        routes = routes_of(node)  # a key ends with a dot where more of the name follows
         groups: dict[str, Group] = {}
         for name, weight in weights:
             component, dot, rest = name.partition(".")
             match routes.get(component + dot):
-                case None:  # a tensor of this module; if it has none of this name, a refusal
+                case None:  # an own tensor by its plain name; refused if there is none
                     load.assign(name, weight, Location(node, name))
-                case Child() as child:  # all slots of a fused child go there in one group
+                case Child() as child:  # the slots of a fused child share child.component
                     group = groups.get(child.component)
                     if group is None:
                         below = node.child(child.attr, child.component)
@@ -102,12 +102,12 @@ class vLLMModule(nn.Module):
     def process_weights_after_loading(self) -> None:
         """Compute from the loaded weights what the module runs with.
 
-        A load or update that fills a tensor of this module or of one below calls it once, after the
-        same of all modules below, when every tensor of theirs and its own holds values. For a
-        module without modules of ours below, that is as soon as its last tensor is filled; else it
-        is at the end. An override computes everything again, in place, so that a captured CUDA
-        graph sees it. To refuse the checkpoint, it raises a ``WeightLoadError`` whose message
-        begins with the name of the tensor.
+        Called once by each load or update that fills a tensor here or below, children first, and
+        only when all tensors here and below hold values. A module with no ``vLLMModule`` below it
+        is called as soon as all of its tensors are filled; any other one, and one that an update
+        fills in part, is called at the end. An override computes everything again, in place, so
+        that a captured CUDA graph sees it. To refuse the checkpoint, it raises a
+        ``WeightLoadError`` whose message begins with the name of the tensor.
         """
 
     @property

@@ -64,6 +64,11 @@ def tensor_at(node: Node, attr: str) -> Location:
 
 def _built(node: Node) -> Routes:
     module: Any = node.module
+    ours = loads_itself(module)
+    if not module._modules and not (
+        ours and (module.shard_names or module.skipped_weights or module.weight_aliases)
+    ):
+        return {}  # of a layer that is not fused, as most are
     routes: Routes = {}
     claims = tensor_names(node)  # components; each may be claimed once
     for attr, child in module._modules.items():
@@ -77,7 +82,7 @@ def _built(node: Node) -> Routes:
                     routes[f"{slot}."] = Child(attr, attr, f"{slot}.")
                 for tensor in child.stored_beside:
                     routes[tensor] = Child(attr, attr, tensor)
-    if loads_itself(module):
+    if ours:
         claims += (*module.shard_names, *module.skipped_weights)
         for slot in module.shard_names:
             routes[f"{slot}."] = Slot(slot)

@@ -236,8 +236,9 @@ def walk(root: Node) -> Iterator[Node]:
             continue
         seen.add(held)
         yield node
-        children = reversed(node.module._modules.items())
-        waiting += [node.child(name, name) for name, child in children if child is not None]
+        if children := node.module._modules:
+            names = [name for name, child in children.items() if child is not None]
+            waiting += [node.child(name, name) for name in reversed(names)]
 
 
 def locations(root: nn.Module) -> Iterator[Location]:
