@@ -118,6 +118,7 @@ def test_a_bug_keeps_its_traceback(run: Run, folder: Path, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise ValueError("ours")
 
+    # A bug of ours: no checkpoint is known that causes one.
     monkeypatch.setattr(plan, "plan_rank", broken)
     with pytest.raises(ValueError, match="ours"):
         run("plan", folder)
@@ -129,6 +130,7 @@ def test_an_interruption_is_130(run: Run, folder: Path, monkeypatch: pytest.Monk
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    # In the middle of the load: a signal from outside could come before or after it.
     monkeypatch.setattr(load, "load_rank", interrupted)
     result = run("load", folder)
     assert (result.code, result.out, result.err) == (130, "", "\nerror: interrupted\n")
@@ -145,6 +147,7 @@ def test_an_interruption_does_not_wait_for_ranks(
     ended = []
     go_on = threading.Event()
     rank = threading.Thread(target=go_on.wait, name="rank 1")
+    # Ctrl-C while another rank still runs: a signal from outside could come too late.
     monkeypatch.setattr(load, "load_rank", interrupted)
     monkeypatch.setattr("os._exit", ended.append)
     rank.start()

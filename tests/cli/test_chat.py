@@ -111,6 +111,7 @@ def test_ctrl_c_stops_only_the_answer(
         if len(pieces) == 3:
             signal.raise_signal(signal.SIGINT)
 
+    # Ctrl-C after the third piece: only what prints knows when that is.
     monkeypatch.setattr(chat, "print", interrupted, raising=False)
     before = signal.getsignal(signal.SIGINT)
     assert say("hi", "tree?").code == 0

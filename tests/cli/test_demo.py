@@ -56,6 +56,7 @@ def test_another_checkpoint(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
         eos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    # What it returns where transformers is not installed; these tests need it installed.
     monkeypatch.setattr(steps, "transformers_tokens", lambda *_: None)
     result = run("demo", "--checkpoint", tmp_path)
     assert (result.code, result.err) == (0, "")
@@ -67,6 +68,7 @@ def test_another_checkpoint(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_another_text_is_a_failure(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If transformers generates another text, the exit code is 1 and both texts are shown."""
+    # The real transformers generates the same text.
     monkeypatch.setattr(steps, "transformers_tokens", lambda *_: ("9.9", [7, 7]))
     result = run("demo", "--checkpoint", folder)
     assert result.code == 1

@@ -84,6 +84,7 @@ def test_text_comes_token_by_token(
     def record(*values: object, end: str = "\n", flush: bool = False) -> None:
         pieces.append("".join(map(str, values)) + end)
 
+    # Captured output is one text; this keeps the pieces that were printed one by one.
     monkeypatch.setattr("vllm_module.cli.commands.generate.print", record, raising=False)
     assert run("generate", with_text, *prompt).out == "tree"
     assert "".join(pieces) == whole["text"] + "\n"

@@ -49,6 +49,7 @@ if __name__ == "__main__":
     # When a rank dies, torchrun sends SIGTERM to the others: this one has to write its result.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == "0":
+        # Killed in the middle of a load, which no signal from outside could time.
         SafetensorsHandle.read_into = die  # type: ignore[method-assign]
     result = run("load", folder, "--device", "cpu")
     (directory / f"rank{rank}-dying.json").write_text(json.dumps(result))
