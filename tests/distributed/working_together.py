@@ -23,8 +23,8 @@ SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
 TIMEOUT = 5.0  # seconds, of scenarios with a rank that hangs
 PATIENCE = 3600.0  # of all others: a rank that waits so long is killed before, and its test fails
 
-# Limits in seconds of waiting for other ranks. They are no options, so a script of its own process
-# sets them, to values that a busy machine cannot exceed, or that a scenario about the limit reaches.
+# Limits in seconds of waiting for other ranks. They are no options: this process, which is a script
+# alone, sets them to what a busy machine cannot exceed, or what a scenario about them reaches.
 exchange._PATIENCE = PATIENCE  # type: ignore[misc]
 exchange._FAREWELL = 10.0  # type: ignore[misc]
 exchange._EVIDENCE = 2.0  # type: ignore[attr-defined]
