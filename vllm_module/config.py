@@ -105,8 +105,7 @@ OnlineScheme = Literal[
 class QuantizationConfig(_Closed):
     """How a full-precision checkpoint is quantized while it is loaded.
 
-    Layers are named as in the checkpoint. Where a module has aliases for names, the name is that of
-    :meth:`vLLMModule.expected_weights`. A name, or consecutive components of one (``"mlp"``,
+    Layers are named as in the checkpoint. A name, or consecutive components of one (``"mlp"``,
     ``"layers.0"``), selects that module and everything below it. ``re:`` begins a regular
     expression, which is matched against whole names from their beginning. An entry that selects
     nothing is refused.

@@ -384,7 +384,7 @@ class Load:
         self._processed.add(module)
         try:
             with torch.no_grad():
-                module.process()
+                module.process_weights()
         except WeightLoadError as error:
             error.args = (f"{node.path}{error}",)
             raise

@@ -121,11 +121,11 @@ class vLLMModule(nn.Module):
 
     @property
     def processes(self) -> bool:
-        """Whether :meth:`process` does anything."""
+        """Whether :meth:`process_weights` does anything."""
         own = type(self).process_weights_after_loading
         return own is not vLLMModule.process_weights_after_loading
 
-    def process(self) -> None:
+    def process_weights(self) -> None:
         """Process the loaded weights, called by a load.
 
         A base class of layers that has work of its own overrides this and :attr:`processes`, so

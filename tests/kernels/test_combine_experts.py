@@ -32,6 +32,7 @@ def exactly(y, order, offsets, weights) -> torch.Tensor:
 @pytest.mark.parametrize(("first", "count"), [(0, 6), (2, 3), (6, 0), (5, 1)])
 def test_rows_go_back_to_their_tokens(monkeypatch, run, first, count, dtype) -> None:
     """Sums are float64's, rounded once; rows of other ranks' experts count nothing, even as NaN."""
+    # Smaller tiles, so that a few features, as the slow interpreter wants, fill several.
     monkeypatch.setattr(kernel, "_TILE", 16)
     experts = torch.randint(0, 6, (9, 3)).int()
     order, offsets = sort_by_expert(experts, first, count)

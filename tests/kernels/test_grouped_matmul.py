@@ -83,6 +83,7 @@ def tile(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     choose = kernel._config
 
     def use(rows: int) -> None:
+        # The choice depends on sizes that the slow interpreter cannot have.
         monkeypatch.setattr(
             kernel,
             "_config",
@@ -188,6 +189,7 @@ def test_the_cpu_calls_torch_once_for_each_expert_with_rows(monkeypatch) -> None
     """Experts without rows take no product, and those of many rows take one."""
     products = []
     linear = kernel.linear
+    # Counted: how many products there are shows in no result.
     monkeypatch.setattr(
         kernel, "linear", lambda x, *rest: products.append(len(x)) or linear(x, *rest)
     )
@@ -287,6 +289,7 @@ def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) 
     weight, scale = quantized(torch.randn(2, 8, 16), (1, 16), FP8)
     x, offsets = torch.randn(5, 16), offsets_of(2, 2)
     expected = grouped_matmul(x, weight, offsets, scale=scale)
+    # Such a GPU is not here; and a kernel that were launched would be called as None.
     monkeypatch.setattr(formats, "capability", lambda tensor: (8, 6))
     monkeypatch.setattr(kernel, "_multiply_groups", None)
     assert torch.equal(launched(x, weight, offsets, scale=scale), expected)

@@ -38,6 +38,7 @@ def exactly(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_every_byte_and_every_scale(monkeypatch: pytest.MonkeyPatch, dtype) -> None:
     """Elements are exact in bfloat16 and float32; a scale of 0 is 2**-127, of 255 NaN."""
+    # Smaller chunks, so that these few elements fill several.
     monkeypatch.setattr(kernel, "_CHUNK", 100)
     blocks = torch.arange(256).to(U8).view(16, 16).repeat(1, 256).view(16, 256, 16)
     scales = torch.arange(256).to(U8).expand(16, 256)

@@ -19,7 +19,9 @@ NAMES = (
     "cohere2",
     "gemma2",
     "gemma3",
+    "glm",
     "glm4",
+    "deepseek-v2",
     "deepseek-v3",
     "gpt-oss",
     "gpt2",
@@ -29,15 +31,19 @@ NAMES = (
     "llama-longrope",
     "mistral-window",
     "mistral",
+    "mixtral",
     "olmo2",
+    "olmoe",
+    "phi3",
     "qwen2-moe",
     "qwen2-window-one-kv-head",
     "qwen3",
+    "qwen3-moe",
     "qwen3-tied-biases-window",
     "starcoder2",
 )
 # A window in every layer frees pages early, so nothing has to be preempted.
-ENOUGH_PAGES = ("mistral-window", "starcoder2")
+ENOUGH_PAGES = ("mistral-window", "phi3", "starcoder2")
 
 
 @st.composite

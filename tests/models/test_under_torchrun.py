@@ -15,7 +15,8 @@ torchrun = runpy.run_path(str(SCRIPT.parents[1] / "support.py"))["torchrun"]
 CASES = ("llama-yarn-tied-biases-one-kv-head", "mistral-window", "olmo2", "qwen2", "qwen3")
 
 
-EXPERTS = ("mixtral", "qwen2-moe")  # 5 experts on 2 ranks, and experts in some layers
+# 5 experts on 2 ranks, experts in some layers, and experts in one tensor.
+EXPERTS = ("deepseek-v2", "deepseek-v3", "gpt-oss", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe")
 
 
 def test_two_processes_compute_what_transformers_does(tiny: Any, tmp_path: Path) -> None:

@@ -45,8 +45,10 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
             used_targets |= targets
             if scheme is not None:
                 schemes[path] = scheme
-    others = [name for path in modules.keys() - layers.keys() for name in _spelled(path, aliases)]
-    _demand_effect(model, rules, used_targets, others)
+    if rules.demanded:
+        others = modules.keys() - layers.keys()
+        spelled = [name for path in others for name in _spelled(path, aliases)]
+        _demand_effect(model, rules, used_targets, spelled)
     methods = {
         scheme: EightBitMethod(scheme) if isinstance(scheme, Scheme) else scheme
         for scheme in schemes.values()

@@ -43,9 +43,9 @@ class QuantizableKVCache(vLLMModule):
     def processes(self) -> bool:
         return self.k_scale is not None or super().processes
 
-    def process(self) -> None:
+    def process_weights(self) -> None:
         for name in ("k_scale", "v_scale") if self.k_scale is not None else ():
             scale = self.get_parameter(name)
             if not bool((scale.isfinite() & (scale > 0)).all()):
                 raise WeightReadError(f"{name} must be finite and positive, got {scale.item()}")
-        super().process()
+        super().process_weights()

@@ -58,9 +58,9 @@ class QuantizeMethod(ABC):
         """
         raise NotImplementedError
 
-    @abstractmethod
     def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
         """Return the weight as the layer multiplies by it, in its ``params_dtype``."""
+        raise NotImplementedError(f"{type(self).__name__} cannot restore a weight")
 
     @abstractmethod
     def apply(
@@ -215,7 +215,7 @@ class QuantizableLayer(vLLMModule):
     def processes(self) -> bool:
         return self.quant_method.processes or super().processes
 
-    def process(self) -> None:
+    def process_weights(self) -> None:
         if self.quant_method.processes:
             self.quant_method.process_weights_after_loading(self)
-        super().process()
+        super().process_weights()

@@ -113,14 +113,13 @@ class RankTrace:
                 }
                 stack.enter_context(_attribute(module, "conversions", recorded))
             if module.processes:
-                process = module.process_weights_after_loading
+                process = module.process_weights
 
                 def processing() -> None:
                     with self.span("process", path, path):
                         process()
 
-                name = "process_weights_after_loading"
-                stack.enter_context(_attribute(module, name, processing))
+                stack.enter_context(_attribute(module, "process_weights", processing))
             yield
 
     @contextmanager
