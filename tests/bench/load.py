@@ -12,6 +12,7 @@ loaders have the same parameters, bit for bit, after the last round.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,22 @@ def measure(folder: Path, rank: int, size: int, n: int) -> dict[str, Any]:
     assert ours.bytes_read == kept, f"read {ours.bytes_read} bytes, kept {kept}"
     for loader in loaders.values():
         check(loader, bare.tensors)
-    limit = [min(both) for both in zip(*map(seconds.get, copies), strict=True)]
+    both = zip(*(seconds[name] for name in copies), strict=True)
+    timed = seconds | {"limit": [min(each) for each in both]}
     return {
         "rank": rank,
         "size": size,
         "bytes_kept": kept,
         "parameters": len(ours.tensors),
         "seconds": seconds,
-        "over_memcpy": {name: spread(over(seconds[name], limit)) for name in loaders},
+        "over_memcpy": {name: spread(over(timed, name, "limit")) for name in loaders},
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the other loaders' packages, as far as they are installed."""
+    packages = ("safetensors", "transformers") + ("vllm",) * (not VLLM.missing)
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def main() -> None:
@@ -83,7 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     if VLLM.missing:
         print("vllm: not installed, left out")
-    results = {}
+    results: dict[str, Any] = {"peers": versions()}
     with tempfile.TemporaryDirectory() as temporary:
         changes = {"num_hidden_layers": options.layers, "tie_word_embeddings": True}
         folder = write_qwen3(Path(temporary), files=3, **changes)

@@ -153,7 +153,10 @@ class VLLM:
         self.config, self.loader = config, get_model_loader(config.load_config)
 
     def load(self) -> None:
-        self.loader.load_weights(self.model, self.config.model_config)
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.config):
+            self.loader.load_weights(self.model, self.config.model_config)
 
     @property
     def tensors(self) -> Tensors:

@@ -78,9 +78,9 @@ def rounds(works: Mapping[str, Callable[[], object]], n: int = 5) -> dict[str, l
     return seconds
 
 
-def over(seconds: Sequence[float], peer: Sequence[float]) -> list[float]:
+def over(seconds: Mapping[str, Sequence[float]], work: str, peer: str) -> list[float]:
     """Return the ratio of a work's seconds to its peer's, round by round."""
-    return [one / other for one, other in zip(seconds, peer, strict=True)]
+    return [one / other for one, other in zip(seconds[work], seconds[peer], strict=True)]
 
 
 def spread(values: Sequence[float]) -> Spread:
