@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,8 +177,9 @@ def main() -> None:
         return
     results: dict[str, Any] = {"quantizers": child(["--child", "quantizers"])}
     alone = results["quantizers"]
+    faster = alone["times_faster"]["median"]
     print(f"128x128 blocks of one tensor: {alone['ours_gb_per_s']:.2f} GB/s of bf16, transformers "
-          f"{alone['transformers_gb_per_s']:.2f}: {alone['times_faster']['median']:.1f}x")  # fmt: skip
+          f"{alone['transformers_gb_per_s']:.2f}: {faster:.1f}x")  # fmt: skip
     print(
         f"{'shape, way':46} {'final':>8} {'peak':>6} {'beyond':>7} {'cold':>7} {'warm':>7} logits"
     )
