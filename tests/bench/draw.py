@@ -93,7 +93,7 @@ def lines(groups: Sequence[figures.Group]) -> list[tuple[float, figures.Group, f
 
 def height(groups: Sequence[figures.Group]) -> float:
     """Return the lines of the groups, and half of one below."""
-    return lines(groups)[-1][0] + 1.3
+    return lines(groups)[-1][0] + 1.3 if groups else 0
 
 
 def draw_names(axes: Axes, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
@@ -145,9 +145,11 @@ def draw(results: Mapping[str, figures.Results], path: Path) -> None:
         top, middle, bottom = height(costs) * LINE, 9 * LINE, 0.7
         tall = 0.4 + top + 0.75 + middle + bottom
         figure = Figure(figsize=(WIDTH, tall), facecolor="white")
-        title(figure, 0, tall - 0.22, "Loading over its limit: 1 is the limit, less is better")
-        axes = panel(figure, LABELS, tall - 0.4 - top, WIDTH - LABELS - VALUES - 0.1, top)
-        draw_ratios(axes, costs, LABELS - 0.1, VALUES)
+        if costs:
+            text = "Loading over its limit: 1 is the limit, less is better"
+            title(figure, 0, tall - 0.22, text)
+            axes = panel(figure, LABELS, tall - 0.4 - top, WIDTH - LABELS - VALUES - 0.1, top)
+            draw_ratios(axes, costs, LABELS - 0.1, VALUES)
         y = bottom
         heading = y + middle + 0.15
         if speeds:
