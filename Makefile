@@ -32,11 +32,11 @@ docs: .venv/docs.stamp  ## build the documentation into build/docs; a warning is
 wheel: .venv/dev.stamp  ## install the wheel in empty environments, each extra alone, and try it
 	$(BIN)/python tests/try_wheel.py
 
-BENCHMARKS := load memory cold cooperative routing plan quantization engine
-bench: .venv/dev.stamp  ## measure all and draw docs/figures.svg; some 40 minutes on an idle machine
-	for name in $(BENCHMARKS); do \
+bench: .venv/dev.stamp  ## measure and draw docs/figures.svg; about 45 minutes, on an idle machine
+	for name in load memory cold cooperative routing plan quantization; do \
 		$(BIN)/python tests/bench/$$name.py --out tests/bench/results/$$name.json || exit 1; \
 	done
+	$(BIN)/python tests/bench/engine.py --shapes 3M 58M 0.6B --out tests/bench/results/engine.json
 	$(BIN)/python tests/bench/figures.py
 	$(BIN)/python tests/bench/draw.py
 

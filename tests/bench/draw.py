@@ -36,7 +36,6 @@ STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "figures",  # otherwise identifiers change with each run
 }
-DASHES = ("-", "--", ":", "-.")
 WIDTH, LINE = 8.8, 0.178  # inches: of the picture, and of one row
 LABELS, VALUES = 2.0, 1.35  # inches at the left and the right of a panel of ratios
 
@@ -98,7 +97,7 @@ def height(groups: Sequence[figures.Group]) -> float:
 
 def draw_names(axes: Axes, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
     """Draw what a name costs over how many names there are."""
-    for (label, points), dash in zip(curves.items(), DASHES, strict=False):
+    for (label, points), dash in zip(curves.items(), ("-", "--"), strict=True):
         x, y = zip(*points, strict=True)
         axes.plot([each / 1000 for each in x], y, dash, marker="o", markersize=4, color=BLUE)
         axes.annotate(label, (x[0] / 1000, y[0]), (0, 7), textcoords="offset points", color=BLUE)
@@ -116,9 +115,10 @@ def draw_memory(axes: Axes, curves: Mapping[str, tuple[list[float], list[float]]
     """Draw the memory that a load adds over time; labels are in the order of the lines' ends."""
     greatest = max(max(added) for _, added in curves.values())
     free, last = 1.2 * greatest, max(times[-1] for times, _ in curves.values())
-    order = sorted(curves.items(), key=lambda curve: (curve[0] == figures.OURS, -curve[1][1][-1]))
-    for (label, (times, added)), dash in zip(order, ("--", ":", "-"), strict=False):
-        color = BLUE if label == figures.OURS else GREY
+    dashes = iter(("--", ":", "-."))
+    for label, (times, added) in sorted(curves.items(), key=lambda curve: -curve[1][1][-1]):
+        ours = label == figures.OURS
+        color, dash = (BLUE, "-") if ours else (GREY, next(dashes))
         axes.plot(times, added, dash, color=color, linewidth=1.6)
         axes.plot(times[-1:], added[-1:], "o", color=color, markersize=3.5)
         free = min(free - 0.1 * greatest, added[-1])
