@@ -73,7 +73,7 @@ def draw_ratios(axes: Axes, groups: Sequence[figures.Group], labels: float, valu
         x for x in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if least <= x <= greatest or x == 1
     ]
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    axes.xaxis.minorticks_off()
+    axes.minorticks_off()
     axes.grid(axis="x", color=PALE, linewidth=0.6)
     axes.axvline(1, color=DARK, linewidth=1)
     axes.set_axisbelow(True)

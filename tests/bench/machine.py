@@ -1,6 +1,7 @@
 """The machine that a benchmark runs on, rounds that alternate, and the file that keeps the figures.
 
-Every benchmark of ratios writes ``{"machine": ..., "results": ...}``; ``draw.py`` reads that.
+A benchmark writes ``{"machine": ..., "results": ...}``. A ratio in its results is a number or a
+:func:`spread`, at the keys by which ``figures.py`` finds it.
 """
 
 from __future__ import annotations

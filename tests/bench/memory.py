@@ -95,7 +95,7 @@ def main() -> None:
         print(json.dumps(child(options.folder, options.child)))
         return
     results = {}
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as temporary:  # /tmp may be memory
         changes = {"num_hidden_layers": options.layers, "tie_word_embeddings": True}
         folder = write_qwen3(Path(temporary), files=3, **changes)
         for name in LOADERS:
