@@ -38,6 +38,11 @@ def memory() -> tuple[int, int]:
     return (resident - shared) * page, shared * page
 
 
+def bytes_from_disk() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
+
+
 def sampled(work: Callable[[], object]) -> dict[str, Any]:
     """Run the work; return its seconds, and the memory it adds over time."""
     base, ended = memory(), threading.Event()
@@ -74,10 +79,13 @@ def sampled(work: Callable[[], object]) -> dict[str, Any]:
 def child(folder: Path, name: str) -> dict[str, Any]:
     loader = LOADERS[name](folder)
     evict_pages(folder)
+    before = bytes_from_disk()
     cold = sampled(loader.load)
+    from_disk = bytes_from_disk() - before
     read_pages(folder)
     warm = sampled(loader.load)
     kept = sum(tensor.nbytes for tensor in loader.tensors.values())
+    assert from_disk > 0.95 * kept, f"{from_disk} bytes from the disk: the load was not cold"
     stored = Safetensors(folder)
     stored.load()
     check(loader, stored.tensors)
