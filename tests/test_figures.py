@@ -48,7 +48,15 @@ def results() -> dict[str, Any]:
             "TP 1, rank 0": {"over_memcpy": {"vllm-module": spread(0.93), "vLLM": spread(2.5)}},
             "TP 8, rank 3": {"over_memcpy": {"vllm-module": spread(1.25)}},
         },
-        "cold": {"TP 8, rank 3": {"read_over_kept": {"vllm-module": spread(2.75)}}},
+        "cold": {
+            "3/8": {
+                "summary": {
+                    "cold bytes / kept": spread(2.75),
+                    "cold seconds / disk": spread(1.5),
+                    "touched / kept": 2.5,
+                }
+            }
+        },
         "cooperative": {
             "disk, 8 ranks": {
                 way: {"read over model": spread(value)}
@@ -114,8 +122,8 @@ def test_a_table_of_results(bench: dict[str, ModuleType], results: dict[str, Any
         "| Load a whole model, warm | seconds over memcpy of its bytes | 0.93 (0.81 to 1.43) "
         "| vLLM 2.50 (2.38 to 3.00) |"
     )
-    assert "| 1.02 (1.01 to 1.05); quantized after loading 1.59 |  |" in table[10]
-    assert len(table) == 6 + 5 + 2
+    assert "| 1.02 (1.01 to 1.05); quantized after loading 1.59 |  |" in table[11]
+    assert len(table) == 6 + 6 + 2
     results["cold"]["machine"] = MACHINE | {"processor": "Another"}
     *_, last = bench["figures"].measured_on(results).split("; ")
     assert last == "Another, 2 cores (cold)"

@@ -77,8 +77,17 @@ COSTS: Mapping[str, tuple[str, str, Rows]] = {
         "bytes from disk over bytes it keeps",
         "cold",
         {
-            name: ("TP 8, rank 3", "read_over_kept", name)
-            for name in (OURS, "vLLM", "get_slice + copy_")
+            OURS: ("3/8", "summary", "cold bytes / kept"),
+            "get_slice + copy_": ("3/8", "summary", "cold bytes / kept, bare slices"),
+            "OS pages that it touches": ("3/8", "summary", "touched / kept"),
+        },
+    ),
+    "Time of that cold load": (
+        "seconds over reading as many bytes in order",
+        "cold",
+        {
+            OURS: ("3/8", "summary", "cold seconds / disk"),
+            "get_slice + copy_": ("3/8", "summary", "cold seconds / disk, bare slices"),
         },
     ),
     "Load all 8 ranks, cold": (

@@ -62,6 +62,13 @@ def commit() -> dict[str, object]:
     return {"commit": head.stdout.strip() + "+" * bool(changed)}
 
 
+def clock(work: Callable[[], object]) -> float:
+    """Return the seconds that the work takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
 def rounds(works: Mapping[str, Callable[[], object]], n: int = 5) -> dict[str, list[float]]:
     """Run every work once a round, for ``n`` rounds; return the seconds of each, by name.
 
@@ -73,9 +80,7 @@ def rounds(works: Mapping[str, Callable[[], object]], n: int = 5) -> dict[str, l
     for first in range(n):
         shift = first % len(names)
         for name in names[shift:] + names[:shift]:
-            begin = time.perf_counter()
-            works[name]()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(clock(works[name]))
     return seconds
 
 

@@ -18,14 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from checkpoints import plausible, read_pages, write_qwen3
-from machine import over, rounds, spread, write
+from machine import clock, over, rounds, spread, write
 
 from vllm_module import ModelConfig, QuantizationConfig
 from vllm_module.cli.demo.checkpoint import PARAGRAPH, write_checkpoint
@@ -52,10 +51,6 @@ FULL, THEN = "full precision", "load, then quantize"
 def peak_rss() -> int:
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1]) * 1024
-
-
-def clock(work: Callable[[], object]) -> float:
-    return rounds({"": work}, 1)[""][0]
 
 
 def load(folder: Path, what: str, logits: Path | None) -> dict[str, Any]:
