@@ -1,11 +1,11 @@
 """Microseconds a name to route, and to load, the names of mixture-of-experts models.
 
-A 94-layer, 128-expert model and ones of twice and four times as many layers, through a tree of
-toy modules with 2 x 2 tensors; then the same names into ``FusedMoE``, whose parameters hold all
-experts, and 61 layers of 256 experts with scales of FP8 blocks, in both forms. Names are shuffled.
-"route" compares every name, shape and dtype and records what it fills; "load" also materializes,
-cuts and copies. "copies" is the same in units of a bare ``copy_`` of such a tensor. The smallest of
-several runs is taken, and a figure is printed only if every slot was filled.
+94 layers of 128 experts, and as many names in more layers or experts, up to four times as many;
+61 layers of 256 with the scales of FP8 blocks. Once through a tree of toy modules with 2 x 2
+tensors, and once into ``FusedMoE``, whose parameters hold all experts. Names are shuffled. "route"
+compares every name, shape and dtype and records what it fills; "load" also materializes, cuts and
+copies. Both are given in units of a bare ``copy_`` of such a tensor. Five rounds alternate the
+three; the CPU's time is counted, and a figure is printed only if every slot was filled.
 
     python tests/bench/routing.py [--out tests/bench/results/routing.json]
 """
@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from machine import over, spread, write
 from torch import nn
 
 from vllm_module import vLLMModule
@@ -30,7 +31,7 @@ from vllm_module.quantization import Rules, quantize
 from vllm_module.quantization.rules import EVERY_LAYER
 from vllm_module.quantization.scheme import Scheme
 
-RUNS = 3
+ROUNDS = 5
 
 
 class Expert(vLLMModule):
@@ -64,17 +65,14 @@ def build(layers: int, experts: int, fused: bool, scales: bool) -> vLLMModule:
     return model
 
 
-def least(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(RUNS):
-        gc.collect()
-        begin = time.process_time()
-        work()
-        times.append(time.process_time() - begin)
-    return min(times)
+def cpu_seconds(work: Callable[[], object]) -> float:
+    gc.collect()
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
 
 
-def measure(layers: int, experts: int, fused: bool, scales: bool) -> dict[str, object]:
+def measure(layers: int, experts: int, fused: bool, scales: bool) -> dict[str, Any]:
     model = build(layers, experts, fused, scales)
     tensors = {"weight": torch.rand(2, 2)}
     if scales:
@@ -89,22 +87,32 @@ def measure(layers: int, experts: int, fused: bool, scales: bool) -> dict[str, o
     ]
     random.Random(0).shuffle(weights)
     assert model.plan_weights(weights).report.ok
-    names = len(weights)
-    route = least(lambda: model.plan_weights(weights)) / names * 1e6
     model.load_weights(weights)
     model.check_ready()
-    load = least(lambda: model.load_weights(weights)) / names * 1e6
     targets = [torch.empty_like(tensor) for _, tensor in weights]
 
     def copy() -> None:
         for target, (_, tensor) in zip(targets, weights, strict=True):
             target.copy_(tensor)
 
-    bare = least(copy) / names * 1e6
-    return {
-        "layers": layers, "experts": experts, "fused": fused, "scales": scales, "names": names,
-        "route_us": route, "load_us": load, "copy_us": bare, "load_copies": load / bare,
+    works = {
+        "route": lambda: model.plan_weights(weights),
+        "load": lambda: model.load_weights(weights),
+        "copy": copy,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            seconds[name].append(cpu_seconds(work))
+    result = {
+        "layers": layers, "experts": experts, "fused": fused, "scales": scales,
+        "names": len(weights),
     }  # fmt: skip
+    for name, taken in seconds.items():
+        result[f"{name}_us"] = statistics.median(taken) / len(weights) * 1e6
+        if name != "copy":
+            result[f"{name}_copies"] = spread(over(seconds, name, "copy"))
+    return result
 
 
 def main() -> None:
@@ -116,22 +124,26 @@ def main() -> None:
     cases = [(94, 128, False, False), (94, 128, True, False)]
     cases += [(47, 256, True, False), (188, 64, True, False)]  # as many names
     if not options.quick:
-        cases += [(188, 128, False, False), (188, 128, True, False)]
+        cases += [(188, 128, False, False), (376, 128, False, False)]
+        cases += [(188, 128, True, False), (376, 128, True, False)]
         cases += [(61, 256, False, True), (61, 256, True, True)]
-    print("layers experts        form   names route µs  load µs copies")
+    print("layers experts        form   names  copy µs       route in copies        load in copies")
     for case in cases:
         result = measure(*case)
         results.append(result)
         form = ("fused" if case[2] else "modules") + (" fp8" if case[3] else "")
         print(
-            f"{case[0]:6} {case[1]:7} {form:>11} {result['names']:7} {result['route_us']:8.1f} "
-            f"{result['load_us']:8.1f} {result['load_copies']:6.1f}"
+            f"{case[0]:6} {case[1]:7} {form:>11} {result['names']:7} {result['copy_us']:8.2f} "
+            f"{shown(result['route_copies'])} {shown(result['load_copies'])}",
+            flush=True,
         )
     if options.out:
-        machine = {"torch": torch.__version__, "python": platform.python_version(),
-                   "machine": platform.platform()}  # fmt: skip
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+        write(options.out, results)
+
+
+def shown(ratio: dict[str, float]) -> str:
+    between = f"({ratio['least']:.1f} to {ratio['greatest']:.1f})"
+    return f"{ratio['median']:6.1f} {between:>14}"
 
 
 if __name__ == "__main__":
