@@ -175,11 +175,15 @@ class LoadConfig(_Closed):
         show_progress: draw a progress bar with bytes and rate on standard error.
         timeout: seconds that a rank which is ready waits for ranks in other processes: first
             until they have found (and downloaded) the checkpoint, then until they have loaded it.
+        cooperative: whether ranks in several processes read each byte once, together, and pass
+            each other what several of them keep, through 128 MiB of memory on each host. With
+            ``"auto"``, the ranks choose by where the checkpoint is.
 
     """
 
     show_progress: _Flag = False
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 1800.0
+    cooperative: Literal["auto"] | _Flag = "auto"
 
 
 class EngineConfig(_Closed):
