@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import platform
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -499,28 +500,40 @@ class Facts(NamedTuple):
     """What a rank tells the others before they choose.
 
     Attributes:
+        host: differs between hosts, and may between containers on one.
         offer: of memory for the buffers.
-        cached: whether the page cache has the checkpoint; ``None`` if it is not in local files.
+        files: what tells copies of the local files apart; ``None`` if there are no local files.
+        cached: whether this host's page cache has them.
 
     """
 
+    host: str
     offer: Offer | None
-    cached: bool | None
+    files: tuple[tuple[int, int], ...] | None
+    cached: bool
+
+    @staticmethod
+    def of(checkpoint: OpenWeights, offer: Offer | None) -> Facts:
+        """Find out about a checkpoint that this rank has opened."""
+        host = platform.node() if offer is None else offer.host
+        if not isinstance(checkpoint, Checkpoint):
+            return Facts(host, offer, None, cached=False)
+        status = [os.stat(path) for path in checkpoint.files]
+        files = tuple((each.st_ino, each.st_mtime_ns) for each in status)
+        return Facts(host, offer, files, is_cached(checkpoint.files))
 
 
 def is_cached(files: Sequence[Path]) -> bool:
     """Tell whether the page cache has samples of all ``files``; elsewhere than on Linux, say no."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
+    byte = bytearray(1)
     for path in files:
         descriptor = open_regular(path, None)
         try:
             nbytes = os.fstat(descriptor).st_size
-            for sample in range(_SAMPLES):
-                os.preadv(
-                    descriptor, [bytearray(1)], nbytes * (2 * sample + 1) // (2 * _SAMPLES),
-                    os.RWF_NOWAIT,
-                )  # fmt: skip
+            for sample in range(1, 2 * _SAMPLES, 2):
+                os.preadv(descriptor, [byte], nbytes * sample // (2 * _SAMPLES), os.RWF_NOWAIT)
         except OSError:  # it is not there, or the file system cannot tell
             return False
         finally:
@@ -529,12 +542,17 @@ def is_cached(files: Sequence[Path]) -> bool:
 
 
 def choose(choice: Literal["auto"] | bool, facts: Sequence[Facts]) -> bool:
-    """Tell whether ranks with these facts read together."""
+    """Tell whether ranks with these facts read together.
+
+    ``"auto"`` does so where it reads less: from a source without local files, and from a file
+    system that several hosts share. The page cache of a host passes local files to all its ranks.
+    """
     if choice != "auto":
         return choice
-    if any(each.cached is None for each in facts):
+    if any(each.files is None for each in facts):
         return True
-    return not all(each.cached for each in facts)
+    hosts, copies = {each.host for each in facts}, {each.files for each in facts}
+    return len(hosts) > 1 and len(copies) == 1 and not all(each.cached for each in facts)
 
 
 def read_together(
@@ -554,8 +572,7 @@ def read_together(
     shape = RingShape(size, BUFFERS, BATCH_BYTES)
     memory = OfferedMemory(shape.nbytes)
     try:
-        files = checkpoint.files if isinstance(checkpoint, Checkpoint) else None
-        facts = gather(lambda: Facts(memory.offer, None if files is None else is_cached(files)))
+        facts = gather(lambda: Facts.of(checkpoint, memory.offer))
         if not choose(choice, facts):
             return checkpoint
         found: list[Any] = []
