@@ -158,6 +158,7 @@ class Wants(NamedTuple):
         regions: list[Region] = []
         wanted: dict[int, list[tuple[int, int]]] = {}
         passes: dict[int, int] = {}
+        ends: dict[int, int] = {}  # of the region before, in the same tensor
         names = hashlib.sha256()
         for assignment in plan.assignments:
             weight = assignment.weight
@@ -177,11 +178,11 @@ class Wants(NamedTuple):
                     continue
                 regions.append(region)
                 start, length = region.box[0] if region.box else (0, 1)
-                rows = wanted.setdefault(number, [])
-                if any(start < end and first < start + length for first, end in rows):
+                if start < ends.get(number, 0):
                     passes[number] = passes.get(number, 1) + 1
+                ends[number] = start + length
                 if not _in_long_segments(region):
-                    rows.append((start, start + length))
+                    wanted.setdefault(number, []).append((start, start + length))
         flat = array("q")
         for number in sorted(wanted):
             for first, end in _merged(wanted[number]):
