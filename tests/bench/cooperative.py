@@ -180,7 +180,7 @@ def main() -> None:
             out = Path(temporary) / "measured.pt"
             pids = support["fork_ranks"](
                 size,
-                lambda rank, size=size: rank_of(folder, size, options.rounds, rank, out),
+                lambda rank, size=size, out=out: rank_of(folder, size, options.rounds, rank, out),
                 port=support["free_port"](),
             )
             codes = support["exit_codes"](pids)
