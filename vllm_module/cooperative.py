@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from vllm_module.distributed import failure_of_others
 from vllm_module.distributed.shared_ring import Offer, OfferedMemory, RingShape, SharedRing
-from vllm_module.errors import WeightReadError
+from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.messages import printable_name
 from vllm_module.module import vLLMModule
 from vllm_module.plan import LoadPlan
@@ -228,10 +228,12 @@ def shared_rows(wants: Sequence[torch.Tensor]) -> list[list[int]]:
     change = torch.ones_like(keys)
     change[len(every) :] = -1
     keys, order = keys.sort()
-    places, counts = keys.unique_consecutive(return_counts=True)
-    after = change[order].cumsum(0)[counts.cumsum(0) - 1]  # ranks that want what follows
-    shared = after > 1
-    before = torch.cat([shared.new_zeros(1), shared[:-1]]) if len(shared) else shared
+    last = torch.ones_like(keys, dtype=torch.bool)  # of equal keys
+    last[:-1] = keys[1:] != keys[:-1]
+    places = keys[last]
+    shared = change[order].cumsum(0)[last] > 1  # whether several ranks want what follows
+    before = torch.zeros_like(shared)
+    before[1:] = shared[:-1]
     begins, ends = places[shared & ~before], places[~shared & before]
     return torch.stack([begins // most, begins % most, ends % most], 1).tolist()
 
@@ -519,9 +521,12 @@ class Facts(NamedTuple):
         host = platform.node() if offer is None else offer.host
         if not isinstance(checkpoint, Checkpoint):
             return Facts(host, offer, None, cached=False)
-        status = [os.stat(path) for path in checkpoint.files]
-        files = tuple((each.st_ino, each.st_mtime_ns) for each in status)
-        return Facts(host, offer, files, is_cached(checkpoint.files))
+        try:
+            status = [os.stat(path) for path in checkpoint.files]
+            cached = is_cached(checkpoint.files)
+        except (OSError, CheckpointFormatError):  # deleted since, which open files outlive
+            return Facts(host, offer, (), cached=False)
+        return Facts(host, offer, tuple((s.st_ino, s.st_mtime_ns) for s in status), cached)
 
 
 def is_cached(files: Sequence[Path]) -> bool:

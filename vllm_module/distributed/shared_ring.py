@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,6 +217,9 @@ class SharedRing:
             self._awaited -= 1
         return False
 
+    def _is_read(self, batch: int) -> bool:
+        return self._filled[self._rank] > batch
+
     def _is_filled(self, batch: int) -> bool:
         return min(self._filled) > batch
 
@@ -280,7 +284,7 @@ class SharedRing:
         for batch, parts in enumerate(self._parts):
             begin, end = parts[self._rank]
             if begin < end:
-                if not self._until(lambda batch=batch: self._is_free(batch)):
+                if not self._until(partial(self._is_free, batch)):
                     return
                 self._read(batch, self._buffers[batch % self._shape.buffers])
             self._announce(self._rank, batch)
@@ -289,7 +293,7 @@ class SharedRing:
         for batch, parts in enumerate(self._parts):
             begin, end = parts[self._rank]
             if begin < end:
-                if not self._until(lambda batch=batch: self._filled[self._rank] > batch):
+                if not self._until(partial(self._is_read, batch)):
                     return
                 part = self._buffers[batch % self._shape.buffers][begin:end]
                 sent = [
@@ -306,7 +310,7 @@ class SharedRing:
         for batch, parts in enumerate(self._parts):
             begin, end = parts[owner]
             if begin < end:
-                if not self._until(lambda batch=batch: self._is_free(batch)):
+                if not self._until(partial(self._is_free, batch)):
                     return
                 part = self._buffers[batch % self._shape.buffers][begin:end]
                 self._finish(dist.irecv(part, group=self._group, group_src=owner, tag=_TAG))
