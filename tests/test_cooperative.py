@@ -19,9 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from vllm_module.cooperative import Facts, choose, is_cached, lay_out, shared_rows
+from vllm_module.cooperative.batches import lay_out
+from vllm_module.cooperative.choice import Facts, choose, is_cached
+from vllm_module.cooperative.wants import shared_rows
 from vllm_module.distributed import run_ranks
-from vllm_module.distributed.shared_ring import Offer, OfferedMemory
+from vllm_module.distributed.shared_memory import Offer, OfferedMemory
 from vllm_module.errors import WeightReadError
 from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import PairsCheckpoint
@@ -137,7 +139,7 @@ FILES, OTHER = ((1, 10),), ((2, 10),)
 )
 def test_auto_reads_together_where_that_reads_less(facts: Any, chosen: bool) -> None:
     """Ranks read together from a source, or from files that several hosts share and lack."""
-    ranks = [Facts(host, None, files, cached) for host, files, cached in facts]
+    ranks = [Facts(host, None, 0, files, cached) for host, files, cached in facts]
     assert choose("auto", ranks) is chosen
     assert choose(True, ranks) is True
 

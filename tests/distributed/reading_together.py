@@ -21,15 +21,15 @@ from safetensors.torch import save_file
 from vllm_module import (
     LoadConfig,
     ModelConfig,
-    cooperative,
     get_model,
     register_model,
     register_source,
     tensor_parallel,
 )
-from vllm_module.cooperative import CooperativeCheckpoint
+from vllm_module.cooperative import CooperativeCheckpoint, reading
 from vllm_module.distributed import shared_ring
-from vllm_module.distributed.shared_ring import OfferedMemory, SharedRing
+from vllm_module.distributed.shared_memory import OfferedMemory
+from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.load import Load
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
@@ -41,7 +41,7 @@ die, happens, stop = working["die"], working["happens"], working["stop"]
 TIMEOUT, PATIENCE = working["TIMEOUT"], working["PATIENCE"]
 
 # Tiny models fill so small a ring many times. A tensor of theirs is larger than a batch.
-cooperative.BATCH_BYTES, cooperative.BUFFERS = 2048, 3
+reading.BATCH_BYTES, reading.BUFFERS = 2048, 3
 shared_ring._STALL = PATIENCE
 SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from vllm_module import cooperative, load
+from vllm_module.cooperative import checkpoint as loading
+from vllm_module.cooperative import reading
 from vllm_module.distributed import groups, tensor_parallel_group, together
 from vllm_module.distributed.groups import SimulatedGroup
 from vllm_module.module import vLLMModule
@@ -82,17 +84,17 @@ def small_batches(nbytes: int = 1024, buffers: int = 2, stall: float = 60.0) -> 
     from vllm_module.distributed import shared_ring
 
     values = {"BATCH_BYTES": nbytes, "BUFFERS": buffers}
-    before = {name: getattr(cooperative, name) for name in values}
-    right, stalled = cooperative.failure_of_others, shared_ring._STALL
-    vars(cooperative).update(values)
+    before = {name: getattr(reading, name) for name in values}
+    right, stalled = loading.failure_of_others, shared_ring._STALL
+    vars(reading).update(values)
     shared_ring._STALL = stall
     if not dist.is_initialized():
-        cooperative.failure_of_others = failure_of_threads
+        loading.failure_of_others = failure_of_threads
     try:
         yield
     finally:
-        vars(cooperative).update(before)
-        cooperative.failure_of_others, shared_ring._STALL = right, stalled
+        vars(reading).update(before)
+        loading.failure_of_others, shared_ring._STALL = right, stalled
 
 
 @contextmanager

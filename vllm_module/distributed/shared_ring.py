@@ -7,16 +7,13 @@ last of them has ended. Between hosts, the process group carries the parts.
 from __future__ import annotations
 
 import mmap
-import os
-import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,71 +21,12 @@ import torch.distributed as dist
 
 from vllm_module.messages import describe_error
 
-_TOKEN_BYTES = 16
-_TAG = 1 << 18  # of messages with parts of batches
+TAGS = range(1 << 18, 1 << 19)  # of messages with parts of batches
 _FOREVER = timedelta(days=365)  # a wait of gloo's that times out closes all of its connections
 _SHORTEST, _LONGEST = 0.0005, 0.01  # seconds between two looks at other processes' counters
 _STALL = 60.0  # seconds without any progress after which a rank goes on alone
 _IDLE = 1.0  # seconds in which a rank that still takes a batch would have taken some of it
 _FAREWELL = 0.3  # seconds for threads to end after a failure
-
-
-class Offer(NamedTuple):
-    """How other processes of a host find memory that one of them offers."""
-
-    host: str
-    pid: int
-    descriptor: int
-    token: bytes
-
-
-class OfferedMemory:
-    """Memory that other processes of this host may map; the kernel hands it out as it is used.
-
-    Without Linux nobody else can map it, and ``offer`` is ``None``.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._descriptor = -1
-        self.offer: Offer | None = None
-        with suppress(OSError, AttributeError):
-            self._descriptor = os.memfd_create("vllm-module")
-            os.ftruncate(self._descriptor, nbytes)
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            os.pwrite(self._descriptor, token, nbytes - _TOKEN_BYTES)
-            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            self.offer = Offer(host, os.getpid(), self._descriptor, token)
-
-    def join(self, offers: Sequence[Offer | None], rank: int) -> tuple[mmap.mmap, int]:
-        """Map the memory of the first rank whose offer this process can take, and return the rank.
-
-        That may be its own ``rank``. Raises ``OSError`` if there is no memory.
-        """
-        for other, offer in enumerate(offers[:rank]):
-            if offer is not None and self.offer is not None and offer.host == self.offer.host:
-                # Containers that do not see each other's processes cannot open it.
-                with suppress(OSError):
-                    return self._map(offer), other
-        if self._descriptor < 0:
-            return mmap.mmap(-1, self._nbytes), rank
-        os.posix_fallocate(self._descriptor, 0, self._nbytes)  # later it would be a SIGBUS
-        return mmap.mmap(self._descriptor, self._nbytes), rank
-
-    def _map(self, offer: Offer) -> mmap.mmap:
-        descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.pread(descriptor, _TOKEN_BYTES, self._nbytes - _TOKEN_BYTES) != offer.token:
-                raise OSError("another process has the number of the one that offered memory")
-            return mmap.mmap(descriptor, self._nbytes)
-        finally:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        """Withdraw the offer; what is mapped stays."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
 
 
 class RingShape(NamedTuple):
@@ -125,6 +63,8 @@ class SharedRing:
         failure: says which other ranks have failed.
         hosts: the neighbours of every host, in the order of their first ranks.
         group: carries parts between hosts.
+        tag: one of ``TAGS``, the same on all ranks. With one that another ring of the group has
+            had, a message that came too late for that one would be taken for this one's.
 
     """
 
@@ -140,8 +80,10 @@ class SharedRing:
         read: Callable[[int, torch.Tensor], None],
         failure: Callable[[], str],
         group: dist.ProcessGroup | None = None,
+        tag: int = TAGS[0],
     ) -> None:
-        self._rank, self._shape, self._parts, self._group = rank, shape, parts, group
+        self._rank, self._shape, self._parts = rank, shape, parts
+        self._group, self._tag = group, tag
         self._wanted, self._read, self._failure = list(wanted), read, failure
         (self._neighbours,) = [host for host in hosts if rank in host]
         self._others = [host for host in hosts if rank not in host]
@@ -297,7 +239,7 @@ class SharedRing:
                     return
                 part = self._buffers[batch % self._shape.buffers][begin:end]
                 sent = [
-                    dist.isend(part, group=self._group, group_dst=target, tag=_TAG)
+                    dist.isend(part, group=self._group, group_dst=target, tag=self._tag)
                     for target in targets
                 ]
                 for work in sent:
@@ -313,7 +255,7 @@ class SharedRing:
                 if not self._until(partial(self._is_free, batch)):
                     return
                 part = self._buffers[batch % self._shape.buffers][begin:end]
-                self._finish(dist.irecv(part, group=self._group, group_src=owner, tag=_TAG))
+                self._finish(dist.irecv(part, group=self._group, group_src=owner, tag=self._tag))
             self._announce(owner, batch)
 
     def _finish(self, work: Any) -> None:
