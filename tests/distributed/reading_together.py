@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import runpy
+import shutil
 import signal
 import threading
 from collections import Counter
@@ -30,6 +31,7 @@ from vllm_module.cooperative import CooperativeCheckpoint, reading
 from vllm_module.distributed import shared_ring
 from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import SharedRing
+from vllm_module.errors import RankError, WeightReadError
 from vllm_module.load import Load
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
@@ -62,8 +64,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, Mode
     "streamed": ({"architectures": ["Streamed"]}, {}),
     "read otherwise than planned": ({"architectures": ["Deviating"]}, {}),
 }
-
-FEW = ("dense", "whole experts", "read otherwise than planned")
 
 
 class Streamed(LlamaForCausalLM):
@@ -187,9 +187,7 @@ def instead(owner: Any, name: str, function: Any) -> Iterator[None]:
         setattr(owner, name, right)
 
 
-def same_as_alone(
-    directory: Path, rank: int, names: Iterable[str] = tuple(CASES)
-) -> dict[str, Any]:
+def same_as_alone(directory: Path, rank: int, names: Iterable[str]) -> dict[str, Any]:
     """Load cases together and alone; return what differs, and what was read, in elements."""
     size, result = dist.get_world_size(), {}
     for name in names:
@@ -212,27 +210,26 @@ def same_as_alone(
     return result
 
 
-for size in (3, 4):
-    scenario(size, f"same_at_{size}")(same_as_alone)
+@scenario(3)
+def same_at_3(directory: Path, rank: int) -> Any:
+    return {"one host": same_as_alone(directory, rank, CASES)}
 
 
 @scenario(4)
-def same_on_two_hosts(directory: Path, rank: int) -> Any:
-    right = OfferedMemory.__init__
+def same_at_4(directory: Path, rank: int) -> Any:
+    right, few = OfferedMemory.__init__, ("one KV head", "whole experts")
+    result = {"one host": same_as_alone(directory, rank, few)}
     with instead(OfferedMemory, "__init__", lambda *arguments: of_two(right, *arguments)):
-        return same_as_alone(directory, rank, FEW)
+        return result | {"two hosts": same_as_alone(directory, rank, few)}
 
 
 @scenario(2)
-def same_on_hosts_of_one(directory: Path, rank: int) -> Any:
+def same_at_2(directory: Path, rank: int) -> Any:
     with instead(OfferedMemory, "_map", refused):
-        return same_as_alone(directory, rank, FEW)
-
-
-@scenario(2)
-def same_without_memory(directory: Path, rank: int) -> Any:
-    with instead(OfferedMemory, "join", refused) if rank == 1 else contextlib.nullcontext():
-        return same_as_alone(directory, rank, ("dense",))
+        names = ("dense", "read otherwise than planned")
+        result = {"hosts of one": same_as_alone(directory, rank, names)}
+    with instead(OfferedMemory, "join", refused) if rank else contextlib.nullcontext():
+        return result | {"without memory": same_as_alone(directory, rank, ("dense",))}
 
 
 def failing(action: Callable[[Path], Any], *, hosts: bool = False) -> Any:
@@ -270,35 +267,16 @@ def interrupt(directory: Path) -> None:
 
 
 scenario(3, "reading_one_dies")(failing(die))
-scenario(3, "reading_one_fails")(failing(fail))
-scenario(3, "reading_one_is_stopped")(failing(stop))
+scenario(2, "reading_one_fails")(failing(fail))
+scenario(2, "reading_one_is_stopped")(failing(stop))
 scenario(2, "reading_one_is_interrupted")(failing(interrupt))
 scenario(3, "reading_one_dies_on_its_host")(failing(die, hosts=True))
 scenario(2, "reading_one_is_stopped_on_its_host")(failing(stop, hosts=True))
 
 
 @scenario(2)
-def a_file_changes(directory: Path, rank: int) -> Any:
-    folder = directory / "model"
-    if rank == 0:
-        folder.mkdir()
-        for file in (directory.parent / "case dense").iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-    dist.barrier()
-    start = SharedRing.start
-
-    def changed(self: SharedRing) -> None:
-        os.utime(folder / "model.safetensors")
-        start(self)
-
-    SharedRing.start = changed  # type: ignore[method-assign]
-    load(str(folder), True)
-    return "loaded"
-
-
-@scenario(2)
-def auto(directory: Path, rank: int) -> Any:
-    """Return whether ranks read together that choose by themselves, and one that is told not to."""
+def choosing(directory: Path, rank: int) -> Any:
+    """Return what ranks read together that choose by themselves, and why they refused the rest."""
     folder, chosen = directory.parent / "case dense", []
     enter = CooperativeCheckpoint.__enter__
 
@@ -309,7 +287,26 @@ def auto(directory: Path, rank: int) -> Any:
     CooperativeCheckpoint.__enter__ = entered  # type: ignore[method-assign]
     for url in (str(folder), f"counted://{folder}"):
         get_model(model_config=ModelConfig(model=url))
-    with contextlib.suppress(Exception):
-        load(str(folder), rank == 0)
-        chosen.append("after a disagreement")
-    return [each.partition("://")[0] for each in chosen]
+    CooperativeCheckpoint.__enter__ = enter  # type: ignore[method-assign]
+    refusals = [refusal(lambda: load(str(folder), rank == 0))]  # they disagree
+    changed = directory / "model"
+    if rank == 0:
+        shutil.copytree(folder, changed)
+    dist.barrier()
+    start = SharedRing.start
+
+    def started(self: SharedRing) -> None:
+        os.utime(changed / "model.safetensors")
+        start(self)
+
+    SharedRing.start = started  # type: ignore[method-assign]
+    refusals.append(refusal(lambda: load(str(changed), True)))
+    return {"together": [each.partition("://")[0] for each in chosen], "refusals": refusals}
+
+
+def refusal(work: Callable[[], Any]) -> list[str]:
+    try:
+        work()
+    except (RankError, WeightReadError) as error:
+        return [type(error).__name__, str(error)]
+    return ["loaded", ""]
