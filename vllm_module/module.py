@@ -21,10 +21,10 @@ from torch import nn
 
 from vllm_module import readiness, tree
 from vllm_module.conversions import Conversion
-from vllm_module.load import Group, Load, Weights
+from vllm_module.load import Group, Load, Target, Weights
 from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
-from vllm_module.routes import Child, Skip, Slot, find, routes_of, tensor_at
+from vllm_module.routes import Child, Skip, find, routes_of
 from vllm_module.tree import LoadState, Location
 
 
@@ -56,6 +56,8 @@ class vLLMModule(nn.Module):
     skipped_weights: Mapping[str, str] = MappingProxyType({})
     conversions: Mapping[str, Conversion] = MappingProxyType({})
 
+    overrides_load_weights = False  # whether the class, or one above it, does
+
     def load_weights(self, weights: Weights) -> set[str]:
         """Load a whole checkpoint and return the names of the parameters and buffers it fills.
 
@@ -78,29 +80,32 @@ class vLLMModule(nn.Module):
         return names
 
     def _route(self, weights: Group, load: Load) -> None:
-        """Hand each name to the child, slot, tensor or rule that it begins with."""
+        """Hand each name to the tensor, child or rule that it leads to."""
         node = weights.node
-        routes = routes_of(node)  # a key ends with a dot where more of the name follows
-        groups: dict[str, Group] = {}
+        routes = routes_of(node)  # by whole name, or by first component with the dot behind it
+        groups: dict[str, Group] = {}  # by child; the slots of a fused one share its group
+        targets: dict[tuple[str, str], Target] = {}  # by child and attribute
         for name, weight, full_name in weights:
-            component, dot, rest = name.partition(".")
-            route = routes.get(component + dot)
+            route, rest = routes.get(name), ""
+            if route is None:
+                component, dot, rest = name.partition(".")
+                route = routes.get(component + dot)
             if isinstance(route, dict):  # a declared name has more components
                 route, rest = find(routes, name)
-            match route:
-                case None:  # an own tensor by its plain name; refused if there is none
-                    load.assign(full_name, weight, Location(node, name))
-                case Child() as child:  # the slots of a fused child share its group
-                    group = groups.get(child.attr)
-                    if group is None:
-                        group = groups[child.attr] = Group(node.child(child.attr))
-                    group.append((child.prefix + rest, weight, full_name))
-                case Slot() as slot:  # of this fused layer's parameter ``rest``
-                    load.assign(full_name, weight, tensor_at(node, rest), slot.name)
-                case Location() as location:  # a tensor of this module, by its alias
-                    load.assign(full_name, weight, location)
-                case Skip(reason):
-                    load.skip(full_name, reason)
+            if isinstance(route, Child):
+                group = groups.get(route.attr)
+                if group is None:
+                    group = groups[route.attr] = Group(node.child(route.attr))
+                group.append((route.prefix + rest, weight, full_name))
+            elif isinstance(route, Skip):
+                load.skip(full_name, route.reason)
+            else:
+                child, attr, slot = route or ("", name, None)  # without a route it is refused
+                target = targets.get((child, attr))
+                if target is None:
+                    holder = node.child(child) if child else node
+                    target = targets[child, attr] = load.target(Location(holder, attr))
+                load.assign(full_name, weight, target, slot)
         for group in groups.values():
             child_module = group.node.module
             if isinstance(child_module, vLLMModule):
@@ -196,6 +201,7 @@ class vLLMModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "load_weights" in vars(cls):
+            cls.overrides_load_weights = True
             cls.load_weights = _within_load(cls.load_weights)  # type: ignore[method-assign]
 
 
