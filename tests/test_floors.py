@@ -25,7 +25,7 @@ FLOORS = (
     {"quantization"},
     {"layers"},
     {"models"},
-    {"consistency", "registry"},
+    {"consistency", "cooperative", "registry"},
     {"model_source"},
     {"loader"},
     {"runtime", "testing"},

@@ -175,11 +175,17 @@ class LoadConfig(_Closed):
         show_progress: draw a progress bar with bytes and rate on standard error.
         timeout: seconds that a rank which is ready waits for ranks in other processes: first
             until they have found (and downloaded) the checkpoint, then until they have loaded it.
+        cooperative: whether ranks in several processes read together: each byte once, and what
+            several ranks keep is passed between them, through 128 MiB of memory on each host. With
+            ``"auto"``, they do so if the weights come from a registered source, or from a file
+            system that several hosts share, unless their page caches have the files. On one host,
+            the page cache shares local files already.
 
     """
 
     show_progress: _Flag = False
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 1800.0
+    cooperative: Literal["auto"] | _Flag = "auto"
 
 
 class EngineConfig(_Closed):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
@@ -16,7 +17,8 @@ from vllm_module.consistency import (
     digests,
     in_step,
 )
-from vllm_module.distributed import message_group
+from vllm_module.cooperative import CooperativeCheckpoint, read_together
+from vllm_module.distributed import message_group, together
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import OpenWeights
@@ -45,43 +47,56 @@ def get_model(
 
 
 def find_and_load(
-    model: ModelConfig | ModelSource,
+    config: ModelConfig | ModelSource,
     load_config: LoadConfig | None,
     device_config: DeviceConfig | None,
 ) -> tuple[ModelSource, vLLMModule]:
     """Return the model as :func:`get_model` does, and the source that it was loaded from.
 
-    If ``model`` is a source, nothing is resolved again.
+    If ``config`` is a source, nothing is resolved again.
     """
     load_config = load_config or LoadConfig()
     timeout = load_config.timeout
 
     def find() -> tuple[ModelSource, OpenWeights]:
-        source = ModelSource.find(model)
+        source = ModelSource.find(config)
         checkpoint = source.open()
         opened.callback(checkpoint.close)
         return source, checkpoint
 
     def describe_found(found: tuple[ModelSource, OpenWeights]) -> dict[str, str]:
         source, checkpoint = found
-        return describe(source.config, source.dtype, source.rules, checkpoint)
+        settings = {"LoadConfig(cooperative=...)": str(load_config.cooperative)}
+        return settings | describe(source.config, source.dtype, source.rules, checkpoint)
+
+    def build() -> vLLMModule:
+        device = (device_config or DeviceConfig()).torch_device
+        return source.build(device, len(checkpoint))
 
     def load() -> vLLMModule:
-        device = (device_config or DeviceConfig()).torch_device
-        model = source.build(device, len(checkpoint))
-        with progress(model, checkpoint) if load_config.show_progress else nullcontext():
-            model.load_weights(checkpoint.items())  # pairs, as an override expects them
+        with ExitStack() as reading:
+            if isinstance(weights, CooperativeCheckpoint):
+                reading.enter_context(weights)
+            if load_config.show_progress:
+                reading.enter_context(progress(model, weights))
+            model.load_weights(weights.items())  # pairs, as an override expects them
         return model
 
     with ExitStack() as opened, message_group(timeout) as group:
         source, checkpoint = in_step(find, describe_found, timeout, group, demand_alike)
+        model = in_step(build, lambda _: {}, timeout, group, demand_alike)
+        weights: OpenWeights | CooperativeCheckpoint = checkpoint
+        if group is not None and load_config.cooperative is not False:
+            gather = partial(together, timeout=timeout, group=group.group)
+            place = group.rank, group.size, group.group
+            weights = read_together(model, checkpoint, load_config.cooperative, gather, *place)
         return source, in_step(load, digests, timeout, group, demand_same_tensors)
 
 
 @contextmanager
 def progress(
     model: vLLMModule,
-    checkpoint: OpenWeights,
+    checkpoint: OpenWeights | CooperativeCheckpoint,
     label: str = "loading",
     console: Console | None = None,
 ) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Run scenarios of the files beside this one: each rank is a process, forked from this one.
 
-``scenarios.py DIRECTORY NAMES...`` runs a few scenarios at once, by default all of them. Each rank
+``scenarios.py DIRECTORY NAMES...`` runs a few scenarios at once, by default all of them. A name
+that ends with ``.py`` is a file of scenarios, taken instead of the three usual ones. Each rank
 writes what it returned or raised, and when, to ``DIRECTORY/<scenario>/rank<R>.json``. Prints how
 long after what happened to a rank the last of the others named it.
 """
@@ -105,13 +106,14 @@ class Running:
 
 def main(directory: Path, names: list[str]) -> None:
     scenarios: dict[str, tuple[int, Any]] = {}
-    for file in ("working_together.py", "loading_together.py", "commands_together.py"):
+    files = [name for name in names if name.endswith(".py")]
+    for file in files or ("working_together.py", "loading_together.py", "commands_together.py"):
         module = runpy.run_path(str(Path(__file__).with_name(file)))
         scenarios |= module["SCENARIOS"]
         module.get("prepare", lambda _: None)(directory)
     gc.collect()
     gc.freeze()  # what is shared by the forks is neither walked nor copied when they end
-    waiting = names or list(scenarios)
+    waiting = [name for name in names if name not in files] or list(scenarios)
     running: list[Running] = []
     while waiting or running:
         while waiting and len(running) < AT_ONCE:

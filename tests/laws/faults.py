@@ -128,6 +128,20 @@ def gc_left_off() -> Iterator[None]:
         gc.enable()
 
 
+cooperating = runpy.run_path(str(HERE / "cooperating.py"))["cooperating"]
+
+
+def together(where: str, faulty: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
+    """Do as ``instead`` does, where ranks load together."""
+
+    @contextmanager
+    def applied() -> Iterator[None]:
+        with cooperating(instead), instead(where, faulty)():
+            yield
+
+    return applied
+
+
 ASSIGN = "load:Load.assign"
 FIND = "routes:find"
 FINISH = "load:Load.finish"
@@ -229,6 +243,15 @@ FAULTS = (
           instead("distributed.groups:SimulatedGroup.all_reduce", sharding.without_last_rank)),
     Fault("outputs are joined in another order", "sharding_equivalent", "column",
           instead("distributed.groups:SimulatedGroup.all_gather", sharding.joined_backwards)),
+    # What ranks that load together pass to each other
+    Fault("a buffer is reused before every rank has taken its batch", "sharding_equivalent", "row",
+          together("distributed.shared_ring:SharedRing.start", sharding.never_waiting)),
+    Fault("a batch is taken before every rank has read its part", "sharding_equivalent", "row",
+          together("distributed.shared_ring:SharedRing._is_filled", sharding.own_part_alone)),
+    Fault("parts of two ranks are exchanged", "sharding_equivalent", "row",
+          together("cooperative.checkpoint:CooperativeCheckpoint._read_part", sharding.of_another_part)),
+    Fault("rows that two ranks want are laid out one too far", "sharding_equivalent", "row",
+          together("cooperative.batches:_joined", sharding.one_row_too_far)),
     # Where a name leads
     Fault("a component is matched by substring", "routed_exactly", "mlp",
           instead(ROUTES, loading.matched(lambda known, component: known in component))),

@@ -236,3 +236,45 @@ def without_last_rank(reduce: Any, group: Any, tensor: torch.Tensor) -> torch.Te
 
 def joined_backwards(gather: Any, group: Any, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return torch.cat(gather(group, tensor, dim).chunk(group.size, dim)[::-1], dim)
+
+
+# What ranks that load together pass to each other
+
+
+def never_waiting(start: Any, ring: Any) -> None:
+    ring._is_free = lambda batch: True
+    start(ring)
+    for thread in ring._threads:
+        thread.join()
+
+
+def own_part_alone(is_filled: Any, ring: Any, batch: int) -> bool:
+    return bool(ring._filled[ring._rank] > batch)
+
+
+def of_another_part(read_part: Any, checkpoint: Any, batch: int, buffer: torch.Tensor) -> None:
+    """Read what an equal chunk of another rank holds, where there is one."""
+    chunks = checkpoint._by_batch[batch]
+    places = {}
+    for chunk in chunks:
+        equal = [
+            other
+            for other in chunks
+            if other.name == chunk.name
+            and other.owner != chunk.owner
+            and [length for _, length in other.box] == [length for _, length in chunk.box]
+        ]
+        places[chunk] = equal[0].box if equal else chunk.box
+    checkpoint._by_batch[batch] = [each._replace(box=places[each]) for each in chunks]
+    try:
+        read_part(checkpoint, batch, buffer)
+    finally:
+        checkpoint._by_batch[batch] = chunks
+
+
+def one_row_too_far(joined: Any, one: Any, other: Any) -> Any:
+    chunk = joined(one, other)
+    if chunk is None or not chunk.box:
+        return chunk
+    (start, length), *rest = chunk.box
+    return chunk._replace(box=((start + 1, length), *rest)) if start else chunk

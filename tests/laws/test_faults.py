@@ -45,6 +45,14 @@ def test_a_fault_breaks_its_law(fault: Any) -> None:
         raise raised.value
 
 
+def test_loading_together_breaks_no_law_by_itself() -> None:
+    """Where ranks load together and the ring has no fault, the law of its faults holds."""
+    settings.register_profile("few", settings.get_profile("faults"), max_examples=15)
+    settings.load_profile("few")
+    with TABLE["cooperating"](TABLE["instead"]):
+        assert SUBJECTS["row"].hold(testing.assert_sharding_equivalent)
+
+
 @pytest.mark.parametrize("gone", ["parameters:Dim.gone", "load:gone", "load:Gone.read"])
 def test_a_fault_of_what_is_gone_is_an_error(gone: str) -> None:
     """A function that a refactor removes takes no fault silently with it."""

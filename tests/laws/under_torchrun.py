@@ -17,8 +17,12 @@ from hypothesis import settings
 
 from vllm_module.testing import assert_sharding_equivalent
 
-FAULTS = runpy.run_path(str(Path(__file__).with_name("faults.py")))["FAULTS"]
+_TABLE = runpy.run_path(str(Path(__file__).with_name("faults.py")))
+FAULTS = _TABLE["FAULTS"]
 _ALL = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
+
+# Loaded together as well: KV heads, experts and, in batches of another order, stored layouts.
+TOGETHER = ("attention", "experts", "layouts")
 
 
 def main(directory: Path) -> None:
@@ -36,6 +40,11 @@ def main(directory: Path) -> None:
         subjects = {k: s for k, s in _ALL["SUBJECTS"].items() if k not in left_out}
         with faulty:
             tried = {name: s.hold(assert_sharding_equivalent) for name, s in subjects.items()}
+        if dist.get_world_size() == 3:
+            with _TABLE["cooperating"](_TABLE["instead"]):
+                for name in TOGETHER:
+                    held = subjects[name].hold(assert_sharding_equivalent)
+                    tried[f"{name}, loaded together"] = held
         (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(tried))
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Tensor-parallel groups, and work that succeeds on every rank or fails on every rank."""
 
-from vllm_module.distributed.exchange import together
+from vllm_module.distributed.exchange import failure_of_others, together
 from vllm_module.distributed.groups import (
     ExpertParallelGroup,
     ProcessGroup,
@@ -21,6 +21,7 @@ __all__ = [
     "TensorParallelGroup",
     "expert_parallel",
     "expert_parallel_group",
+    "failure_of_others",
     "message_group",
     "run_ranks",
     "tensor_parallel",

@@ -93,6 +93,17 @@ def together(
     return cast(list[T], outcomes)
 
 
+def failure_of_others() -> Callable[[], str]:
+    """Return a function that says which other ranks have failed so far; ``""`` if none has.
+
+    It is about the call of :func:`together` whose work this thread does, and may be called in any
+    thread. Where it names ranks, ``work`` may raise ``RuntimeError``: ``together`` turns that into
+    the ``RankError`` that names them.
+    """
+    exchange = _current.get()
+    return exchange.failure if exchange is not None else str
+
+
 class _Refusal(NamedTuple):
     """What a rank sends in place of a result."""
 
@@ -118,7 +129,7 @@ def _alone(group: dist.ProcessGroup | None, depth: int) -> Iterator[None]:
 
 
 def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> list[T]:
-    token = _depth.set(_depth.get() + 1)
+    token, of_work = _depth.set(_depth.get() + 1), _current.set(exchange)
     try:
         result = work()
         outcome = _framed(b"+" + _pickled(result))
@@ -135,6 +146,7 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
         exchange.leave(min(timeout, _PATIENCE if isinstance(error, Exception) else _HURRY))
         raise
     finally:
+        _current.reset(of_work)
         _depth.reset(token)
     exchange.tell(outcome)
     results = exchange.settle(timeout) | {exchange.rank: result}
@@ -150,6 +162,7 @@ _SETTING = "LoadConfig(timeout=...), or --timeout"
 
 # Work may itself call together: the messages of each level have their own tags.
 _depth: ContextVar[int] = ContextVar("together_depth", default=0)
+_current: ContextVar[_Exchange | None] = ContextVar("together_exchange", default=None)
 
 _FRAME = 4096  # bytes of a message that gloo receives while this rank works
 _TAG = 1 << 20  # the first of eight for each level
@@ -331,6 +344,12 @@ class _Exchange:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._failed(2)), _EVIDENCE)
             return self._failed(2)
+
+    def failure(self) -> str:
+        """Name the ranks that have failed so far, and how; ``""`` if none has."""
+        with self._changed:
+            failures = self._failed(2)
+        return str(self.error(failures)) if failures else ""
 
     def _name(self, rank: int) -> str:
         name = f"rank {rank} of {self.size}"

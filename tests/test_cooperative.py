@@ -1,0 +1,312 @@
+"""Ranks that read one checkpoint together keep the bits that each would read by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from vllm_module.cooperative.batches import lay_out
+from vllm_module.cooperative.choice import Facts, choose, is_cached
+from vllm_module.cooperative.wants import shared_rows
+from vllm_module.distributed import run_ranks
+from vllm_module.distributed.shared_memory import Offer, OfferedMemory
+from vllm_module.errors import WeightReadError
+from vllm_module.module import vLLMModule
+from vllm_module.weights.pairs import PairsCheckpoint
+
+HERE = Path(__file__).parent
+SUPPORT = runpy.run_path(str(HERE / "support.py"))
+COOPERATING = runpy.run_path(str(HERE / "laws" / "cooperating.py"))
+AGAIN = {"streamed", "read otherwise than planned", "tied and stored twice"}
+LAYER = "model.layers.0"
+NORMS = {  # what every rank keeps whole
+    "model.norm.weight",
+    f"{LAYER}.input_layernorm.weight",
+    f"{LAYER}.post_attention_layernorm.weight",
+}
+MARGIN = 60.0  # seconds that a busy machine may take besides
+
+SAME = ("same_at_2", "same_at_3", "same_at_4")
+FAILURES = {  # of rank 1, and what the others say of it
+    "reading_one_dies": "rank 1 of 3 ended, or left",
+    "reading_one_fails": "rank 1 of 2 failed: OSError: the disk is gone",
+    "reading_one_is_stopped": "rank 1 of 2 had not finished 5 s after rank",
+    "reading_one_is_interrupted": "rank 1 of 2 failed: KeyboardInterrupt",
+    "reading_one_dies_on_its_host": "rank 1 of 3 ended, or left",
+    "reading_one_is_stopped_on_its_host": "rank 1 of 2 had not finished 5 s after rank",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the scenarios, each rank of each in a process of its own."""
+
+    def run(directory: Path) -> None:
+        script = [sys.executable, str(HERE / "distributed" / "scenarios.py"), str(directory)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*script, "reading_together.py"]
+        subprocess.run(command, check=True, timeout=6 * SUPPORT["LIMIT"], env=environment)
+
+    directory: Path = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), "reading", run)
+    return directory
+
+
+def notes(folder: Path) -> dict[int, dict[str, Any]]:
+    return {
+        int(path.stem.removeprefix("rank")): json.loads(path.read_text())
+        for path in folder.glob("rank*.json")
+    }
+
+
+@pytest.mark.parametrize("scenario", SAME)
+def test_processes_load_the_same_bits(directory: Path, scenario: str) -> None:
+    """Every parameter is what the rank loads by itself, whatever reads it."""
+    codes = json.loads((directory / scenario / "codes.json").read_text())
+    assert set(codes.values()) == {0}
+    for rank, note in notes(directory / scenario).items():
+        for hosts, cases in note["returned"].items():
+            for case, result in cases.items():
+                assert result["differing"] == [], (hosts, case, rank)
+
+
+@pytest.mark.parametrize("scenario", SAME)
+def test_processes_read_each_element_once(directory: Path, scenario: str) -> None:
+    """All ranks together read the checkpoint once, but for what a model reads otherwise."""
+    results = [note["returned"] for note in notes(directory / scenario).values()]
+    for hosts, cases in results[0].items():
+        for case in cases.keys() - AGAIN:
+            of_ranks = [result[hosts][case] for result in results]
+            reads = sum((Counter(each["reads"]) for each in of_ranks), Counter[str]())
+            once = of_ranks[0]["elements"]
+            if hosts == "without memory":
+                assert {name for name in reads if reads[name] > once[name]} == NORMS
+            else:
+                assert reads == once, (hosts, case)
+
+
+@pytest.mark.parametrize("scenario", FAILURES)
+def test_ranks_name_the_one_that_fails_in_mid_exchange(directory: Path, scenario: str) -> None:
+    """No rank returns a model, and every survivor names the rank that failed."""
+    (event,) = (directory / scenario).glob("event.*")
+    survivors = {rank: note for rank, note in notes(directory / scenario).items() if rank != 1}
+    assert survivors
+    for note in survivors.values():
+        assert (note["raised"], note["ranks"]) == ("RankError", [1]), note
+        assert FAILURES[scenario] in note["message"]
+        assert note["at"] - float(event.read_text()) < MARGIN
+    assert 0 not in json.loads((directory / scenario / "codes.json").read_text()).values()
+
+
+def test_ranks_choose_alike(directory: Path) -> None:
+    """Local files on one host are read by each rank, a source together; ranks must agree."""
+    for note in notes(directory / "choosing").values():
+        assert note["returned"]["together"] == ["counted"]
+        raised, message = note["returned"]["refusals"][0]
+        assert raised == "RankError"
+        assert "LoadConfig(cooperative=...): True on rank 0; False on rank 1" in message
+
+
+def test_a_file_that_changes_is_refused(directory: Path) -> None:
+    """No rank returns a model of a file that was written to while it was read."""
+    for note in notes(directory / "choosing").values():
+        raised, message = note["returned"]["refusals"][1]
+        assert raised in ("WeightReadError", "RankError")
+        assert "was changed since it was opened" in message
+
+
+FILES, OTHER = ((1, 10),), ((2, 10),)
+
+
+@pytest.mark.parametrize(
+    ("facts", "chosen"),
+    [
+        ([("a", None, False)] * 2, True),
+        ([("a", FILES, False)] * 2, False),
+        ([("a", FILES, False), ("b", FILES, False)], True),
+        ([("a", FILES, True), ("b", FILES, False)], True),
+        ([("a", FILES, True), ("b", FILES, True)], False),
+        ([("a", FILES, False), ("b", OTHER, False)], False),
+    ],
+    ids=["source", "one host", "shared", "cached on one host", "cached", "copies"],
+)
+def test_auto_reads_together_where_that_reads_less(facts: Any, chosen: bool) -> None:
+    """Ranks read together from a source, or from files that several hosts share and lack."""
+    ranks = [Facts(host, None, 0, files, cached) for host, files, cached in facts]
+    assert choose("auto", ranks) is chosen
+    assert choose(True, ranks) is True
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells what is cached")
+def test_the_page_cache_is_asked(tmp_path: Path) -> None:
+    """A file that was written just now is cached; it is not once the kernel has dropped it."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    assert is_cached([path])
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if os.statvfs(tmp_path).f_fsid:  # tmpfs is the page cache
+        assert not is_cached([path])
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux only")
+def test_shared_memory_has_no_name() -> None:
+    """Nothing is left in any file system, however a process ends; a stale offer is not taken."""
+    one, other = OfferedMemory(1 << 16), OfferedMemory(1 << 16)
+    assert one.offer is not None
+    assert os.readlink(f"/proc/self/fd/{one.offer.descriptor}").startswith("/memfd:")
+    mapped, rank = other.join([one.offer, other.offer], 1)
+    assert rank == 0
+    of_first, _ = one.join([one.offer, other.offer], 0)
+    of_first[5] = 7
+    assert mapped[5] == 7
+    stale = Offer(one.offer.host, one.offer.pid, one.offer.descriptor, b"of another process")
+    assert other.join([stale, other.offer], 1)[1] == 1
+    one.close()
+    assert other.join([one.offer, other.offer], 1)[1] == 1
+
+
+def test_rows_of_several_ranks_are_shared() -> None:
+    """Rows that one rank alone wants are not shared, and neighbouring shared rows are joined."""
+    wants = [[(0, 0, 4), (1, 0, 9)], [(0, 4, 8), (1, 3, 5), (1, 7, 9)], [(1, 5, 7), (4, 0, 1)]]
+    intervals = [torch.tensor(each) for each in wants]
+    assert shared_rows(intervals) == [[1, 3, 9]]
+    assert shared_rows([*intervals, torch.tensor([(0, 2, 6), (4, 0, 1)])]) == [
+        [0, 2, 6], [1, 3, 9], [4, 0, 1],
+    ]  # fmt: skip
+    assert shared_rows([torch.empty(0, 3, dtype=torch.int64)] * 2) == []
+
+
+DTYPES = (torch.bool, torch.bfloat16, torch.float32, torch.complex128)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 15), max_size=3), st.sampled_from(DTYPES)), max_size=6
+    ),
+    st.integers(1, 5),
+    st.integers(64, 5000),
+)
+def test_chunks_cover_what_is_shared(
+    shapes: list[tuple[list[int], torch.dtype]], size: int, batch_bytes: int
+) -> None:
+    """Every element is in one chunk, no batch is too large, and parts do not overlap."""
+    tensors = [
+        (str(number), tuple((number, length) for length in shape), dtype)
+        for number, (shape, dtype) in enumerate(shapes)
+    ]
+    chunks = lay_out(tensors, size, batch_bytes)
+    for number, (shape, _) in enumerate(shapes):
+        covered = torch.zeros(shape, dtype=torch.int32)
+        for chunk in chunks:
+            if chunk.name == str(number):
+                region = covered
+                for dim, (start, length) in enumerate(chunk.box):
+                    region = region.narrow(dim, start - number, length)
+                region += 1
+        assert (covered == 1).all()
+    for one, other in pairwise(chunks):
+        assert (one.batch, one.end) <= (other.batch, other.begin) or one.batch < other.batch
+        assert one.batch < other.batch or one.owner <= other.owner < size
+    assert all(chunk.end <= batch_bytes and chunk.begin >= 0 for chunk in chunks)
+
+
+class Odd(vLLMModule):
+    """Tensors of every kind, which every rank keeps whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in odd_tensors().items():
+            self.register_buffer(name, torch.empty_like(tensor, device="meta"))
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "scalar": torch.randn(()),
+        "nothing": torch.empty(0, 7),
+        "no_columns": torch.empty(7, 0),
+        "flags": torch.rand(9, 11) > 0.5,
+        "one_row": torch.randn(1, 999),
+        "long": torch.arange(5000),
+        "deep": torch.randn(3, 1, 50, 7).bfloat16(),
+        "eight_bits": torch.randn(33, 3).to(torch.float8_e4m3fn),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_of_every_kind_go_round(size: int) -> None:
+    """Scalars, empty tensors, bools, rows and tensors larger than a batch are passed unchanged."""
+    tensors = odd_tensors()
+
+    def load(rank: int) -> dict[str, torch.Tensor]:
+        module = Odd()
+        source: Any = SimpleNamespace(folder=Path("odd"))
+        checkpoint = PairsCheckpoint(source, tensors)
+        with COOPERATING["telling_threads"]():
+            opened = COOPERATING["read_together"](module, checkpoint, rank, size)
+            with opened:
+                module.load_weights(opened.items())
+        parts.append(checkpoint.bytes_read)
+        return module.state_dict()
+
+    parts: list[int] = []
+    with COOPERATING["small_batches"](512, 3):
+        states = run_ranks(size, load)
+    for state in states:
+        for name, tensor in tensors.items():
+            one, other = (each.reshape(-1).view(torch.uint8) for each in (state[name], tensor))
+            assert torch.equal(one, other), name
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(parts) == nbytes
+    assert max(parts) < nbytes / size * 1.3
+
+
+class Narrow(vLLMModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(4, dtype=torch.float16, device="meta"))
+        self.late = nn.Parameter(torch.empty(4, device="meta"))
+
+
+def test_a_value_that_does_not_fit_is_refused_by_name() -> None:
+    """A cast out of the ring that loses a value names the tensor, as a direct read does."""
+    tensors = {"first": torch.full((4,), 1e6), "late": torch.ones(4)}
+
+    def load(rank: int) -> None:
+        module, source = Narrow(), SimpleNamespace(folder=Path("narrow"))
+        checkpoint: Any = PairsCheckpoint(source, tensors)  # type: ignore[arg-type]
+        with COOPERATING["telling_threads"]():
+            opened = COOPERATING["read_together"](module, checkpoint, rank, 2)
+            with opened:
+                module.load_weights(opened.items())
+
+    with (
+        COOPERATING["small_batches"](),
+        pytest.raises(WeightReadError, match=r"first: .* 4 finite values beyond the range"),
+    ):
+        run_ranks(2, load)
+
+
+def test_the_ring_is_where_many_names_cost_little() -> None:
+    """The rows of 30,000 experts of 32 ranks are compared in far less than a second."""
+    ranks, each = 32, 1000
+    wants = [
+        torch.tensor([(rank * each + n, 0, 64) for n in range(each)] + [(ranks * each, 0, 8)])
+        for rank in range(ranks)
+    ]
+    assert shared_rows(wants) == [[ranks * each, 0, 8]]

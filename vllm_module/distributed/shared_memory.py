@@ -1,0 +1,71 @@
+"""Memory without a name that processes of one host share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_TOKEN_BYTES = 16
+
+
+class Offer(NamedTuple):
+    """How other processes of a host find memory that one of them offers."""
+
+    host: str
+    pid: int
+    descriptor: int
+    token: bytes
+
+
+class OfferedMemory:
+    """Memory that other processes of this host may map; the kernel hands it out as it is used.
+
+    Without Linux nobody else can map it, and ``offer`` is ``None``.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._descriptor = -1
+        self.offer: Offer | None = None
+        with suppress(OSError, AttributeError):
+            self._descriptor = os.memfd_create("vllm-module")
+            os.ftruncate(self._descriptor, nbytes)
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            os.pwrite(self._descriptor, token, nbytes - _TOKEN_BYTES)
+            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            self.offer = Offer(host, os.getpid(), self._descriptor, token)
+
+    def join(self, offers: Sequence[Offer | None], rank: int) -> tuple[mmap.mmap, int]:
+        """Map the memory of the first rank whose offer this process can take, and return the rank.
+
+        That may be its own ``rank``. Raises ``OSError`` if there is no memory.
+        """
+        for other, offer in enumerate(offers[:rank]):
+            if offer is not None and self.offer is not None and offer.host == self.offer.host:
+                # Containers that do not see each other's processes cannot open it.
+                with suppress(OSError):
+                    return self._map(offer), other
+        if self._descriptor < 0:
+            return mmap.mmap(-1, self._nbytes), rank
+        os.posix_fallocate(self._descriptor, 0, self._nbytes)  # later it would be a SIGBUS
+        return mmap.mmap(self._descriptor, self._nbytes), rank
+
+    def _map(self, offer: Offer) -> mmap.mmap:
+        descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.pread(descriptor, _TOKEN_BYTES, self._nbytes - _TOKEN_BYTES) != offer.token:
+                raise OSError("another process has the number of the one that offered memory")
+            return mmap.mmap(descriptor, self._nbytes)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Withdraw the offer; what is mapped stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
