@@ -24,23 +24,23 @@ CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "torch_dtype": "bfloat16",
-    "vocab_size": 129280,
+    "vocab_size": 163840,
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "moe_intermediate_size": 2048,
     "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
     "n_shared_experts": 1,
-    "n_routed_experts": 256,
+    "n_routed_experts": 384,
     "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
     "norm_topk_prob": True,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
     "num_nextn_predict_layers": 1,
     "q_lora_rank": 1536,
@@ -50,11 +50,11 @@ CONFIG = {
     "v_head_dim": 128,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 163840,
-    "rope_theta": 10000.0,
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000.0,
     "rope_scaling": {
         "type": "yarn",
-        "factor": 40,
+        "factor": 32,
         "original_max_position_embeddings": 4096,
         "beta_fast": 32,
         "beta_slow": 1,
@@ -91,7 +91,7 @@ def mlp(name: str, hidden: int, intermediate: int) -> Tensors:
     }
 
 
-def layer(number: int, hidden: int = 7168, heads: int = 128) -> Tensors:
+def layer(number: int, hidden: int = 7168, heads: int = 64) -> Tensors:
     at = f"model.layers.{number}"
     tensors: Tensors = {
         f"{at}.input_layernorm.weight": ("BF16", [hidden]),
@@ -106,10 +106,10 @@ def layer(number: int, hidden: int = 7168, heads: int = 128) -> Tensors:
     }
     if number < CONFIG["first_k_dense_replace"]:
         return tensors | mlp(f"{at}.mlp", hidden, 18432)
-    tensors[f"{at}.mlp.gate.weight"] = ("BF16", [256, hidden])
-    tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", [256])
+    tensors[f"{at}.mlp.gate.weight"] = ("BF16", [384, hidden])
+    tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", [384])
     tensors |= mlp(f"{at}.mlp.shared_experts", hidden, 2048)
-    for expert in range(256):
+    for expert in range(384):
         tensors |= mlp(f"{at}.mlp.experts.{expert}", hidden, 2048)
     return tensors
 
@@ -119,9 +119,9 @@ def write(folder: Path, layers: int) -> int:
     config = CONFIG | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     ends: Tensors = {
-        "model.embed_tokens.weight": ("BF16", [129280, 7168]),
+        "model.embed_tokens.weight": ("BF16", [163840, 7168]),
         "model.norm.weight": ("BF16", [7168]),
-        "lm_head.weight": ("BF16", [129280, 7168]),
+        "lm_head.weight": ("BF16", [163840, 7168]),
     }
     predictor = layer(layers)  # the multi-token prediction layer, which is skipped
     at = f"model.layers.{layers}"
@@ -129,8 +129,8 @@ def write(folder: Path, layers: int) -> int:
         f"{at}.{name}.weight": ("BF16", [7168]) for name in ("enorm", "hnorm", "shared_head.norm")
     }
     predictor[f"{at}.eh_proj.weight"] = ("BF16", [7168, 14336])
-    predictor[f"{at}.embed_tokens.weight"] = ("BF16", [129280, 7168])
-    predictor[f"{at}.shared_head.head.weight"] = ("BF16", [129280, 7168])
+    predictor[f"{at}.embed_tokens.weight"] = ("BF16", [163840, 7168])
+    predictor[f"{at}.shared_head.head.weight"] = ("BF16", [163840, 7168])
     weight_map = {}
     for index, tensors in enumerate([ends, *map(layer, range(layers)), predictor]):
         name = f"model-{index:05}.safetensors"
