@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model, registry
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.layers import ReplicatedLinear
-from vllm_module.model_source import ModelSource
+from vllm_module.layers import FusedMoE, ReplicatedLinear
+from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM
 from vllm_module.module import vLLMModule
 from vllm_module.registry import model_class, register_model, supported_architectures
@@ -330,11 +330,30 @@ def test_a_nested_configuration_is_lifted() -> None:
 
     text = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 5}
     outer = {"architectures": ["X"], "hidden_size": 99, "tie_word_embeddings": True}
-    config = Nested(**outer, text_config=text | {"intermediate_size": 4})
+    text |= {"intermediate_size": 4, "architectures": ["TextModel"]}
+    config = Nested(**outer, text_config=text)
+    assert config.architectures == ["X"]  # by which the class of the model was found
     assert (config.hidden_size, config.num_hidden_layers) == (8, 3)
     assert (config.tie_word_embeddings, config.head_dim, config.num_key_value_heads) == (True, 4, 2)
     with pytest.raises(ValueError, match="text_config should be an object, got 3"):
         Nested(**outer, text_config=3)
+
+
+class Experts(vLLMModule):
+    """Its configuration does not say which values an entry may have."""
+
+    def __init__(self, config: HFConfig) -> None:
+        super().__init__()
+        self.experts = FusedMoE(4, 2, config.hidden_size, 8, scoring_func=config.scoring_func)
+
+
+def test_what_a_layer_refuses_is_an_unsupported_model() -> None:
+    """Experts that cannot be chosen as config.json says are refused when the model is built."""
+    register_model("Experts", Experts)
+    entries = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 5}
+    config = HFConfig(architectures=["Experts"], scoring_func="tanh", **entries)
+    with pytest.raises(UnsupportedModelError, match="scoring_func 'tanh': expected 'softmax' or"):
+        build_model(config, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from vllm_module.cli.pictures.load_trace import RankTrace, Sample, Span, chrome_
 from vllm_module.cli.pictures.plots import memory_curve, plot_memory
 from vllm_module.cli.rank_load import load_rank
 from vllm_module.model_source import ModelSource
+from vllm_module.quantization import ONLINE, Rules, Scheme, quantize
+from vllm_module.quantization.eight_bit import EightBitMethod
 
 Run = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -105,6 +107,35 @@ def test_a_trace_of_quantizing(quantized: tuple[RankTrace, int]) -> None:
     assert module["ts"] + module["dur"] == pytest.approx(
         (processing.end - trace.samples[0].time) / 1000
     )
+
+
+class Recorded(EightBitMethod):
+    """Puts its own processing of each layer into a trace."""
+
+    def __init__(self, scheme: Scheme, trace: RankTrace, paths: dict[Any, str]) -> None:
+        super().__init__(scheme)
+        self.trace, self.paths = trace, paths
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        with self.trace.span("method", "", self.paths[layer]):
+            super().process_weights_after_loading(layer)
+
+
+def test_what_a_quantization_method_does_is_in_the_span_of_its_layer(folder: Path) -> None:
+    """The method's check lies inside the layer's processing, on the same thread."""
+    source, trace = ModelSource.find(ModelConfig(model=str(folder))), RankTrace(0)
+    model = source.build(CPU)
+    paths = {module: path for path, module in model.named_modules()}
+    quantize(model, Rules((("Linear", Recorded(ONLINE["fp8_per_channel"], trace, paths)),)))
+    with source.open() as checkpoint, trace.recording(model, checkpoint, CPU) as pairs:
+        model.load_weights(pairs)
+    processing = {span.path: span for span in trace.spans if span.kind == "process"}
+    checks = [span for span in trace.spans if span.kind == "method"]
+    assert len(checks) == 3 * 4 + 1  # four in each layer, and the head
+    for check in checks:
+        around = processing[check.path]
+        assert around.thread == check.thread
+        assert around.start <= check.start <= check.end <= around.end
 
 
 def test_recording_changes_no_value(folder: Path) -> None:

@@ -14,9 +14,11 @@ from vllm_module.cli.commands.plan import parse_size
 from vllm_module.cli.output import grouped
 from vllm_module.cli.tensor_plan import TensorPlan, tensor_rows
 from vllm_module.distributed import run_ranks
-from vllm_module.model_source import ModelSource
+from vllm_module.hf_config import HFConfig
+from vllm_module.model_source import ModelSource, build_model
 from vllm_module.report import fold
 from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.testing import random_weights, write_checkpoint
 
 Run = Callable[..., Any]
 
@@ -244,3 +246,26 @@ def test_packed_experts_are_counted() -> None:
     plan = TensorPlan(name, (128, 64, 192), name, None, (pieces,) * 2, (100,) * 2, False, None)
     (row,) = tensor_rows([plan], every=False)[1]
     assert row[1] == "128 x [128/128, 64, 192/2]"
+
+
+def test_experts_of_a_layer_share_a_line(run: Run, tmp_path: Path) -> None:
+    """A projection of all experts and layers, each cut over the ranks, is one line."""
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "num_local_experts": 3, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    model = build_model(HFConfig(**config), torch.float32, torch.device("cpu"))
+    write_checkpoint(tmp_path, random_weights(model.expected_weights()), config=config)
+    lines = [line for line in run("plan", tmp_path, "--tp", 2).out.splitlines() if ".w1." in line]
+    assert [re.split(" {2,}", line) for line in lines] == [
+        [
+            "model.layers.{0..1}.block_sparse_moe.experts.{0..2}.w1.weight",
+            "all",
+            "[8/2, 16]",
+            "cut in 2",
+            "1.54 kB",
+            "{0..2}.w1 of …w13.weight",
+        ]
+    ]

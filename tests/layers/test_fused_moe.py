@@ -342,12 +342,28 @@ def test_a_checkpoint_of_other_experts_is_refused(damage: str) -> None:
             "of which 3",
         ),
         ({"apply_router_weight_on_input": True}, "2 experts a token cannot be applied"),
+        ({"scoring_func": "tanh"}, "scoring_func 'tanh': expected 'softmax' or 'sigmoid'"),
     ],
 )
 def test_experts_that_cannot_be_chosen_are_refused(arguments: Any, message: str) -> None:
     """The layer is not built for more experts than there are, or for groups that do not divide."""
     with pytest.raises(UnsupportedModelError, match=message):
         experts(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"shard_names": ("gate_up_proj", "down_proj")},
+        {"interleaved": True},
+        {"interleaved": True, "shard_names": ("w1", "w3", "w2")},
+    ],
+)
+def test_names_of_other_layouts_are_refused(arguments: Any) -> None:
+    """Gate, up and down are three names; interleaved, they have none."""
+    with pytest.raises(ValueError, match="shard_names must name gate, up and down, got") as refused:
+        experts(**arguments)
+    assert not isinstance(refused.value, WeightLoadError)  # no checkpoint is wrong
 
 
 def test_only_whole_experts_fit_every_number_of_ranks() -> None:

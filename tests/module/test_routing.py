@@ -192,6 +192,15 @@ def test_declarations_of_a_plain_module_are_refused(declared: str) -> None:
             model.load_weights({"layers.0.weight": torch.ones(2)})
 
 
+@pytest.mark.parametrize("declared", ["skipped_weights", "weight_aliases"])
+def test_names_without_what_they_map_to_are_refused(declared: str) -> None:
+    """A list where a dict belongs is a TypeError that says so."""
+    layer = RMSNorm(2)
+    setattr(layer, declared, ["inv_freq"])
+    with pytest.raises(TypeError, match=r"RMSNorm: .*skipped_weights.* expected two dicts"):
+        layer.load_weights({"weight": torch.ones(2)})
+
+
 @pytest.mark.parametrize("name", ["", "a.", ".a", "a..b"])
 @pytest.mark.parametrize("declared", ["alias", "target", "rule", "slot"])
 def test_empty_components_are_refused(declared: str, name: str) -> None:

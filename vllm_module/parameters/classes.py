@@ -9,7 +9,6 @@ the shapes below have one more dimension before the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
@@ -147,7 +146,7 @@ class PerTensorScaleParameter(BasevLLMParameter):
         if weight.shape not in ((), (1,)):
             yield from super().pieces(weight, slot)
             return
-        for index in product(*map(self._kept, range(len(self.dims)), self.index_of(slot))):
+        for index in self.division.kept(self.division.index_of(slot)):
             yield Piece(weight, self.region(index).view(weight.shape), index)
 
 

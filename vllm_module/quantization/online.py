@@ -69,7 +69,7 @@ class QuantizeOnline:
     ) -> Iterator[tuple[Weight, Destination]]:
         parameter: BasevLLMParameter = module.weight
         scale: BasevLLMParameter = getattr(module, self.scheme.scale_name)
-        index = parameter.index_of(slot)
+        index = parameter.division.index_of(slot)
         # Where a rank has only padding, its scales are not padding nevertheless.
         if not any(shard.length for shard in parameter.shards[-1]):
             scale.region(index[: len(scale.dims)]).zero_()

@@ -1,0 +1,222 @@
+"""What one rank keeps of a parameter, and how each slot is cut out of a checkpoint.
+
+Layers repeat. A division is worked out once, and parameters that are declared alike share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from vllm_module.parameters.dim import Dim, Experts
+from vllm_module.parameters.stored_order import StoredOrder
+from vllm_module.weights import Weight
+
+# The index of a slot in each dimension; None for all slots of a dimension.
+Index: TypeAlias = tuple[int | None, ...]
+Narrow: TypeAlias = tuple[int, int, int]  # dimension, start, length
+
+_AS_HELD, _TRANSPOSED = StoredOrder(), StoredOrder(transposed=True)
+
+
+class Cut(NamedTuple):
+    """How one piece is cut out of a checkpoint tensor, and where in the parameter it belongs.
+
+    Attributes:
+        stored: narrows the checkpoint's tensor, one dimension after the other.
+        expert: the entry of the first dimension that the tensor is for, if it lacks that dimension.
+        held: narrows the parameter, or its expert.
+        at: the slot in each dimension of the parameter; ``None`` for all slots of it.
+        order: how the piece is stored, if not as the parameter holds it.
+
+    """
+
+    stored: tuple[Narrow, ...]
+    expert: int | None
+    held: tuple[Narrow, ...]
+    at: Index
+    order: StoredOrder | None
+
+    def source(self, weight: Weight) -> Weight:
+        """Return the piece of ``weight``, the checkpoint's tensor."""
+        for dim, start, length in self.stored:
+            weight = weight.narrow(dim, start, length)
+        return weight
+
+    def target(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the view of ``parameter`` that the piece fills."""
+        if self.expert is not None:
+            parameter = parameter.select(0, self.expert)
+        for dim, start, length in self.held:
+            parameter = parameter.narrow(dim, start, length)
+        return parameter
+
+
+class Division:
+    """What rank ``tp_rank`` of ``tp_size`` keeps of the dimensions ``dims``, and of ``experts``.
+
+    Attributes:
+        dims: one for each dimension of the parameter, the experts' first.
+        shards: by dimension, what the rank keeps of each slot.
+        shape: of the parameter.
+        padding: the places of the parameter that no checkpoint tensor is read to.
+        slots: from the name of each slot to its index in each dimension.
+
+    """
+
+    def __init__(
+        self,
+        dims: tuple[Dim, ...],
+        tp_rank: int,
+        tp_size: int,
+        experts: Experts | None,
+        transposed: bool,
+    ) -> None:
+        self._arguments = dims, tp_rank, tp_size, experts, transposed
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"tensor-parallel rank {tp_rank} is outside of range({tp_size})")
+        if transposed and len(dims) < 2:
+            raise ValueError("a vector cannot be stored transposed")
+        paired = [dim for dim in dims if any(slot.pairs for slot in dim.slots)]
+        if len(paired) > 1 or sum(dim.alternates for dim in dims) > 1:
+            raise ValueError("one dimension at most can be stored as pairs, and one in groups")
+        shards = tuple(dim.shards(tp_rank, tp_size) for dim in dims)
+        if experts is not None:
+            dims, shards = (experts.dim, *dims), (experts.shards, *shards)
+        self.dims, self.shards = dims, shards
+        self.shape = torch.Size(sum(shard.padded for shard in each) for each in shards)
+        self.padding = [
+            (dim, shard.offset + shard.length, shard.padded - shard.length)
+            for dim, dim_shards in enumerate(shards)
+            for shard in dim_shards
+            if shard.padded > shard.length
+        ]
+        self.slots = _slots(tuple(dim.names for dim in dims))
+        self._has_experts, self._transposed = experts is not None, transposed
+        self._stored_shapes: dict[str | None, torch.Size] = {}
+        self._cuts: dict[str | None, tuple[Cut, ...]] = {}
+
+    def __reduce__(self) -> Any:
+        return division_of, self._arguments
+
+    def index_of(self, slot: str | None) -> Index:
+        """Return the index of ``slot`` in each dimension; of ``None``, all slots as one tensor."""
+        return self.slots[slot] if slot is not None else (None,) * len(self.dims)
+
+    def stored_shape(self, slot: str | None) -> torch.Size:
+        """Return the shape of ``slot`` in a checkpoint; ``None`` means all slots as one tensor."""
+        shape = self._stored_shapes.get(slot)
+        if shape is None:
+            shape = self._stored_shapes[slot] = torch.Size(self._shape_of(self.index_of(slot)))
+        return shape
+
+    def _shape_of(self, index: Index) -> list[int]:
+        shape = [
+            dim.size if at is None else dim.slots[at].size
+            for dim, at in zip(self.dims, index, strict=True)
+        ]
+        if self._lacks_experts(index):
+            del shape[0]
+        if self._transposed:
+            shape[-2:] = reversed(shape[-2:])
+        return shape
+
+    def _lacks_experts(self, index: Index) -> bool:
+        """Tell whether a checkpoint's tensor is for one expert, and has no dimension of them."""
+        return self._has_experts and index[0] is not None
+
+    def cuts(self, slot: str | None) -> tuple[Cut, ...]:
+        """Return how each piece of ``slot`` that the rank keeps is cut; ``None`` is all slots.
+
+        A tensor of all slots is cut by slot first and then by rank: cutting it by rank alone would
+        put rows of Q into K.
+        """
+        cuts = self._cuts.get(slot)
+        if cuts is None:
+            index = self.index_of(slot)
+            cuts = tuple(self._cut(index, chosen) for chosen in self.kept(index))
+            self._cuts[slot] = cuts
+        return cuts
+
+    def kept(self, index: Index) -> product[Index]:
+        """Return the indices of the slots at ``index`` that the rank keeps anything of."""
+        return product(*[self._kept(dim, at) for dim, at in enumerate(index)])
+
+    def _kept(self, dim: int, at: int | None) -> Index:
+        shards = self.shards[dim]
+        if at is not None or len(shards) == 1:
+            return (at or 0,) if shards[at or 0].length else ()
+        declared = self.dims[dim]
+        kept = tuple(at for at, shard in enumerate(shards) if shard.length)
+        if kept and declared.alternates and declared.groups_of(shards) is not None:
+            return (None,)  # they are read as they lie
+        return kept
+
+    def _cut(self, index: Index, chosen: Index) -> Cut:
+        """Return the cut of the slots ``chosen`` out of the tensor that is stored at ``index``."""
+        stored_shape = self._shape_of(index)
+        order = _TRANSPOSED if self._transposed else _AS_HELD
+        stored: list[Narrow] = []
+        held: list[Narrow] = []
+        expert, dropped = None, 0
+        if self._lacks_experts(index):
+            expert, dropped = self.shards[0][index[0] or 0].offset, 1
+        last = len(chosen) - dropped - 1
+        for dim in range(dropped, len(chosen)):
+            declared, at = self.dims[dim], chosen[dim]
+            source_dim = target_dim = dim - dropped
+            if self._transposed and target_dim >= last - 1:
+                source_dim = 2 * last - 1 - target_dim
+            if at is None:
+                groups = declared.groups_of(self.shards[dim])
+                assert groups is not None
+                first, count, shares = groups
+                stored.append((source_dim, first * sum(shares), count * sum(shares)))
+                *others, end = self.shards[dim]
+                padding = (*(shard.padded - shard.length for shard in others), 0)
+                order = order._replace(groups=(source_dim, shares, padding))
+                held.append((target_dim, 0, end.offset + end.length))
+                continue
+            _, start, length, offset, _ = self.shards[dim][at]
+            if length != stored_shape[source_dim]:
+                if index[dim] is None:
+                    start = declared.stored_start(at, start)
+                stored.append((source_dim, start, length))
+            if length != self.shape[dim]:
+                held.append((target_dim, offset, length))
+            if pairs := declared.slots[at].pairs:
+                order = order._replace(pairs=(source_dim, pairs))
+        kept_as = None if order is _AS_HELD else order
+        return Cut(tuple(stored), expert, tuple(held), chosen, kept_as)
+
+    def region(self, slot: str | Index) -> tuple[Narrow, ...]:
+        """Return how a parameter is narrowed to a slot, without padding at its end."""
+        narrows = []
+        for dim, at in enumerate(self.slots[slot] if isinstance(slot, str) else slot):
+            shards = self.shards[dim]
+            first, last = (shards[0], shards[-1]) if at is None else (shards[at], shards[at])
+            narrows.append((dim, first.offset, last.offset + last.length - first.offset))
+        return tuple(narrows)
+
+
+@lru_cache(maxsize=256)  # a model has some tens; each keeps what was worked out for its slots
+def division_of(
+    dims: tuple[Dim, ...], tp_rank: int, tp_size: int, experts: Experts | None, transposed: bool
+) -> Division:
+    """Return the division that parameters of these arguments share."""
+    return Division(dims, tp_rank, tp_size, experts, transposed)
+
+
+@lru_cache(maxsize=64)  # the same for all layers of a model
+def _slots(names: tuple[tuple[str, ...], ...]) -> Mapping[str, Index]:
+    """Return the slots of a parameter whose dimensions have these names; no name is all of one."""
+    indices = product(*[range(len(each)) if each else (None,) for each in names])
+    slots: dict[str, Index] = {}
+    for index in indices:
+        name = ".".join(each[at] for each, at in zip(names, index, strict=True) if at is not None)
+        slots[name] = index
+    return slots
