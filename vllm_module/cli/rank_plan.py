@@ -1,16 +1,17 @@
-"""The plan of one rank: what it would read of a checkpoint, and the memory that it needs."""
+"""The plan of each rank: what it would read of a checkpoint, and the memory that it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from vllm_module.assignment import Assignment
+from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, dtype_name, kept_pieces
 from vllm_module.config import EngineConfig
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.load import paused_gc
@@ -25,8 +26,7 @@ from vllm_module.weights.handle import SafetensorsHandle
 PAGE_SIZE = EngineConfig().block_size  # tokens
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """The shard of a checkpoint tensor that a rank reads, and the parameter and slot it fills.
 
     ``byte_range`` has positions in the file; a source that is no folder has no files. A shard that
@@ -69,11 +69,11 @@ class RankPlan:
     ``device_bytes``: parameters and buffers. ``staging_bytes``: host memory, by kind of device.
     ``quantizing_bytes``: the peak of full-precision tensors on the device that are quantized.
     ``kv_page_bytes``: a page of the KV cache, of ``PAGE_SIZE`` tokens.
-    ``tensors``: all that ``device_bytes`` counts.
+    ``tensors``: all that ``device_bytes`` counts. ``plans``: of all ranks, in the model's order.
     """
 
     rank: int
-    reads: list[Read]
+    plans: Sequence[TensorPlan]
     report: LoadReport
     bytes_read: int
     device_bytes: int
@@ -81,6 +81,26 @@ class RankPlan:
     quantizing_bytes: int
     kv_page_bytes: int
     tensors: list[HeldTensor]
+
+    def reads(self) -> Iterator[Read]:
+        """Yield every piece that this rank reads, in the model's order."""
+        for plan in self.plans:
+            kept, begin = plan.kept, plan.begin
+            for piece in kept.pieces[self.rank]:
+                yield Read(
+                    name=plan.name,
+                    file=plan.file,
+                    byte_range=None if begin is None else (begin + piece.begin, begin + piece.end),
+                    bytes=piece.bytes,
+                    pieces=piece.runs,
+                    shape=piece.shape,
+                    of=kept.of,
+                    dtype=kept.dtype,
+                    parameter=plan.parameter,
+                    slot=plan.slot,
+                    quantized=kept.quantized,
+                    tied_to=plan.tied_to,
+                )
 
     def kv_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the pages that hold this many tokens of one sequence."""
@@ -102,68 +122,93 @@ def plan_ranks(
     tp_size: int,
     ep_size: int = 1,
     cache_dtype: torch.dtype | None = None,
-) -> Iterator[RankPlan]:
-    """Yield the plan of each rank, whose model is built on the meta device.
+) -> list[RankPlan]:
+    """Return the plan of each rank; one model is built for all of them, on the meta device.
 
     With an ``ep_size``, that many ranks hold whole experts, and each ``tp_size`` of them share all
     other layers. ``cache_dtype``: of the KV cache; the model's unless given.
     """
-    first: LoadPlan | None = None
-    for rank in range(max(tp_size, ep_size)):
-        experts = expert_parallel(rank=rank, size=ep_size) if ep_size > tp_size else nullcontext()
-        with tensor_parallel(rank=rank % tp_size, size=tp_size), experts:
-            model = source.build(torch.device("cpu"), len(checkpoint))
-        page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
-        with paused_gc():
-            plan = model.plan_weights(checkpoint) if first is None else first.on(model)
-            first = first or plan
-            planned = _rank_plan(rank, plan.kept(), page)
-        yield planned
+    experts = expert_parallel(rank=0, size=ep_size) if ep_size > tp_size else nullcontext()
+    with tensor_parallel(rank=0, size=tp_size), experts:
+        model = source.build(torch.device("cpu"), len(checkpoint))
+    page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
+    with paused_gc():
+        plan = model.plan_weights(checkpoint)
+        groups = plan.alike()
+        counts = [len(group) for group in groups]
+        plan = plan._replace(assignments=[group[0] for group in groups])
+        plans: list[TensorPlan] = []
+        pieces: list[list[tuple[KeptPiece, ...]]] = []
+        ranks = []
+        for rank in range(max(tp_size, ep_size)):
+            of_rank = plan.of_rank(rank)
+            pieces.append([kept_pieces(each) for each in of_rank.assignments])
+            ranks.append(_rank_plan(rank, of_rank, counts, pieces[-1], plans, page))
+        plans += _tensor_plans(model, groups, zip(*pieces, strict=True))
+    return ranks
 
 
-def _rank_plan(rank: int, plan: LoadPlan, kv_page_bytes: int) -> RankPlan:
-    tensors = _tensors(plan.module)
-    order = {  # the model's; the files have another
-        (path, slot): (index, at)
-        for index, (path, tensor) in enumerate(tensors)
-        for at, slot in enumerate((None, *slots_of(tensor)))
-    }
-    reads = [
-        _read(each, piece.source)
-        for each in sorted(plan.assignments, key=lambda each: order[each.location.path, each.slot])
-        for piece in each.pieces()
-    ]
-    memory = {device: plan.memory(device) for device in ("cpu", "cuda")}
+def _rank_plan(
+    rank: int,
+    plan: LoadPlan,
+    counts: Sequence[int],
+    pieces: Sequence[tuple[KeptPiece, ...]],
+    plans: Sequence[TensorPlan],
+    kv_page_bytes: int,
+) -> RankPlan:
+    memory = {device: plan.memory(device, counts) for device in ("cpu", "cuda")}
+    nbytes = (sum(piece.bytes for piece in each) for each in pieces)
     return RankPlan(
         rank,
-        reads,
+        plans,
         plan.report,
-        sum(read.bytes for read in reads),
+        sum(count * each for count, each in zip(counts, nbytes, strict=True)),
         memory["cpu"].model,
         {device: each.staging for device, each in memory.items()},
         memory["cpu"].quantizing,
         kv_page_bytes,
-        _held(tensors),
+        _held(_tensors(plan.module)),
     )
 
 
-def _read(assignment: Assignment, source: Weight) -> Read:
-    # A source of the user's own may have other handles.
-    stored = source if isinstance(source, SafetensorsHandle) else None
-    return Read(
-        name=assignment.name,
-        file=None if stored is None else stored.file.name,
-        byte_range=None if stored is None else stored.byte_range,
-        bytes=prod(source.shape) * source.dtype.itemsize,
-        pieces=1 if stored is None else sum(run.count for run in stored.runs()),
-        shape=tuple(source.shape),
-        of=tuple(assignment.weight.shape),
-        dtype=_dtype_name(source.dtype),
-        parameter=assignment.location.path,
-        slot=assignment.slot,
-        quantized=assignment.location.conversion is not None,
-        tied_to=assignment.tied_to,
-    )
+def _tensor_plans(
+    model: nn.Module,
+    groups: Sequence[Sequence[Assignment]],
+    pieces: Iterable[tuple[tuple[KeptPiece, ...], ...]],
+) -> list[TensorPlan]:
+    """Return the plans in the model's order; the files have another.
+
+    ``pieces`` are those of each rank of the first tensor of each group.
+    """
+    order = {
+        (path, slot): (index, at)
+        for index, (path, tensor) in enumerate(_tensors(model))
+        for at, slot in enumerate((None, *slots_of(tensor)))
+    }
+    plans = []
+    for group, of_ranks in zip(groups, pieces, strict=True):
+        weight, location = group[0].weight, group[0].location
+        kept = Kept(
+            tuple(weight.shape),
+            dtype_name(weight.dtype),
+            location.conversion is not None,
+            of_ranks,
+        )
+        for each in group:
+            # A source of the user's own may have other handles.
+            stored = each.weight if isinstance(each.weight, SafetensorsHandle) else None
+            plans.append(
+                TensorPlan(
+                    each.name,
+                    kept,
+                    each.location.path,
+                    each.slot,
+                    each.tied_to,
+                    None if stored is None else stored.file.name,
+                    None if stored is None else stored.byte_range[0],
+                )
+            )
+    return sorted(plans, key=lambda each: order[each.parameter, each.slot])
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -183,7 +228,7 @@ def _held(tensors: list[tuple[str, torch.Tensor]]) -> list[HeldTensor]:
             path=path,
             tied=tuple(tied),
             shape=tuple(tensor.shape),
-            dtype=_dtype_name(tensor.dtype),
+            dtype=dtype_name(tensor.dtype),
             itemsize=tensor.itemsize,
             nbytes=tensor.nbytes,
             quantized=isinstance(tensor, torch.nn.Parameter)
@@ -191,7 +236,3 @@ def _held(tensors: list[tuple[str, torch.Tensor]]) -> list[HeldTensor]:
         )
         for tensor, (path, *tied) in paths.items()
     ]
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

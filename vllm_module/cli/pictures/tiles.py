@@ -60,8 +60,8 @@ KINDS = {
 
 def tiles_of(ranks: Sequence[RankPlan]) -> list[list[Tile]]:
     """Return the tiles of each rank. Their bytes add up to the rank's ``device_bytes``."""
-    copies = Counter(_identity(read) for rank in ranks for read in rank.reads)
-    read = {read.parameter for rank in ranks for read in rank.reads}
+    copies = Counter(_identity(read) for rank in ranks for read in rank.reads())
+    read = {read.parameter for rank in ranks for read in rank.reads()}
     return [list(_merged(_tiles(rank, copies, read, len(ranks)))) for rank in ranks]
 
 
@@ -82,7 +82,7 @@ def _tiles(
     rank: RankPlan, copies: Counter[tuple[object, ...]], read_anywhere: set[str], tp_size: int
 ) -> Iterator[Tile]:
     reads = defaultdict(list)
-    for read in rank.reads:
+    for read in rank.reads():
         if read.tied_to is None:  # else it is only compared with what another name filled
             reads[read.parameter].append(read)
     for tensor in rank.tensors:
