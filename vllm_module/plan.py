@@ -105,7 +105,7 @@ class LoadPlan(NamedTuple):
         threads = reader_threads()
         staged: list[int] = []
         converted: list[int] = []
-        for each, count in zip(self.assignments, counts or repeat(1)):
+        for each, count in zip(self.assignments, counts or repeat(1), strict=False):
             for source, target in each.jobs():
                 held = [source.shape.numel() * source.dtype.itemsize] * min(count, threads)
                 if isinstance(target, Reordered):
@@ -145,7 +145,7 @@ def _module_of_rank(
     if module in modules:
         return modules[module]
     other = modules[module] = object.__new__(type(module))
-    for name, tensor in module._parameters.items():
+    for tensor in module._parameters.values():
         if tensor is not None and tensor not in tensors:
             tensors[tensor] = tensor.of_rank(rank) if is_typed(tensor) else tensor
     children = {
@@ -157,9 +157,7 @@ def _module_of_rank(
     return other
 
 
-def _node_of_rank(
-    node: Node, modules: dict[nn.Module, nn.Module], nodes: dict[Node, Node]
-) -> Node:
+def _node_of_rank(node: Node, modules: dict[nn.Module, nn.Module], nodes: dict[Node, Node]) -> Node:
     """Return the place of the copied module."""
     other = nodes.get(node)
     if other is None:

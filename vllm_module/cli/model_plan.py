@@ -113,7 +113,8 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
     source, report = plan.source, plan.report
     ranks = "1 rank" if len(plan.ranks) == 1 else f"{len(plan.ranks)} ranks"
     name = source.config.architectures[0]
-    print_text(out, f"{name}, {size(plan.nbytes)} in {dtype_name(source.dtype)}, on {ranks}", "bold")
+    head = f"{name}, {size(plan.nbytes)} in {dtype_name(source.dtype)}, on {ranks}"
+    print_text(out, head, "bold")
     out.print()
     header, rows = tensor_rows(plan.ranks[0].plans, every=every)
     print_table(out, header, rows, right=[header.index("per rank")])

@@ -334,6 +334,9 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between two dots
+
+
 def by_number(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which layer 2 comes before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
@@ -345,8 +348,7 @@ def grouped(
     """Group items of equal ``key`` whose names differ only in numbers (layers, experts)."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for item in items:
-        pattern = tuple("#" if part.isdecimal() else part for part in name(item).split("."))
-        groups[pattern, key(item)].append(item)
+        groups[_NUMBER.sub("#", name(item)), key(item)].append(item)
     return list(groups.values())
 
 

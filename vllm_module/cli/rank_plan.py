@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import itemgetter, mul
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,10 @@ from vllm_module.assignment import Assignment
 from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, dtype_name, kept_pieces
 from vllm_module.config import EngineConfig
 from vllm_module.distributed import expert_parallel, tensor_parallel
-from vllm_module.load import paused_gc
 from vllm_module.model_source import ModelSource
-from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
 from vllm_module.runtime.kv_cache import page_bytes
-from vllm_module.tree import slots_of
+from vllm_module.tree import is_typed, slots_of
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import SafetensorsHandle
 
@@ -69,7 +68,8 @@ class RankPlan:
     ``device_bytes``: parameters and buffers. ``staging_bytes``: host memory, by kind of device.
     ``quantizing_bytes``: the peak of full-precision tensors on the device that are quantized.
     ``kv_page_bytes``: a page of the KV cache, of ``PAGE_SIZE`` tokens.
-    ``tensors``: all that ``device_bytes`` counts. ``plans``: of all ranks, in the model's order.
+    ``plans``: of all ranks, in the model's order. ``paths``: the tensors of rank 0, each with its
+    names.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class RankPlan:
     staging_bytes: dict[str, int]
     quantizing_bytes: int
     kv_page_bytes: int
-    tensors: list[HeldTensor]
+    paths: Mapping[torch.Tensor, Sequence[str]]
 
     def reads(self) -> Iterator[Read]:
         """Yield every piece that this rank reads, in the model's order."""
@@ -101,6 +101,22 @@ class RankPlan:
                     quantized=kept.quantized,
                     tied_to=plan.tied_to,
                 )
+
+    def tensors(self) -> Iterator[HeldTensor]:
+        """Yield all that ``device_bytes`` counts."""
+        for tensor, (path, *tied) in self.paths.items():
+            if is_typed(tensor):
+                tensor = tensor.of_rank(self.rank)
+            eight_bits = not (tensor.is_floating_point() and tensor.itemsize > 1)
+            yield HeldTensor(
+                path=path,
+                tied=tuple(tied),
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                itemsize=tensor.itemsize,
+                nbytes=tensor.nbytes,
+                quantized=isinstance(tensor, nn.Parameter) and eight_bits,
+            )
 
     def kv_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the pages that hold this many tokens of one sequence."""
@@ -132,83 +148,63 @@ def plan_ranks(
     with tensor_parallel(rank=0, size=tp_size), experts:
         model = source.build(torch.device("cpu"), len(checkpoint))
     page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
-    with paused_gc():
-        plan = model.plan_weights(checkpoint)
-        groups = plan.alike()
-        counts = [len(group) for group in groups]
-        plan = plan._replace(assignments=[group[0] for group in groups])
-        plans: list[TensorPlan] = []
-        pieces: list[list[tuple[KeptPiece, ...]]] = []
-        ranks = []
-        for rank in range(max(tp_size, ep_size)):
-            of_rank = plan.of_rank(rank)
-            pieces.append([kept_pieces(each) for each in of_rank.assignments])
-            ranks.append(_rank_plan(rank, of_rank, counts, pieces[-1], plans, page))
-        plans += _tensor_plans(model, groups, zip(*pieces, strict=True))
+    paths: dict[torch.Tensor, list[str]] = {}
+    for path, tensor in _tensors(model):
+        paths.setdefault(tensor, []).append(path)
+    plan = model.plan_weights(checkpoint)
+    groups = plan.alike()
+    plan = plan._replace(assignments=[group[0] for group in groups])
+    plans: list[TensorPlan] = []
+    kept: list[list[tuple[KeptPiece, ...]]] = []  # by rank and group
+    ranks = []
+    for rank in range(max(tp_size, ep_size)):
+        of_rank = plan.of_rank(rank)
+        kept.append([kept_pieces(each) for each in of_rank.assignments])
+        read = [index for index, pieces in enumerate(kept[-1]) if pieces]
+        counts = [len(groups[index]) for index in read]
+        nbytes = [sum(piece.bytes for piece in kept[-1][index]) for index in read]
+        of_rank = of_rank._replace(assignments=[of_rank.assignments[each] for each in read])
+        memory = {device: of_rank.memory(device, counts) for device in ("cpu", "cuda")}
+        ranks.append(
+            RankPlan(
+                rank,
+                plans,
+                plan.report,
+                sum(map(mul, counts, nbytes)),
+                memory["cpu"].model,
+                {device: each.staging for device, each in memory.items()},
+                memory["cpu"].quantizing,
+                page,
+                paths,
+            )
+        )
+    plans += _tensor_plans(groups, zip(*kept, strict=True), model)
     return ranks
 
 
-def _rank_plan(
-    rank: int,
-    plan: LoadPlan,
-    counts: Sequence[int],
-    pieces: Sequence[tuple[KeptPiece, ...]],
-    plans: Sequence[TensorPlan],
-    kv_page_bytes: int,
-) -> RankPlan:
-    memory = {device: plan.memory(device, counts) for device in ("cpu", "cuda")}
-    nbytes = (sum(piece.bytes for piece in each) for each in pieces)
-    return RankPlan(
-        rank,
-        plans,
-        plan.report,
-        sum(count * each for count, each in zip(counts, nbytes, strict=True)),
-        memory["cpu"].model,
-        {device: each.staging for device, each in memory.items()},
-        memory["cpu"].quantizing,
-        kv_page_bytes,
-        _held(_tensors(plan.module)),
-    )
-
-
 def _tensor_plans(
-    model: nn.Module,
     groups: Sequence[Sequence[Assignment]],
-    pieces: Iterable[tuple[tuple[KeptPiece, ...], ...]],
+    kept: Iterable[tuple[tuple[KeptPiece, ...], ...]],
+    model: nn.Module,
 ) -> list[TensorPlan]:
-    """Return the plans in the model's order; the files have another.
+    """Return the plan of each tensor, in the model's order; the files have another.
 
-    ``pieces`` are those of each rank of the first tensor of each group.
+    ``kept`` are the pieces that each rank keeps of the first tensor of each group.
     """
-    order = {
-        (path, slot): (index, at)
-        for index, (path, tensor) in enumerate(_tensors(model))
-        for at, slot in enumerate((None, *slots_of(tensor)))
-    }
+    order = {path: index for index, (path, _) in enumerate(_tensors(model))}
     plans = []
-    for group, of_ranks in zip(groups, pieces, strict=True):
-        weight, location = group[0].weight, group[0].location
-        kept = Kept(
-            tuple(weight.shape),
-            dtype_name(weight.dtype),
-            location.conversion is not None,
-            of_ranks,
-        )
-        for each in group:
-            # A source of the user's own may have other handles.
-            stored = each.weight if isinstance(each.weight, SafetensorsHandle) else None
-            plans.append(
-                TensorPlan(
-                    each.name,
-                    kept,
-                    each.location.path,
-                    each.slot,
-                    each.tied_to,
-                    None if stored is None else stored.file.name,
-                    None if stored is None else stored.byte_range[0],
-                )
-            )
-    return sorted(plans, key=lambda each: order[each.parameter, each.slot])
+    for group, of_ranks in zip(groups, kept, strict=True):
+        weight, slot, location = group[0].weight, group[0].slot, group[0].location
+        at = -1 if slot is None else list(slots_of(location.tensor)).index(slot)
+        quantized = location.conversion is not None
+        of = Kept(tuple(weight.shape), dtype_name(weight.dtype), quantized, of_ranks)
+        for name, _, weight, location, tied_to in group:
+            path, file, begin = location.path, None, None
+            if isinstance(weight, SafetensorsHandle):  # a source of the user's own has others
+                file, begin = weight.file.name, weight.byte_range[0]
+            plans.append((order[path], at, TensorPlan(name, of, path, slot, tied_to, file, begin)))
+    plans.sort(key=itemgetter(0, 1))
+    return [plan for _, _, plan in plans]
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -216,23 +212,4 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
-    ]
-
-
-def _held(tensors: list[tuple[str, torch.Tensor]]) -> list[HeldTensor]:
-    paths: dict[torch.Tensor, list[str]] = {}
-    for path, tensor in tensors:
-        paths.setdefault(tensor, []).append(path)
-    return [
-        HeldTensor(
-            path=path,
-            tied=tuple(tied),
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            itemsize=tensor.itemsize,
-            nbytes=tensor.nbytes,
-            quantized=isinstance(tensor, torch.nn.Parameter)
-            and not (tensor.is_floating_point() and tensor.itemsize > 1),
-        )
-        for tensor, (path, *tied) in paths.items()
     ]

@@ -163,15 +163,16 @@ def tensor_rows(plans: Sequence[TensorPlan], *, every: bool) -> tuple[list[str],
             for each in zip(*(each.bytes for each in counts), strict=True)
         ]
         names = ", ".join(fold(each.name for each in group))
+        fills = _fills(names, group)
         if kept.is_spread:
             least, most = size(min(nbytes)), size(max(nbytes))
             each = least if least == most else f"{least} to {most}"
             shown = _kept((kept.of,), kept.of)
-            rows.append([names, "one each", shown, plan.how, each, _fills(group)])
+            rows.append([names, "one each", shown, plan.how, each, fills])
             continue
         for shapes in dict.fromkeys(kept.shapes):
             ranks = [rank for rank, each in enumerate(kept.shapes) if each == shapes]
-            row = [names, _kept(shapes, kept.of), plan.how, size(nbytes[ranks[0]]), _fills(group)]
+            row = [names, _kept(shapes, kept.of), plan.how, size(nbytes[ranks[0]]), fills]
             which = "all" if len(ranks) == len(kept.shapes) else rank_list(ranks)
             rows.append([row[0], which, *row[1:]] if uneven else row)
     return ([header[0], "ranks", *header[1:]] if uneven else header), rows
@@ -201,12 +202,9 @@ def _part(kept: int, of: int) -> str:
     return f"{kept} of {of}" if kept == 0 or of % kept else f"{of}/{of // kept}"
 
 
-def _fills(group: Sequence[TensorPlan]) -> str:
-    """Write the parameter and the slot, without the modules that the tensor's name has too."""
-    name, parameter = (
-        ", ".join(fold(names))
-        for names in ((plan.name for plan in group), (plan.parameter for plan in group))
-    )
+def _fills(name: str, group: Sequence[TensorPlan]) -> str:
+    """Write the parameter and the slot, without the modules that the tensors' ``name`` has too."""
+    parameter = ", ".join(fold(plan.parameter for plan in group))
     tied_to = group[0].tied_to
     slot = ", ".join(fold(each.slot or "" for each in group))
     if name == parameter:

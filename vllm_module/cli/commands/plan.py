@@ -30,12 +30,14 @@ from vllm_module.cli.output import (
     working,
     writing,
 )
+from vllm_module.garbage import paused_gc
 
 if TYPE_CHECKING:
     from vllm_module.cli.model_plan import ModelPlan
     from vllm_module.model_source import ModelSource
 
 
+@paused_gc()
 def plan(
     source: Source,
     tp: SizeOption = 1,

@@ -85,7 +85,7 @@ def _tiles(
     for read in rank.reads():
         if read.tied_to is None:  # else it is only compared with what another name filled
             reads[read.parameter].append(read)
-    for tensor in rank.tensors:
+    for tensor in rank.tensors():
         paths = (tensor.path, *tensor.tied)
         note = f"tied: {', '.join(tensor.tied)}" if tensor.tied else ""
         low = "8" if tensor.quantized else ""
