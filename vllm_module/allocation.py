@@ -7,16 +7,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from vllm_module.tree import Location, is_typed, materialized, slots_of
+from vllm_module.tree import Location, Node, is_typed, materialized
 from vllm_module.weights import prefer_huge_pages
 
-Locations: TypeAlias = Callable[[], Iterable[Location]]
+Nodes: TypeAlias = Callable[[], Iterable[Node]]
 
 
 class Allocation:
     """The tensors that a load materialized, what they were, and every place that holds them.
 
-    Methods take ``locations``, which returns the location of every tensor of the tree.
+    Methods take ``nodes``, which returns a node for every module of the tree.
 
     Args:
         partial: whether the load may fill some slots of a tensor and leave others.
@@ -32,15 +32,22 @@ class Allocation:
         """Return the tensor that ``tensor`` was when the load began."""
         return self._originals.get(tensor, tensor) if self._originals else tensor
 
-    def holders_of(self, location: Location, locations: Locations) -> list[Location]:
+    def holders_of(self, location: Location, nodes: Nodes) -> list[Location]:
         """Return every location of the tensor at ``location``: more than one where it is tied."""
         if self._holders is None:
             self._holders = {}
-            for each in locations():
-                self._holders.setdefault(each.tensor, []).append(each)
+            seen: set[torch.Tensor] = set()
+            tied = set()
+            for node in nodes():
+                for _, tensor in node.tensors():
+                    (tied if tensor in seen else seen).add(tensor)
+            for node in nodes() if tied else ():
+                for attr, tensor in node.tensors():
+                    if tensor in tied:
+                        self._holders.setdefault(tensor, []).append(Location(node, attr))
         return self._holders.get(location.tensor, [location])
 
-    def materialize(self, location: Location, locations: Locations) -> bool:
+    def materialize(self, location: Location, nodes: Nodes) -> bool:
         """Allocate the tensor at ``location`` if it is on meta, in every module that holds it.
 
         Return whether it had memory when the load began.
@@ -49,7 +56,7 @@ class Allocation:
         if not tensor.is_meta:
             return tensor not in self._originals
         device = location.node.state.device
-        holders = self.holders_of(location, locations)
+        holders = self.holders_of(location, nodes)
         if (conversion := location.conversion) is not None:
             for name in conversion.makes:
                 made = location.node.module._parameters[name]
@@ -91,5 +98,4 @@ def _tensors(location: Location) -> dict[str, Any]:
 def _put(tensor: torch.Tensor, holder: Location) -> None:
     """Replace the tensor at ``holder``; what its slots held, if anything, went with its memory."""
     _tensors(holder)[holder.attr] = tensor
-    local = holder.local
-    holder.node.state.loaded.difference_update((local, slot) for slot in slots_of(tensor))
+    holder.node.state.loaded.pop(holder.local, None)

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, Union
+from typing import Any, Literal, NamedTuple, TypeAlias, Union
 
 import torch
 from torch import nn
@@ -41,6 +41,27 @@ _MOST_NAMED = 8  # tensors that the message of an error says were overwritten, n
 # The load that this thread is doing. A context variable, because an overridden load_weights may
 # pass a plain generator to super(): nothing that travels with the weights would survive that.
 _current: ContextVar[Load | None] = ContextVar("load", default=None)
+
+
+class Target(NamedTuple):
+    """A tensor that names are assigned to.
+
+    Attributes:
+        tensor: as a module holds it.
+        path: its full name in the tree.
+        slots: the names of its slots.
+        claims: the first name for each slot, and the path it was for. Places of a tied tensor share
+            them.
+
+    """
+
+    tensor: torch.Tensor
+    path: str
+    slots: Collection[str]
+    claims: dict[str, tuple[str, str]]
+
+
+Fills: TypeAlias = dict[Location, list[Assignment]]
 
 
 class Group(list[tuple[str, Weight, str]]):
@@ -84,8 +105,9 @@ class Load:
         self._given: dict[nn.Module, dict[str, str]] = {}
         self._tree: list[Node] | None = None  # of every module, once it was walked
         self._paths: list[str] = []  # of tensors, in the order in which names were assigned
-        # The first name for each slot and its path. A tensor is a key by its identity.
-        self._claims: dict[tuple[torch.Tensor, str], tuple[str, str]] = {}
+        # By tensor, as it was when the load began, the first name for each slot and its path.
+        self._claims: dict[torch.Tensor, dict[str, tuple[str, str]]] = {}
+        self._targets: dict[Location, Target] = {}  # since the last reading, which replaces tensors
         self._tied_claims: dict[tuple[str, str], str] = {}  # (another path, slot) -> name
         self._misfits: set[str] = set()
         self._allocation = Allocation(partial=mode == "update")
@@ -93,7 +115,7 @@ class Load:
         self._overwritten: list[Location] = []  # what had memory when the load began
         self._failure: BaseException | None = None
         self._filled: dict[nn.Module, Node] = {}  # owners of tensors that were read
-        self._unfilled: dict[nn.Module, set[tuple[str, str]]] = {}  # of owners that wait to process
+        self._unfilled: dict[nn.Module, dict[str, set[str]]] = {}  # of owners that wait to process
         self._processed: set[nn.Module] = set()
 
     # Opening and joining
@@ -169,7 +191,7 @@ class Load:
         pairs: Iterable[tuple[str, Weight]]
         pairs = weights.items() if isinstance(weights, Mapping) else weights
         if isinstance(pairs, Collection):
-            named = [pair for pair in pairs if self._is_named(node, pair)]
+            named = (pair for pair in pairs if self._is_named(node, pair))
             if not node.path:
                 yield Group(node, [(name, weight, name) for name, weight in named])
                 return
@@ -194,14 +216,14 @@ class Load:
 
         Raises ``WeightLoadError`` if it is no pair.
         """
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise WeightLoadError(
                 f"{type(node.module).__name__} expected pairs of name and tensor, got "
                 f"{_described(pair)}"
             )
         name, weight = pair
         if isinstance(name, str):
-            if self._folder is None:
+            if self._folder is None and not isinstance(weight, torch.Tensor):
                 file = getattr(weight, "file", None)
                 self._folder = file.parent if isinstance(file, Path) else None
             return True
@@ -215,7 +237,8 @@ class Load:
         first, names = len(self._paths), set[str]()
         yield names
         above = len(self._nodes[module].path)
-        names.update(path[above:] for path in self._paths[first:])
+        paths = self._paths[first:]
+        names.update([path[above:] for path in paths] if above else paths)
 
     # Names
 
@@ -226,16 +249,16 @@ class Load:
 
         Without a ``slot`` it fills the whole tensor. ``name`` is the checkpoint's full name.
         """
-        report, tensor = self.report, location.find()
-        if tensor is None or (slot is not None and slot not in slots_of(tensor)):
+        report = self.report
+        target = self._targets.get(location) or self._target(location)
+        if target is None or (slot is not None and slot not in target.slots):
             report.unexpected.append(Problem(name, no_place(location, slot)))
             return
-        path = location.path
+        path, claims = target.path, target.claims
         tied_to = None
         claim = (name, path)
-        original = self._allocation.original(tensor)
-        for each in slots_of(tensor) if slot is None else (slot,):
-            earlier = self._claims.setdefault((original, each), claim)
+        for each in target.slots if slot is None else (slot,):
+            earlier = claims.setdefault(each, claim)
             if earlier is claim:
                 continue
             first, by = earlier
@@ -250,13 +273,24 @@ class Load:
                 return
             self._tied_claims[path, each] = name
             tied_to = first if first not in self._misfits else None
-        if problem := misfit(location, tensor, slot, weight, needs_data=self.mode != "plan"):
+        planning = self.mode == "plan"
+        if problem := misfit(location, target.tensor, slot, weight, needs_data=not planning):
             report.misshapen.append(Problem(name, problem))
             self._misfits.add(name)
             return
         report.loaded.setdefault(path, []).append(name)
         self._paths.append(path)
         self.assigned.append(Assignment(name, slot, weight, location, tied_to))
+
+    def _target(self, location: Location) -> Target | None:
+        """Look up what many names of one tensor have in common; ``None`` if there is no tensor."""
+        tensor = location.find()
+        if tensor is None:
+            return None
+        claims = self._claims.setdefault(self._allocation.original(tensor), {})
+        target = Target(tensor, location.path, slots_of(tensor), claims)
+        self._targets[location] = target
+        return target
 
     def skip(self, name: str, reason: str) -> None:
         """Record that the checkpoint's tensor ``name`` is not loaded, and by which rule."""
@@ -265,21 +299,20 @@ class Load:
     def _report_missing(self) -> None:
         self._tree = None  # an override may have added modules
         reported = set()
-        for location in self._locations():
-            tensor = location.tensor
-            original = self._allocation.original(tensor)
-            for slot in slots_of(tensor):
-                if (original, slot) not in self._claims and (original, slot) not in reported:
-                    reported.add((original, slot))
-                    self.report.missing.append(missing(location, slot))
+        for node in self._walk():
+            for attr, tensor in node.tensors():
+                original, slots = self._allocation.original(tensor), slots_of(tensor)
+                claims = self._claims.get(original, {})
+                if len(claims) < len(slots) and original not in reported:
+                    reported.add(original)
+                    lacking = (slot for slot in slots if slot not in claims)
+                    location = Location(node, attr)
+                    self.report.missing += [missing(location, slot) for slot in lacking]
 
     def _walk(self) -> list[Node]:
         if self._tree is None:
             self._tree = list(walk(self._top))
         return self._tree
-
-    def _locations(self) -> Iterator[Location]:
-        return (location for node in self._walk() for location in node.locations())
 
     # Bytes
 
@@ -287,6 +320,7 @@ class Load:
         """Fill the slots that were assigned after the first ``since``, module by module."""
         assigned = self.assigned[since:]
         del self.assigned[since:]
+        self._targets.clear()
         if not assigned:
             return
         try:
@@ -299,63 +333,66 @@ class Load:
             guard(self.root)  # no forward pass meanwhile
             self.written = True
             with torch.no_grad(), Readers() as readers:
+                fills: dict[Location, list[Assignment]] = {}  # what all slots of a tensor share
+                for each in assigned:
+                    fills.setdefault(each.location, []).append(each)
                 # A module that processes its weights does so before the next takes memory.
-                for _, group in groupby(assigned, _processing_module):
-                    self._read_group(list(group), readers)
+                for _, group in groupby(fills.items(), lambda fill: _processing_module(fill[0])):
+                    self._read_group(dict(group), readers)
         except BaseException as error:
             self._failure = error  # an override that catches it does not make the load whole
             raise
 
-    def _read_group(self, assigned: list[Assignment], readers: Readers) -> None:
-        readers.read(self._jobs(assigned))
-        complete = [node for each in assigned for node in self._mark_loaded(each)]
+    def _read_group(self, fills: Fills, readers: Readers) -> None:
+        readers.read(self._jobs(fills))
+        complete = [node for fill in fills.items() for node in self._mark_loaded(*fill)]
         for node in complete:
             if is_complete(node.module):
                 self._process(node)
 
-    def _jobs(self, assigned: list[Assignment]) -> Iterator[tuple[Weight, Destination]]:
-        for each in assigned:
-            held = self._allocation.materialize(each.location, self._locations)
-            if each.tied_to is not None:
-                continue
+    def _jobs(self, fills: Fills) -> Iterator[tuple[Weight, Destination]]:
+        for location, assigned in fills.items():
+            held = self._allocation.materialize(location, self._walk)
             if held:
-                self._overwritten.append(each.location)
-            for weight, destination in each.jobs():
-                if not isinstance(weight, torch.Tensor):
-                    yield weight, destination
+                self._overwritten.append(location)
+            for each in assigned:
+                if each.tied_to is not None:
                     continue
-                try:
-                    read_into(weight, destination)
-                except WeightReadError as error:  # for handles, the reader adds the name
-                    raise WeightReadError(f"{each.name}: {error}") from None
+                for weight, destination in each.jobs():
+                    if not isinstance(weight, torch.Tensor):
+                        yield weight, destination
+                        continue
+                    try:
+                        read_into(weight, destination)
+                    except WeightReadError as error:  # for handles, the reader adds the name
+                        raise WeightReadError(f"{each.name}: {error}") from None
 
-    def _mark_loaded(self, assignment: Assignment) -> Iterator[Node]:
+    def _mark_loaded(self, location: Location, assigned: list[Assignment]) -> Iterator[Node]:
         """Note that slots hold values; yield the modules that now have all of theirs."""
-        location = assignment.location
         state, local = location.node.state, location.local
-        slots = assignment.slots
+        slots = [slot for each in assigned for slot in each.slots]
         holders = [location]
         # An update comes in many parts, and must not look for ties in the whole tree each time.
         if (
             self.mode == "load"
             or local in state.tied
-            or not state.loaded.issuperset((local, slot) for slot in slots)
+            or not state.loaded.get(local, set()).issuperset(slots)
         ):
-            holders = self._allocation.holders_of(location, self._locations)
+            holders = self._allocation.holders_of(location, self._walk)
         for holder in holders:
             state, local = holder.node.state, holder.local
             if len(holders) > 1:
                 state.tied.add(local)
-            loaded = [(local, slot) for slot in slots]
-            state.loaded.update(loaded)
+            state.loaded.setdefault(local, set()).update(slots)
             owner = holder.node.owner
             self._filled.setdefault(owner.module, owner)
             if owner.processes_alone:
                 if owner.module not in self._unfilled:
                     self._unfilled[owner.module] = own_slots(owner.module)
                 unfilled = self._unfilled[owner.module]
-                unfilled.difference_update(loaded)
-                if not unfilled:
+                if local in unfilled:
+                    unfilled[local].difference_update(slots)
+                if not any(unfilled.values()):
                     del self._unfilled[owner.module]
                     yield owner
 
@@ -443,6 +480,6 @@ def _described(value: object) -> str:
     return f"a {kind} of {len(value)} ({', '.join(type(each).__name__ for each in value[:4])})"
 
 
-def _processing_module(assignment: Assignment) -> nn.Module | None:
-    owner = assignment.location.node.owner
+def _processing_module(location: Location) -> nn.Module | None:
+    owner = location.node.owner
     return owner.module if owner.processes_alone else None

@@ -24,7 +24,7 @@ from vllm_module.conversions import Conversion
 from vllm_module.load import Group, Load, Weights
 from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
-from vllm_module.routes import Child, Skip, Slot, find, routes_of, tensor_at
+from vllm_module.routes import Child, Own, Skip, find, routes_of
 from vllm_module.tree import LoadState, Location
 
 
@@ -80,27 +80,31 @@ class vLLMModule(nn.Module):
     def _route(self, weights: Group, load: Load) -> None:
         """Hand each name to the child, slot, tensor or rule that it begins with."""
         node = weights.node
-        routes = routes_of(node)  # a key ends with a dot where more of the name follows
-        groups: dict[str, Group] = {}
+        routes = routes_of(node)  # by whole name, or by first component with the dot behind it
+        groups: dict[str, Group] = {}  # by child; the slots of a fused one share its group
+        children: dict[str, tuple[Group, str]] = {}  # by first component, once it led to a child
         for name, weight, full_name in weights:
             component, dot, rest = name.partition(".")
-            route = routes.get(component + dot)
-            if isinstance(route, dict):  # a declared name has more components
-                route, rest = find(routes, name)
-            match route:
-                case None:  # an own tensor by its plain name; refused if there is none
-                    load.assign(full_name, weight, Location(node, name))
-                case Child() as child:  # the slots of a fused child share its group
-                    group = groups.get(child.attr)
-                    if group is None:
-                        group = groups[child.attr] = Group(node.child(child.attr))
-                    group.append((child.prefix + rest, weight, full_name))
-                case Slot() as slot:  # of this fused layer's parameter ``rest``
-                    load.assign(full_name, weight, tensor_at(node, rest), slot.name)
-                case Location() as location:  # a tensor of this module, by its alias
-                    load.assign(full_name, weight, location)
-                case Skip(reason):
-                    load.skip(full_name, reason)
+            below = children.get(component + dot)
+            if below is None:
+                route = routes.get(name) or routes.get(component + dot)
+                if declared := isinstance(route, dict):  # names of more components
+                    route, rest = find(routes, name)
+                if isinstance(route, Child):
+                    if route.attr not in groups:
+                        groups[route.attr] = Group(node.child(route.attr))
+                    below = groups[route.attr], route.prefix
+                    if not declared:
+                        children[component + dot] = below
+                elif isinstance(route, Skip):
+                    load.skip(full_name, route.reason)
+                    continue
+                else:
+                    attr, slot = route or (name, None)  # without a route it is refused
+                    load.assign(full_name, weight, Location(node, attr), slot)
+                    continue
+            group, prefix = below
+            group.append((prefix + rest, weight, full_name))
         for group in groups.values():
             child_module = group.node.module
             if isinstance(child_module, vLLMModule):

@@ -24,6 +24,9 @@ from vllm_module.tree import (
 )
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 def modules_that_load(root: nn.Module) -> Iterator[nn.Module]:
     """Yield ``root`` and every module below it that loads itself."""
     return (module for module in root.modules() if loads_itself(module))
@@ -109,10 +112,14 @@ def any_on_meta(modules: Iterable[nn.Module]) -> bool:
 
 def _unfilled(root: nn.Module) -> Iterator[str]:
     for location in locations(root):
-        tensor, local, loaded = location.tensor, location.local, location.node.state.loaded
-        on_meta = tensor.is_meta
+        tensor = location.tensor
+        loaded = location.node.state.loaded.get(location.local, _NONE)
+        if tensor.is_meta:
+            loaded = _NONE
+        elif loaded.issuperset(slots_of(tensor)):
+            continue
         for slot in slots_of(tensor):
-            if on_meta or (local, slot) not in loaded:
+            if slot not in loaded:
                 yield location.stored_name(slot)
 
 

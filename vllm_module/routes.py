@@ -1,8 +1,10 @@
 """Where checkpoint names lead, by what a module and its children declare.
 
-A table leads from a component of a name to a route. A component that has more of the name behind it
-is looked up with its dot: ``"q_proj."`` leads to a child or to a slot, ``"weight"`` to a tensor.
-Where a declared name has several components, the first leads to another table, for the next.
+A table leads from a name, or from its first component with the dot behind it, to a route:
+``"q_proj.weight"`` and ``"weight"`` lead to tensors of the module, ``"mlp."`` to a child. Where a
+declared name has several components, the first leads to another table, for the next.
+
+Layers repeat, and their tables with them: those that declare the same share one.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ class Child(NamedTuple):
     prefix: str
 
 
-class Slot(NamedTuple):
-    """The rest of the name is a tensor of this fused module; ``name`` is the slot of it."""
+class Own(NamedTuple):
+    """The name is that of the module's own tensor ``attr``, or of a slot of it."""
 
-    name: str
+    attr: str
+    slot: str | None
 
 
 class Skip(NamedTuple):
@@ -41,7 +44,7 @@ class Skip(NamedTuple):
     reason: str
 
 
-Route: TypeAlias = Child | Slot | Skip | Location
+Route: TypeAlias = Child | Own | Skip
 # A table within a table may have the route of the names that match no longer path, under "".
 Routes: TypeAlias = dict[str, Union[Route, "Routes"]]
 
@@ -49,8 +52,8 @@ Routes: TypeAlias = dict[str, Union[Route, "Routes"]]
 def routes_of(node: Node) -> Routes:
     """Return the module's table, built once a load from what it and its children declare.
 
-    A module's own tensors need no entry. Raises ``ValueError`` where two declarations claim one
-    name, where one is empty, or where a module makes them that is no ``vLLMModule``.
+    Raises ``ValueError`` where two declarations claim one name, where one is empty, or where a
+    module makes them that is no ``vLLMModule``.
     """
     if node.routes is None:
         node.routes = _built(node)
@@ -61,17 +64,14 @@ def find(routes: Routes, name: str) -> tuple[Route | None, str]:
     """Return the route of the longest declared name that ``name`` begins with, and the rest."""
     component, dot, rest = name.partition(".")
     route = routes.get(component + dot)
-    if not isinstance(route, dict):
-        return route, rest
-    longer = find(route, rest)
-    ends_here: Any = route.get("")
-    return longer if longer[0] is not None else (ends_here, rest)
-
-
-def tensor_at(node: Node, attr: str) -> Location:
-    """Return the location of the module's own tensor ``attr``, which may be an alias."""
-    route = routes_of(node).get(attr)
-    return route if isinstance(route, Location) else Location(node, attr)
+    ends_here: Any = None  # of the longest name so far that may have more behind it
+    rest_there = rest
+    while isinstance(route, dict):
+        if "" in route:
+            ends_here, rest_there = route[""], rest
+        component, dot, deeper = rest.partition(".")
+        route, rest = route.get(component + dot), deeper
+    return (route, rest) if route is not None else (ends_here, rest_there)
 
 
 # What a vLLMModule declares, and of any other module would be ignored.
@@ -88,7 +88,7 @@ def _built(node: Node) -> Routes:
     elif not module._modules and not (
         module.shard_names or module.skipped_weights or module.weight_aliases
     ):
-        return {}  # of a layer that is not fused, as most are
+        return _of_tensors(tensor_names(node))  # a layer that is not fused, as most are
     elif not all(
         isinstance(each, Mapping) for each in (module.skipped_weights, module.weight_aliases)
     ):
@@ -96,20 +96,13 @@ def _built(node: Node) -> Routes:
             f"{type(module).__name__}: skipped_weights and weight_aliases map names, to reasons "
             "and to other names: expected two dicts"
         )
-    children = []
-    for attr, child in module._modules.items():
-        # Not loads_itself: a call for each of many experts would show in every small update.
-        if child is not None and "load_state" in child.__dict__:
-            beside = tuple(child.stored_beside.items()) if child.stored_beside else ()
-            children.append((attr, tuple(child.shard_names), beside))
-        elif child is not None:
-            children.append((attr, (), ()))
+    children = tuple(_declared(*each) for each in module._modules.items() if each[1] is not None)
     routes, claims = _declared_routes(
         type(module).__name__,
-        tuple(tensor_names(node)),
-        tuple(children),
+        tensor_names(node),
+        children,
         tuple(module.shard_names) if ours else (),
-        tuple(module.skipped_weights.items()) if ours else (),
+        tuple(module.skipped_weights.items()) if ours and module.skipped_weights else (),
     )
     if ours and module.weight_aliases:
         routes = _copied(routes)
@@ -118,18 +111,27 @@ def _built(node: Node) -> Routes:
     return routes
 
 
+# Name, slots, and tensors that are stored beside it.
+_Child: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
+
+
+def _declared(attr: str, child: Any) -> _Child:
+    # Not loads_itself: a call for each of many experts would show in every small update.
+    if "load_state" not in child.__dict__:
+        return attr, (), ()
+    beside = child.stored_beside
+    return attr, tuple(child.shard_names), tuple(beside.items()) if beside else ()
+
+
 @lru_cache(maxsize=64)  # the same for all layers of a model, which may have hundreds of slots
 def _declared_routes(
     kind: str,
     tensors: tuple[str, ...],
-    children: tuple[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], ...],
+    children: tuple[_Child, ...],
     shard_names: tuple[str, ...],
     skipped: tuple[tuple[str, str], ...],
 ) -> tuple[Routes, tuple[str, ...]]:
-    """Return the table of a module of class ``kind`` without its aliases, and the names in it.
-
-    A child is given by its name, its slots, and its tensors that are stored beside it.
-    """
+    """Return the table of a module of class ``kind`` without its aliases, and the names in it."""
     routes: Routes = {}
     claims = [*tensors, *shard_names, *(name for name, _ in skipped)]  # each claimed once
     for attr, slots, beside in children:
@@ -139,13 +141,21 @@ def _declared_routes(
             _add(routes, f"{slot}.", Child(attr, f"{slot}."))
         for tensor, name in beside:
             _add(routes, name, Child(attr, tensor))
-    for slot in shard_names:
-        _add(routes, f"{slot}.", Slot(slot))
+    for tensor in tensors:
+        routes[tensor] = Own(tensor, None)
+        for slot in shard_names:
+            routes[f"{slot}.{tensor}"] = Own(tensor, slot)
     for name, reason in skipped:
         _add(routes, name, Skip(reason))
         _add(routes, f"{name}.", Skip(reason))
     _check_claims(kind, claims, claims)
     return routes, tuple(claims)
+
+
+@lru_cache(maxsize=64)
+def _of_tensors(tensors: tuple[str, ...]) -> Routes:
+    """Return the table of a module that has no more than its own tensors."""
+    return {tensor: Own(tensor, None) for tensor in tensors}
 
 
 def _copied(routes: Routes) -> Routes:
@@ -171,23 +181,36 @@ def _add(routes: Routes, name: str, route: Route) -> None:
 def _add_aliases(routes: Routes, node: Node) -> list[str]:
     """Add a route for each alias, and return the aliases whose target is there."""
     module: Any = node.module
-    own = tensor_names(node)
-    found: list[tuple[str, str, Route]] = []
+    found: dict[str, Route] = {}  # added at the end, because no alias leads to another
+    known = []
     for alias, target in module.weight_aliases.items():
+        names = {
+            alias + name.removeprefix(target): route
+            for name, route in routes.items()
+            if isinstance(route, Own) and (name == target or name.startswith(f"{target}."))
+        }
+        # A slot may be stored with the alias of the tensor: "q_proj.kernel".
+        names |= {
+            f"{route.slot}.{alias}": route
+            for route in routes.values()
+            if isinstance(route, Own) and route.slot is not None and route.attr == target
+        }
         # Whether a target below a child is a tensor, or has tensors below it, the child knows.
         for dot in ("", "."):
             route, rest = find(routes, target + dot)
             if isinstance(route, Child):
-                route = Child(route.attr, route.prefix + rest)
-            elif rest:
-                route = None
-            if not dot and target in own:
-                route = Location(node, target)
-            if route is not None:
-                found.append((alias, alias + dot, route))
-    for _, name, route in found:  # not before, because no alias leads to another
-        _add(routes, name, route)
-    return list({alias for alias, _, _ in found})
+                names[alias + dot] = Child(route.attr, route.prefix + rest)
+            elif isinstance(route, Skip) and not rest:
+                names[alias + dot] = route
+        if names:
+            known.append(alias)
+        found |= names
+    for name, route in found.items():
+        if isinstance(route, Own):
+            routes[name] = route
+        else:
+            _add(routes, name, route)
+    return known
 
 
 def _refuse_declarations(module: nn.Module) -> None:
@@ -222,11 +245,13 @@ def _check_claims(kind: str, declared: Sequence[str], claims: Sequence[str]) -> 
         )
 
 
-def tensor_names(node: Node) -> list[str]:
+def tensor_names(node: Node) -> tuple[str, ...]:
     """Return the names of the module's own tensors that a checkpoint can store."""
     module = node.module
+    if not module._buffers:
+        return tuple(module._parameters)
     computed = module._non_persistent_buffers_set
-    return [*module._parameters, *(name for name in module._buffers if name not in computed)]
+    return (*module._parameters, *(name for name in module._buffers if name not in computed))
 
 
 def no_place(location: Location, slot: str | None) -> str:
@@ -235,6 +260,8 @@ def no_place(location: Location, slot: str | None) -> str:
     module = type(node.module).__name__
     if location.is_made:
         return f"{location.path} is made of full-precision weights while they are loaded"
+    if slot is None and attr.rpartition(".")[0] in getattr(node.module, "shard_names", ()):
+        slot, _, attr = attr.rpartition(".")
     declared = attr in node.module._parameters or attr in node.module._buffers
     if declared or slot is not None:
         with_slot = f" with a slot {slot!r}" if slot else ""
@@ -242,20 +269,25 @@ def no_place(location: Location, slot: str | None) -> str:
     for alias, target in getattr(node.module, "weight_aliases", {}).items():
         if f"{attr}.".startswith(f"{alias}."):
             return f"weight_aliases of {module} lead to {target!r}, which is not there"
-    component = attr.partition(".")[0]
-    known = list(
-        dict.fromkeys([*(key.rstrip(".") for key in routes_of(node)), *tensor_names(node)])
-    )
+    component, _, below = attr.partition(".")
+    known = dict.fromkeys(name.partition(".")[0] for name in (*routes_of(node), *tensor_names(node)))
     # The lines of several numbers can fold, because they say the same.
     number = component.isdecimal()
     if component in known:
-        below = routes_of(node).get(f"{component}.")
-        if number and isinstance(below, dict):
-            names = tuple(each.rstrip(".") for each in below)
+        names = _below(routes_of(node), component) if number else ()
+        if names:
             return f"{module} has below each number {_listed(names)}"
         return f"{module}.{component} is known, but not with a name like this"
     what = "such number" if number else shorten(component)
     return f"{module} has no {what}; it has {_listed(tuple(known))}"
+
+
+def _below(routes: Routes, component: str) -> tuple[str, ...]:
+    """Return the components that follow ``component`` in declared names."""
+    table = routes.get(f"{component}.")
+    names = list(table) if isinstance(table, dict) else []
+    names += [name.split(".")[1] for name in routes if name[:-1].startswith(f"{component}.")]
+    return tuple(dict.fromkeys(name.rstrip(".") for name in names))
 
 
 @lru_cache(maxsize=16)  # the same for all experts that a checkpoint has too many

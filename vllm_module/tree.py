@@ -34,7 +34,7 @@ class LoadState:
 
     Attributes:
         device: its tensors are materialized here; the default device when it was built.
-        loaded: (local name of a tensor, slot) of every slot that holds values.
+        loaded: by the local name of a tensor, its slots that hold values.
         tied: local names of tensors that another module is known to hold too.
         refusal: why the module must not run, after a load that broke.
         in_progress: whether it is being loaded.
@@ -44,7 +44,7 @@ class LoadState:
     """
 
     device: torch.device = field(default_factory=_device_to_load_on)
-    loaded: set[tuple[str, str]] = field(default_factory=set)
+    loaded: dict[str, set[str]] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
     refusal: str | None = None
     in_progress: bool = False
@@ -70,7 +70,7 @@ class Node:
     """
 
     __slots__ = (
-        "_children", "conversions", "module", "parent", "path", "routes", "stored_beside",
+        "_children", "_owner", "conversions", "module", "parent", "path", "routes", "stored_beside",
     )  # fmt: skip
 
     conversions: Mapping[str, Conversion]
@@ -82,18 +82,18 @@ class Node:
         self.routes: dict[str, Any] | None = None
         self._children: dict[str, Node] | None = None  # most nodes have none
         self.conversions, self.stored_beside = _NO_CONVERSIONS, _NOTHING_BESIDE
+        self._owner: Node | None = None  # not self: a cycle would keep a deleted model alive
         if "load_state" in module.__dict__:  # not loads_itself: there is a node for each expert
             declared: Any = module
             self.conversions = declared.conversions
             self.stored_beside = declared.stored_beside
+        elif parent is not None:
+            self._owner = parent.owner
 
     @property
     def owner(self) -> Node:
         """The node whose module loads this module's tensors: this one or the nearest above."""
-        node = self
-        while "load_state" not in node.module.__dict__ and node.parent is not None:
-            node = node.parent
-        return node
+        return self._owner or self
 
     @property
     def state(self) -> LoadState:
@@ -130,12 +130,22 @@ class Node:
             waiting += (node._children or {}).values()
             node.routes = node._children = None
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the module's own tensors that a checkpoint stores, each with its name."""
+        module = self.module
+        tensors: dict[str, Any] = module._parameters
+        if module._buffers:
+            computed = module._non_persistent_buffers_set
+            stored = {attr: each for attr, each in module._buffers.items() if attr not in computed}
+            tensors = tensors | stored
+        made = {name for each in self.conversions.values() for name in each.makes}
+        for attr, tensor in tensors.items():
+            if tensor is not None and attr not in made:
+                yield attr, tensor
+
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""
-        for attr in (*self.module._parameters, *self.module._buffers):
-            location = Location(self, attr)
-            if location.find() is not None:
-                yield location
+        return (Location(self, attr) for attr, _ in self.tensors())
 
 
 class Location(NamedTuple):
@@ -254,11 +264,10 @@ def slots_of(tensor: torch.Tensor) -> Collection[str]:
     return tensor.slots if is_typed(tensor) else _WHOLE
 
 
-def own_slots(root: nn.Module) -> set[tuple[str, str]]:
-    """Return (local name of a tensor, slot) for every slot that ``root`` itself loads."""
+def own_slots(root: nn.Module) -> dict[str, set[str]]:
+    """Return, by the local name of a tensor, every slot that ``root`` itself loads."""
     own = (each for each in locations(root) if each.node.owner.module is root)
-    tensors = ((each.local, each.tensor) for each in own)
-    return {(local, slot) for local, tensor in tensors for slot in slots_of(tensor)}
+    return {each.local: set(slots_of(each.tensor)) for each in own}
 
 
 def expected_shape(tensor: torch.Tensor, slot: str | None) -> list[int]:

@@ -213,7 +213,7 @@ def _copy(source: torch.Tensor, destination: torch.Tensor, what: object) -> None
     """
     if source.dtype != destination.dtype:
         _check_cast(source, destination.dtype, what)
-    destination.copy_(source.detach())
+    destination.copy_(source.detach() if source.requires_grad else source)
 
 
 def _check_cast(source: torch.Tensor, dtype: torch.dtype, what: object) -> None:
