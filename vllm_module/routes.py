@@ -270,7 +270,9 @@ def no_place(location: Location, slot: str | None) -> str:
         if f"{attr}.".startswith(f"{alias}."):
             return f"weight_aliases of {module} lead to {target!r}, which is not there"
     component, _, below = attr.partition(".")
-    known = dict.fromkeys(name.partition(".")[0] for name in (*routes_of(node), *tensor_names(node)))
+    known = dict.fromkeys(
+        name.partition(".")[0] for name in (*routes_of(node), *tensor_names(node))
+    )
     # The lines of several numbers can fold, because they say the same.
     number = component.isdecimal()
     if component in known:
