@@ -1,24 +1,27 @@
-"""Seconds and memory to plan a checkpoint of DeepSeek-V3's shape over many expert-parallel ranks.
+"""CPU seconds and memory to plan and inspect a checkpoint of Kimi-K2's shape, over many ranks.
 
-The checkpoint has the names, shapes and dtypes of all its tensors, about 90,000, in sparse files:
-headers alone take room on the disk. The plan runs as a command, with its imports.
+The checkpoint has the names, shapes and dtypes of all its tensors, about 140,000, in sparse files:
+headers alone take room on the disk. Each row runs in a process of its own, with its imports. The
+plans of --json are checked: all ranks together read every expert once.
 
-    python tests/bench/plan.py [--ep 32] [--layers 61] [--out tests/bench/results/plan.json]
+    python tests/bench/plan.py [--ep 32] [--tp 8] [--out tests/bench/results/plan.json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import resource
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from machine import write as write_results
 
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -154,22 +157,47 @@ def write_sparse(path: Path, tensors: Tensors) -> None:
         file.truncate(8 + len(encoded) + end)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ep", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        tensors = write(Path(folder), options.layers)
-        size = ["--expert-parallel-size", str(options.ep)]
-        command = [sys.executable, "-m", "vllm_module.cli", "plan", folder, *size, "--json"]
+# What a model's author calls, without the command line.
+EXPECTED_WEIGHTS = """
+import sys, torch
+from vllm_module import ModelConfig
+from vllm_module.model_source import ModelSource
+model = ModelSource.find(ModelConfig(model=sys.argv[1])).build(torch.device("cpu"))
+print(len(model.expected_weights()))
+"""
+
+
+def measure(arguments: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Run Python with ``arguments``; return its seconds and peak memory, and what it printed."""
+    with tempfile.TemporaryFile("w+") as out:
         begin = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.Popen([sys.executable, *arguments], stdout=out, text=True)
+        ended, peak = 0, 0
+        while not ended:  # its usage has a peak too, but that counts this process before exec
+            time.sleep(0.01)
+            peak = max(peak, peak_resident(process.pid))
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         seconds = time.perf_counter() - begin
-    assert done.returncode == 0, done.stderr
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    plan = json.loads(done.stdout)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, arguments
+        out.seek(0)
+        printed = out.read()
+    figures = {
+        "seconds": seconds,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_resident_mib": peak / 1024,
+    }
+    return figures, printed
+
+
+def peak_resident(pid: int) -> int:
+    """Return the peak memory of a process in KiB; 0 once it has ended."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next((int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line), 0)
+
+
+def check(plan: dict[str, Any], layers: int) -> dict[str, list[int]]:
+    """Check that ranks read every expert once; return the least and the most that one reads."""
     read = [rank["bytes_read"] for rank in plan["ranks"]]
     experts = [
         sum(each["bytes"] for each in rank["reads"] if ".experts." in each["name"])
@@ -177,27 +205,43 @@ def main() -> None:
     ]
     assert sum(experts) == sum(
         torch.Size(shape).numel() * _NBYTES[dtype]
-        for number in range(options.layers)
+        for number in range(layers)
         for name, (dtype, shape) in layer(number).items()
         if ".experts." in name
     ), "the ranks together do not read every expert once"
-    result = {
-        "tensors": tensors,
-        "ranks": len(read),
-        "seconds": seconds,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_resident_mib": usage.ru_maxrss / 1024,
-        "checkpoint_bytes": plan["checkpoint_bytes"],
+    return {
         "bytes_read_by_rank": [min(read), max(read)],
         "bytes_of_experts_by_rank": [min(experts), max(experts)],
-        "skipped": len(plan["skipped"]),
     }
-    print(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ep", type=int, default=32)
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = write(Path(folder), options.layers)
+        command = ["-m", "vllm_module.cli"]
+        plan = [*command, "plan", folder]
+        spread = [*plan, "--expert-parallel-size", str(options.ep)]
+        works = {
+            f"plan, {options.ep} expert-parallel ranks": spread,
+            f"plan --json, {options.ep} expert-parallel ranks": [*spread, "--json"],
+            f"plan, {options.tp} tensor-parallel ranks": [*plan, "--tp", str(options.tp)],
+            "inspect": [*command, "inspect", folder],
+            "expected_weights": ["-c", EXPECTED_WEIGHTS, folder],
+        }
+        results: dict[str, Any] = {"tensors": tensors}
+        for name, arguments in works.items():
+            results[name], printed = measure(arguments)
+            if "--json" in arguments:
+                results[name] |= check(json.loads(printed), options.layers)
+            print(f"{name}: {json.dumps(results[name])}", flush=True)
     if options.out:
-        machine = {"torch": torch.__version__, "python": platform.python_version(),
-                   "machine": platform.platform()}  # fmt: skip
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": machine, **result}, indent=1))
+        write_results(options.out, results)
 
 
 if __name__ == "__main__":

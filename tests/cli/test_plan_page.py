@@ -122,6 +122,12 @@ def test_experts_of_a_layer_share_a_tile(folder: Path) -> None:
         ("model.layers.1.experts.{0..2}.w", 3),
     ]
     assert tiles[0].bytes == 3 * 32 * 2
+    fused = "model.layers.0.experts.w13.weight"  # as one parameter, in slots
+    plans = [
+        norm._replace(name=paths, parameter=fused, slot=f"{j}.up") for j, paths in enumerate(names)
+    ]
+    (tiles,) = tiles_of([replace(rank, plans=plans, paths={torch.empty(6 * 32): [fused]})])
+    assert [(tile.slot, tile.tensors) for tile in tiles] == [("{0..5}.up", 6)]
     assert layer_of("model.embed_tokens.weight") == "model.embed_tokens"
 
 

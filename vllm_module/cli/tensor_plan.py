@@ -61,6 +61,11 @@ class Kept:
         return tuple(sum(piece.bytes for piece in pieces) for pieces in self.pieces)
 
     @cached_property
+    def copies(self) -> Counter[KeptPiece]:
+        """How many ranks keep a piece."""
+        return Counter(piece for pieces in self.pieces for piece in pieces)
+
+    @cached_property
     def is_spread(self) -> bool:
         """Whether one of several ranks holds all of it, and the others nothing: an expert."""
         holders = [pieces for pieces in self.shapes if pieces]
@@ -101,15 +106,15 @@ class TensorPlan(NamedTuple):
     begin: int | None
 
     @property
-    def slot_kind(self) -> str:
-        """The slot without the number of an expert."""
-        return ".".join(part for part in (self.slot or "").split(".") if not part.isdecimal())
-
-    @property
     def how(self) -> str:
         """How the ranks hold it."""
         how = self.kept.how if self.tied_to is None else "compared"
         return how + (", quantized" if self.kept.quantized else "")
+
+
+def slot_kind(slot: str) -> str:
+    """Return the slot without the number of an expert."""
+    return ".".join(part for part in slot.split(".") if not part.isdecimal())
 
 
 def kept_pieces(assignment: Assignment) -> tuple[KeptPiece, ...]:
@@ -148,7 +153,7 @@ def tensor_rows(plans: Sequence[TensorPlan], *, every: bool) -> tuple[list[str],
             lambda plan: (
                 plan.kept.of,
                 plan.how,
-                None if plan.kept.is_spread else (plan.slot_kind, plan.kept.shapes),
+                None if plan.kept.is_spread else (slot_kind(plan.slot or ""), plan.kept.shapes),
             ),
         )
     )
