@@ -37,7 +37,7 @@ class Allocation:
         if self._holders is None:
             self._holders = {}
             seen: set[torch.Tensor] = set()
-            tied = set()
+            tied: set[torch.Tensor] = set()
             for node in nodes():
                 for _, tensor in node.tensors():
                     (tied if tensor in seen else seen).add(tensor)

@@ -90,7 +90,7 @@ def misfit(
     """Say why ``weight`` cannot fill ``slot`` of ``tensor``; ``None`` if it can."""
     if problem := _not_plain(weight, needs_data=needs_data):
         return problem
-    shape = torch.Size(weight.shape)
+    shape = weight.shape
     if not (tensor.accepts(slot, shape) if is_typed(tensor) else shape == tensor.shape):
         expected = expected_shape(tensor, slot)
         hint = ", its transpose" if len(shape) == 2 and expected == [*reversed(shape)] else ""

@@ -47,7 +47,8 @@ class Target(NamedTuple):
     """A tensor that names are assigned to.
 
     Attributes:
-        tensor: as a module holds it.
+        location: where it is.
+        tensor: as the module holds it; ``None`` if there is none.
         path: its full name in the tree.
         slots: the names of its slots.
         claims: the first name for each slot, and the path it was for. Places of a tied tensor share
@@ -55,7 +56,8 @@ class Target(NamedTuple):
 
     """
 
-    tensor: torch.Tensor
+    location: Location
+    tensor: torch.Tensor | None
     path: str
     slots: Collection[str]
     claims: dict[str, tuple[str, str]]
@@ -107,7 +109,6 @@ class Load:
         self._paths: list[str] = []  # of tensors, in the order in which names were assigned
         # By tensor, as it was when the load began, the first name for each slot and its path.
         self._claims: dict[torch.Tensor, dict[str, tuple[str, str]]] = {}
-        self._targets: dict[Location, Target] = {}  # since the last reading, which replaces tensors
         self._tied_claims: dict[tuple[str, str], str] = {}  # (another path, slot) -> name
         self._misfits: set[str] = set()
         self._allocation = Allocation(partial=mode == "update")
@@ -242,16 +243,21 @@ class Load:
 
     # Names
 
-    def assign(
-        self, name: str, weight: Weight, location: Location, slot: str | None = None
-    ) -> None:
-        """Record that ``weight`` fills ``slot`` of the tensor at ``location``, or why it cannot.
+    def target(self, location: Location) -> Target:
+        """Look up what names of the tensor at ``location`` have in common, until it is read."""
+        tensor = location.find()
+        if tensor is None:
+            return Target(location, None, location.path, (), {})
+        claims = self._claims.setdefault(self._allocation.original(tensor), {})
+        return Target(location, tensor, location.path, slots_of(tensor), claims)
+
+    def assign(self, name: str, weight: Weight, target: Target, slot: str | None = None) -> None:
+        """Record that ``weight`` fills ``slot`` of ``target``, or why it cannot.
 
         Without a ``slot`` it fills the whole tensor. ``name`` is the checkpoint's full name.
         """
-        report = self.report
-        target = self._targets.get(location) or self._target(location)
-        if target is None or (slot is not None and slot not in target.slots):
+        report, location, tensor = self.report, target.location, target.tensor
+        if tensor is None or (slot is not None and slot not in target.slots):
             report.unexpected.append(Problem(name, no_place(location, slot)))
             return
         path, claims = target.path, target.claims
@@ -274,23 +280,13 @@ class Load:
             self._tied_claims[path, each] = name
             tied_to = first if first not in self._misfits else None
         planning = self.mode == "plan"
-        if problem := misfit(location, target.tensor, slot, weight, needs_data=not planning):
+        if problem := misfit(location, tensor, slot, weight, needs_data=not planning):
             report.misshapen.append(Problem(name, problem))
             self._misfits.add(name)
             return
         report.loaded.setdefault(path, []).append(name)
         self._paths.append(path)
         self.assigned.append(Assignment(name, slot, weight, location, tied_to))
-
-    def _target(self, location: Location) -> Target | None:
-        """Look up what many names of one tensor have in common; ``None`` if there is no tensor."""
-        tensor = location.find()
-        if tensor is None:
-            return None
-        claims = self._claims.setdefault(self._allocation.original(tensor), {})
-        target = Target(tensor, location.path, slots_of(tensor), claims)
-        self._targets[location] = target
-        return target
 
     def skip(self, name: str, reason: str) -> None:
         """Record that the checkpoint's tensor ``name`` is not loaded, and by which rule."""
@@ -320,7 +316,6 @@ class Load:
         """Fill the slots that were assigned after the first ``since``, module by module."""
         assigned = self.assigned[since:]
         del self.assigned[since:]
-        self._targets.clear()
         if not assigned:
             return
         try:
@@ -380,12 +375,15 @@ class Load:
         ):
             holders = self._allocation.holders_of(location, self._walk)
         for holder in holders:
-            state, local = holder.node.state, holder.local
+            owner, local = holder.node.owner, holder.local
+            state = state_of(owner.module)
             if len(holders) > 1:
                 state.tied.add(local)
-            state.loaded.setdefault(local, set()).update(slots)
-            owner = holder.node.owner
-            self._filled.setdefault(owner.module, owner)
+            loaded = state.loaded.get(local)
+            if loaded is None:
+                loaded = state.loaded[local] = set()
+            loaded.update(slots)
+            self._filled[owner.module] = owner
             if owner.processes_alone:
                 if owner.module not in self._unfilled:
                     self._unfilled[owner.module] = own_slots(owner.module)

@@ -21,10 +21,10 @@ from torch import nn
 
 from vllm_module import readiness, tree
 from vllm_module.conversions import Conversion
-from vllm_module.load import Group, Load, Weights
+from vllm_module.load import Group, Load, Target, Weights
 from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
-from vllm_module.routes import Child, Own, Skip, find, routes_of
+from vllm_module.routes import Child, Skip, find, routes_of
 from vllm_module.tree import LoadState, Location
 
 
@@ -56,6 +56,8 @@ class vLLMModule(nn.Module):
     skipped_weights: Mapping[str, str] = MappingProxyType({})
     conversions: Mapping[str, Conversion] = MappingProxyType({})
 
+    overrides_load_weights = False  # whether the class, or one above it, does
+
     def load_weights(self, weights: Weights) -> set[str]:
         """Load a whole checkpoint and return the names of the parameters and buffers it fills.
 
@@ -78,33 +80,32 @@ class vLLMModule(nn.Module):
         return names
 
     def _route(self, weights: Group, load: Load) -> None:
-        """Hand each name to the child, slot, tensor or rule that it begins with."""
+        """Hand each name to the tensor, child or rule that it leads to."""
         node = weights.node
         routes = routes_of(node)  # by whole name, or by first component with the dot behind it
         groups: dict[str, Group] = {}  # by child; the slots of a fused one share its group
-        children: dict[str, tuple[Group, str]] = {}  # by first component, once it led to a child
+        targets: dict[tuple[str, str], Target] = {}  # by child and attribute
         for name, weight, full_name in weights:
-            component, dot, rest = name.partition(".")
-            below = children.get(component + dot)
-            if below is None:
-                route = routes.get(name) or routes.get(component + dot)
-                if declared := isinstance(route, dict):  # names of more components
-                    route, rest = find(routes, name)
-                if isinstance(route, Child):
-                    if route.attr not in groups:
-                        groups[route.attr] = Group(node.child(route.attr))
-                    below = groups[route.attr], route.prefix
-                    if not declared:
-                        children[component + dot] = below
-                elif isinstance(route, Skip):
-                    load.skip(full_name, route.reason)
-                    continue
-                else:
-                    attr, slot = route or (name, None)  # without a route it is refused
-                    load.assign(full_name, weight, Location(node, attr), slot)
-                    continue
-            group, prefix = below
-            group.append((prefix + rest, weight, full_name))
+            route, rest = routes.get(name), ""
+            if route is None:
+                component, dot, rest = name.partition(".")
+                route = routes.get(component + dot)
+            if isinstance(route, dict):  # a declared name has more components
+                route, rest = find(routes, name)
+            if isinstance(route, Child):
+                group = groups.get(route.attr)
+                if group is None:
+                    group = groups[route.attr] = Group(node.child(route.attr))
+                group.append((route.prefix + rest, weight, full_name))
+            elif isinstance(route, Skip):
+                load.skip(full_name, route.reason)
+            else:
+                child, attr, slot = route or ("", name, None)  # without a route it is refused
+                target = targets.get((child, attr))
+                if target is None:
+                    holder = node.child(child) if child else node
+                    target = targets[child, attr] = load.target(Location(holder, attr))
+                load.assign(full_name, weight, target, slot)
         for group in groups.values():
             child_module = group.node.module
             if isinstance(child_module, vLLMModule):
@@ -200,6 +201,7 @@ class vLLMModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "load_weights" in vars(cls):
+            cls.overrides_load_weights = True
             cls.load_weights = _within_load(cls.load_weights)  # type: ignore[method-assign]
 
 

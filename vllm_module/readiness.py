@@ -20,9 +20,7 @@ from vllm_module.tree import (
     materialized,
     slots_of,
     state_of,
-    tensors_of,
 )
-
 
 _NONE: frozenset[str] = frozenset()
 
@@ -57,10 +55,12 @@ def allow_to_run(modules: Iterable[nn.Module]) -> None:
     """Let ``modules``, all of a tree, run again; check them no longer if nothing is on meta."""
     modules = list(modules)
     ready = not any_on_meta(modules)
-    for module in filter(loads_itself, modules):
-        state_of(module).refusal = None
-        if ready:  # so that torch.compile sees no hook at the first forward pass
-            unguard(module)
+    for module in modules:
+        if loads_itself(module):
+            state = state_of(module)
+            state.refusal = None
+            if ready and state.guard is not None:  # so that torch.compile sees no hook
+                unguard(module)
 
 
 def refuse_to_run(root: nn.Module, error: BaseException, overwritten: str = "") -> None:
@@ -107,7 +107,12 @@ def is_complete(root: nn.Module) -> bool:
 
 def any_on_meta(modules: Iterable[nn.Module]) -> bool:
     """Tell whether any parameter or buffer of ``modules`` is on the meta device."""
-    return any(tensor.is_meta for module in modules for tensor in tensors_of(module))
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and tensor.is_meta:
+                    return True
+    return False
 
 
 def _unfilled(root: nn.Module) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """Where checkpoint names lead, by what a module and its children declare.
 
-A table leads from a name, or from its first component with the dot behind it, to a route:
-``"q_proj.weight"`` and ``"weight"`` lead to tensors of the module, ``"mlp."`` to a child. Where a
-declared name has several components, the first leads to another table, for the next.
+A table leads from a whole name, or from its first component with the dot behind it, to a route:
+``"norm.weight"`` and ``"q_proj.weight"`` to tensors of this module or of a layer below it,
+``"mlp."`` to a child. Where a declared name has several components, the first leads to another
+table, for the next.
 
-Layers repeat, and their tables with them: those that declare the same share one.
+Layers repeat, and their tables with them: modules that declare the same share one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ class Child(NamedTuple):
     prefix: str
 
 
-class Own(NamedTuple):
-    """The name is that of the module's own tensor ``attr``, or of a slot of it."""
+class Place(NamedTuple):
+    """The name is that of a tensor, or of a slot of it.
 
+    ``child`` and ``attr`` are where it is: ``child`` is empty for the module's own, and else a
+    layer without children of its own, which leaves the loading to this class.
+    """
+
+    child: str
     attr: str
     slot: str | None
 
@@ -44,7 +50,7 @@ class Skip(NamedTuple):
     reason: str
 
 
-Route: TypeAlias = Child | Own | Skip
+Route: TypeAlias = Child | Place | Skip
 # A table within a table may have the route of the names that match no longer path, under "".
 Routes: TypeAlias = dict[str, Union[Route, "Routes"]]
 
@@ -85,81 +91,113 @@ def _built(node: Node) -> Routes:
     ours = loads_itself(module)
     if not ours:
         _refuse_declarations(module)
-    elif not module._modules and not (
-        module.shard_names or module.skipped_weights or module.weight_aliases
-    ):
-        return _of_tensors(tensor_names(node))  # a layer that is not fused, as most are
-    elif not all(
-        isinstance(each, Mapping) for each in (module.skipped_weights, module.weight_aliases)
-    ):
-        raise TypeError(
-            f"{type(module).__name__}: skipped_weights and weight_aliases map names, to reasons "
-            "and to other names: expected two dicts"
-        )
+    elif module.skipped_weights or module.weight_aliases:
+        _check_mappings(module)
+    elif not module._modules and not module.shard_names:
+        return _of_tensors(tensor_names(module))  # a layer that is not fused, as most are
     children = tuple(_declared(*each) for each in module._modules.items() if each[1] is not None)
-    routes, claims = _declared_routes(
+    if not ours:
+        return _declared_routes(type(module).__name__, tensor_names(module), children)
+    return _declared_routes(
         type(module).__name__,
-        tensor_names(node),
+        tensor_names(module),
         children,
-        tuple(module.shard_names) if ours else (),
-        tuple(module.skipped_weights.items()) if ours and module.skipped_weights else (),
+        tuple(module.shard_names),
+        tuple(module.skipped_weights.items()) if module.skipped_weights else (),
+        tuple(module.weight_aliases.items()) if module.weight_aliases else (),
     )
-    if ours and module.weight_aliases:
-        routes = _copied(routes)
-        claims += tuple(_add_aliases(routes, node))
-        _check_claims(type(module).__name__, (*claims, *module.weight_aliases.values()), claims)
-    return routes
 
 
-# Name, slots, and tensors that are stored beside it.
-_Child: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
+class _Declared(NamedTuple):
+    """What a child declares; ``tensors`` is empty unless names can lead to them from above."""
+
+    attr: str
+    shard_names: tuple[str, ...] = ()
+    stored_beside: tuple[tuple[str, str], ...] = ()
+    tensors: tuple[str, ...] = ()
 
 
-def _declared(attr: str, child: Any) -> _Child:
+def _declared(attr: str, child: Any) -> _Declared:
     # Not loads_itself: a call for each of many experts would show in every small update.
     if "load_state" not in child.__dict__:
-        return attr, (), ()
+        return _Declared(attr)
     beside = child.stored_beside
-    return attr, tuple(child.shard_names), tuple(beside.items()) if beside else ()
+    return _Declared(
+        attr,
+        tuple(child.shard_names),
+        tuple(beside.items()) if beside else (),
+        tensor_names(child) if _is_simple(child) else (),
+    )
+
+
+def _is_simple(module: Any) -> bool:
+    """Tell whether names need not be handed to a layer that loads itself."""
+    return not (
+        module._modules
+        or module.weight_aliases
+        or module.skipped_weights
+        or type(module).overrides_load_weights
+    )
 
 
 @lru_cache(maxsize=64)  # the same for all layers of a model, which may have hundreds of slots
 def _declared_routes(
     kind: str,
     tensors: tuple[str, ...],
-    children: tuple[_Child, ...],
-    shard_names: tuple[str, ...],
-    skipped: tuple[tuple[str, str], ...],
-) -> tuple[Routes, tuple[str, ...]]:
-    """Return the table of a module of class ``kind`` without its aliases, and the names in it."""
+    children: tuple[_Declared, ...],
+    shard_names: tuple[str, ...] = (),
+    skipped: tuple[tuple[str, str], ...] = (),
+    aliases: tuple[tuple[str, str], ...] = (),
+) -> Routes:
+    """Return the table of a module of class ``kind`` with these tensors, children and names."""
     routes: Routes = {}
     claims = [*tensors, *shard_names, *(name for name, _ in skipped)]  # each claimed once
-    for attr, slots, beside in children:
+    for attr, slots, beside, _ in children:
         claims += (attr, *slots, *(name for _, name in beside))
         _add(routes, f"{attr}.", Child(attr, ""))
         for slot in slots:
             _add(routes, f"{slot}.", Child(attr, f"{slot}."))
         for tensor, name in beside:
             _add(routes, name, Child(attr, tensor))
-    for tensor in tensors:
-        routes[tensor] = Own(tensor, None)
-        for slot in shard_names:
-            routes[f"{slot}.{tensor}"] = Own(tensor, slot)
+    own = _places("", tensors, shard_names)
+    for name, place in own.items():
+        _add(routes, name, place)
     for name, reason in skipped:
         _add(routes, name, Skip(reason))
         _add(routes, f"{name}.", Skip(reason))
-    _check_claims(kind, claims, claims)
-    return routes, tuple(claims)
+    targets = [target for _, target in aliases]
+    claims += _add_aliases(routes, own, aliases)
+    _check_claims(kind, (*claims, *targets), claims)
+    return routes | _shortcuts(routes, own, children)
+
+
+def _places(child: str, tensors: Sequence[str], shard_names: Sequence[str]) -> dict[str, Place]:
+    """Return the names of ``child``'s tensors and of their slots, relative to it."""
+    places = {tensor: Place(child, tensor, None) for tensor in tensors}
+    return places | {
+        f"{slot}.{tensor}": Place(child, tensor, slot) for slot in shard_names for tensor in tensors
+    }
+
+
+def _shortcuts(
+    routes: Routes, own: Mapping[str, Place], children: Sequence[_Declared]
+) -> dict[str, Place]:
+    """Return whole names that the table leads to a tensor, here or in a child, in several steps."""
+    found = {name: place for name, place in own.items() if find(routes, name) == (place, "")}
+    for attr, slots, beside, tensors in children:
+        places = _places(attr, tensors, slots)
+        names = [f"{attr}.{name}" for name in places] + [*places] + [name for _, name in beside]
+        for name in names if tensors else ():
+            route, rest = find(routes, name)
+            if isinstance(route, Child) and route.attr == attr and route.prefix + rest in places:
+                found[name] = places[route.prefix + rest]
+    return found
 
 
 @lru_cache(maxsize=64)
 def _of_tensors(tensors: tuple[str, ...]) -> Routes:
     """Return the table of a module that has no more than its own tensors."""
-    return {tensor: Own(tensor, None) for tensor in tensors}
-
-
-def _copied(routes: Routes) -> Routes:
-    return {key: _copied(r) if isinstance(r, dict) else r for key, r in routes.items()}
+    return {**_places("", tensors, ())}
 
 
 def _add(routes: Routes, name: str, route: Route) -> None:
@@ -178,39 +216,40 @@ def _add(routes: Routes, name: str, route: Route) -> None:
     _add(below, rest, route)
 
 
-def _add_aliases(routes: Routes, node: Node) -> list[str]:
+def _add_aliases(
+    routes: Routes, own: Mapping[str, Place], aliases: Sequence[tuple[str, str]]
+) -> list[str]:
     """Add a route for each alias, and return the aliases whose target is there."""
-    module: Any = node.module
     found: dict[str, Route] = {}  # added at the end, because no alias leads to another
     known = []
-    for alias, target in module.weight_aliases.items():
-        names = {
-            alias + name.removeprefix(target): route
-            for name, route in routes.items()
-            if isinstance(route, Own) and (name == target or name.startswith(f"{target}."))
-        }
-        # A slot may be stored with the alias of the tensor: "q_proj.kernel".
-        names |= {
-            f"{route.slot}.{alias}": route
-            for route in routes.values()
-            if isinstance(route, Own) and route.slot is not None and route.attr == target
-        }
+    for alias, target in aliases:
+        before = len(found)
+        for name, place in own.items():
+            if name == target or name.startswith(f"{target}."):
+                found[alias + name.removeprefix(target)] = place
+            elif place.slot is not None and place.attr == target:  # "q_proj.kernel"
+                found[f"{place.slot}.{alias}"] = place
         # Whether a target below a child is a tensor, or has tensors below it, the child knows.
         for dot in ("", "."):
             route, rest = find(routes, target + dot)
             if isinstance(route, Child):
-                names[alias + dot] = Child(route.attr, route.prefix + rest)
+                found[alias + dot] = Child(route.attr, route.prefix + rest)
             elif isinstance(route, Skip) and not rest:
-                names[alias + dot] = route
-        if names:
+                found[alias + dot] = route
+        if len(found) > before:
             known.append(alias)
-        found |= names
-    for name, route in found.items():
-        if isinstance(route, Own):
-            routes[name] = route
-        else:
-            _add(routes, name, route)
+    for name, each in found.items():
+        _add(routes, name, each)
     return known
+
+
+def _check_mappings(module: Any) -> None:
+    declared = module.skipped_weights, module.weight_aliases
+    if not all(isinstance(each, Mapping) for each in declared):
+        raise TypeError(
+            f"{type(module).__name__}: skipped_weights and weight_aliases map names, to reasons "
+            "and to other names: expected two dicts"
+        )
 
 
 def _refuse_declarations(module: nn.Module) -> None:
@@ -245,9 +284,8 @@ def _check_claims(kind: str, declared: Sequence[str], claims: Sequence[str]) -> 
         )
 
 
-def tensor_names(node: Node) -> tuple[str, ...]:
+def tensor_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the module's own tensors that a checkpoint can store."""
-    module = node.module
     if not module._buffers:
         return tuple(module._parameters)
     computed = module._non_persistent_buffers_set
@@ -269,27 +307,18 @@ def no_place(location: Location, slot: str | None) -> str:
     for alias, target in getattr(node.module, "weight_aliases", {}).items():
         if f"{attr}.".startswith(f"{alias}."):
             return f"weight_aliases of {module} lead to {target!r}, which is not there"
-    component, _, below = attr.partition(".")
-    known = dict.fromkeys(
-        name.partition(".")[0] for name in (*routes_of(node), *tensor_names(node))
-    )
+    component = attr.partition(".")[0]
+    known = dict.fromkeys(name.partition(".")[0] for name in routes_of(node))
     # The lines of several numbers can fold, because they say the same.
     number = component.isdecimal()
     if component in known:
-        names = _below(routes_of(node), component) if number else ()
-        if names:
+        below = routes_of(node).get(f"{component}.")
+        if number and isinstance(below, dict):
+            names = tuple(dict.fromkeys(each.partition(".")[0] for each in below))
             return f"{module} has below each number {_listed(names)}"
         return f"{module}.{component} is known, but not with a name like this"
     what = "such number" if number else shorten(component)
     return f"{module} has no {what}; it has {_listed(tuple(known))}"
-
-
-def _below(routes: Routes, component: str) -> tuple[str, ...]:
-    """Return the components that follow ``component`` in declared names."""
-    table = routes.get(f"{component}.")
-    names = list(table) if isinstance(table, dict) else []
-    names += [name.split(".")[1] for name in routes if name[:-1].startswith(f"{component}.")]
-    return tuple(dict.fromkeys(name.rstrip(".") for name in names))
 
 
 @lru_cache(maxsize=16)  # the same for all experts that a checkpoint has too many

@@ -109,8 +109,10 @@ class Node:
     @property
     def processes_alone(self) -> bool:
         """Whether it does so as soon as its own weights are there: no module below loads itself."""
+        if not self.processes:
+            return False
         below = (each for each in self.module.modules() if each is not self.module)
-        return self.processes and not any(map(loads_itself, below))
+        return not any(map(loads_itself, below))
 
     def child(self, name: str) -> Node:
         """Return the node of the child ``name``."""
@@ -130,18 +132,20 @@ class Node:
             waiting += (node._children or {}).values()
             node.routes = node._children = None
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the module's own tensors that a checkpoint stores, each with its name."""
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the module's own tensors that a checkpoint stores, each with its name."""
         module = self.module
-        tensors: dict[str, Any] = module._parameters
+        tensors: Any = module._parameters.items()
+        named = [each for each in tensors if each[1] is not None]
         if module._buffers:
             computed = module._non_persistent_buffers_set
-            stored = {attr: each for attr, each in module._buffers.items() if attr not in computed}
-            tensors = tensors | stored
-        made = {name for each in self.conversions.values() for name in each.makes}
-        for attr, tensor in tensors.items():
-            if tensor is not None and attr not in made:
-                yield attr, tensor
+            for attr, buffer in module._buffers.items():
+                if buffer is not None and attr not in computed:
+                    named.append((attr, buffer))
+        if self.conversions:
+            made = {name for each in self.conversions.values() for name in each.makes}
+            named = [each for each in named if each[0] not in made]
+        return named
 
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""
@@ -165,7 +169,9 @@ class Location(NamedTuple):
     @property
     def local(self) -> str:
         """The name of the tensor relative to its owner."""
-        return self.node.path[len(self.node.owner.path) :] + self.attr
+        node = self.node
+        owner = node.owner
+        return self.attr if owner is node else node.path[len(owner.path) :] + self.attr
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -54,10 +54,10 @@ def matched(alike: Callable[[str, str], bool]) -> Callable[..., Any]:
 def to_slots(change: Callable[[tuple[str, ...]], Sequence[str]]) -> Callable[..., None]:
     """Fill the slots ``change(slots)`` with the tensors of a fused parameter's ``slots``."""
 
-    def faulty(assign: Any, load: Load, name: str, weight: Any, location: Any, slot: Any) -> None:
-        slots = tuple(slots_of(location.tensor)) if location.find() is not None else ()
+    def faulty(assign: Any, load: Load, name: str, weight: Any, target: Any, slot: Any) -> None:
+        slots = tuple(target.slots)
         slot = dict(zip(slots, change(slots), strict=True)).get(slot, slot)
-        assign(load, name, weight, location, slot)
+        assign(load, name, weight, target, slot)
 
     return faulty
 
@@ -70,9 +70,9 @@ def without_aliases(routes_of: Any, node: Any) -> dict[str, Any]:
 def assigned_if(known: Callable[..., bool]) -> Callable[..., None]:
     """Pass over a name without a word unless ``known(location, slot)``."""
 
-    def faulty(assign: Any, load: Load, name: str, weight: Any, location: Any, slot: Any) -> None:
-        if known(location, slot):
-            assign(load, name, weight, location, slot)
+    def faulty(assign: Any, load: Load, name: str, weight: Any, target: Any, slot: Any) -> None:
+        if known(target.location, slot):
+            assign(load, name, weight, target, slot)
 
     return faulty
 
@@ -173,8 +173,8 @@ def parameter_only(find: Any, location: Any) -> Any:
     return tensor if isinstance(tensor, nn.Parameter) else None
 
 
-def without_dot(assign: Any, load: Load, name: str, weight: Any, location: Any, slot: Any) -> None:
-    assign(load, name, weight, location._replace(attr=location.attr.rstrip(".")), slot)
+def without_dot(target: Any, load: Load, location: Any) -> Any:
+    return target(load, location._replace(attr=location.attr.rstrip(".")))
 
 
 def tied_if(same: Callable[..., bool]) -> Callable[..., bool]:
@@ -273,10 +273,8 @@ def forgetting(load: Load, since: int = 0) -> None:
 
 def some_are_all(root: nn.Module) -> None:
     for location in locations(root):
-        loaded = location.node.state.loaded
-        slots = {(location.local, slot) for slot in slots_of(location.tensor)}
-        if loaded & slots:
-            loaded |= slots
+        if loaded := location.node.state.loaded.get(location.local):
+            loaded |= {*slots_of(location.tensor)}
 
 
 def while_it_is_loaded(check_ready: Any, root: nn.Module) -> None:
@@ -365,8 +363,8 @@ def by_the_given_name(read: Any, load: Load, since: int = 0) -> None:
     filled = {each.location.tensor: each.slots for each in given.values()}
     for location in locations(load.root):
         if location.path not in given and location.tensor in filled:
-            slots = {(location.local, slot) for slot in filled[location.tensor]}
-            location.node.state.loaded.difference_update(slots)
+            loaded = location.node.state.loaded.get(location.local, set())
+            loaded.difference_update(filled[location.tensor])
 
 
 def not_above(processes: Any, node: Node) -> bool:

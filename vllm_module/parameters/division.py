@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
+from operator import mul
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,17 +29,20 @@ class Cut(NamedTuple):
 
     Attributes:
         stored: narrows the checkpoint's tensor, one dimension after the other.
-        expert: the entry of the first dimension that the tensor is for, if it lacks that dimension.
-        held: narrows the parameter, or its expert.
+        starts: where the piece begins in each dimension of the parameter.
+        shape: of the piece in the parameter. It lacks the first dimension if the checkpoint's
+            tensor is for one expert, and has no dimension of them.
         at: the slot in each dimension of the parameter; ``None`` for all slots of it.
+        is_whole: whether the piece is all of the parameter.
         order: how the piece is stored, if not as the parameter holds it.
 
     """
 
     stored: tuple[Narrow, ...]
-    expert: int | None
-    held: tuple[Narrow, ...]
+    starts: tuple[int, ...]
+    shape: torch.Size
     at: Index
+    is_whole: bool
     order: StoredOrder | None
 
     def source(self, weight: Weight) -> Weight:
@@ -49,11 +53,12 @@ class Cut(NamedTuple):
 
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the view of ``parameter`` that the piece fills."""
-        if self.expert is not None:
-            parameter = parameter.select(0, self.expert)
-        for dim, start, length in self.held:
-            parameter = parameter.narrow(dim, start, length)
-        return parameter
+        if self.is_whole:
+            return parameter
+        # One view: a chain of narrow costs a load of many small tensors more than copying them.
+        strides = parameter.stride()
+        offset = parameter.storage_offset() + sum(map(mul, self.starts, strides))
+        return parameter.as_strided(self.shape, strides[-len(self.shape) :], offset)
 
 
 class Division:
@@ -161,16 +166,16 @@ class Division:
         stored_shape = self._shape_of(index)
         order = _TRANSPOSED if self._transposed else _AS_HELD
         stored: list[Narrow] = []
-        held: list[Narrow] = []
-        expert, dropped = None, 0
+        starts, shape = [], []  # of the target
+        dropped = 0
         if self._lacks_experts(index):
-            expert, dropped = self.shards[0][index[0] or 0].offset, 1
+            starts, dropped = [self.shards[0][index[0] or 0].offset], 1
         last = len(chosen) - dropped - 1
         for dim in range(dropped, len(chosen)):
             declared, at = self.dims[dim], chosen[dim]
-            source_dim = target_dim = dim - dropped
-            if self._transposed and target_dim >= last - 1:
-                source_dim = 2 * last - 1 - target_dim
+            source_dim = dim - dropped
+            if self._transposed and source_dim >= last - 1:
+                source_dim = 2 * last - 1 - source_dim
             if at is None:
                 groups = declared.groups_of(self.shards[dim])
                 assert groups is not None
@@ -179,19 +184,21 @@ class Division:
                 *others, end = self.shards[dim]
                 padding = (*(shard.padded - shard.length for shard in others), 0)
                 order = order._replace(groups=(source_dim, shares, padding))
-                held.append((target_dim, 0, end.offset + end.length))
+                starts.append(0)
+                shape.append(end.offset + end.length)
                 continue
             _, start, length, offset, _ = self.shards[dim][at]
             if length != stored_shape[source_dim]:
                 if index[dim] is None:
                     start = declared.stored_start(at, start)
                 stored.append((source_dim, start, length))
-            if length != self.shape[dim]:
-                held.append((target_dim, offset, length))
+            starts.append(offset)
+            shape.append(length)
             if pairs := declared.slots[at].pairs:
                 order = order._replace(pairs=(source_dim, pairs))
         kept_as = None if order is _AS_HELD else order
-        return Cut(tuple(stored), expert, tuple(held), chosen, kept_as)
+        size = torch.Size(shape)
+        return Cut(tuple(stored), tuple(starts), size, chosen, size == self.shape, kept_as)
 
     def region(self, slot: str | Index) -> tuple[Narrow, ...]:
         """Return how a parameter is narrowed to a slot, without padding at its end."""

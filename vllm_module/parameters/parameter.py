@@ -162,8 +162,9 @@ class BasevLLMParameter(nn.Parameter):
         ``weight`` is the checkpoint's tensor for ``slot``. For ``None`` it is the whole tensor.
         Nothing is read. A slot that this rank keeps nothing of yields nothing.
         """
+        data = self.data
         for cut in self.division.cuts(slot):
-            yield Piece(cut.source(weight), cut.target(self.data), cut.at, cut.order)
+            yield Piece(cut.source(weight), cut.target(data), cut.at, cut.order)
 
     def region(self, slot: str | Index) -> torch.Tensor:
         """Return the view of this parameter that a slot fills, without padding at its end.
