@@ -32,11 +32,13 @@ docs: .venv/docs.stamp  ## build the documentation into build/docs; a warning is
 wheel: .venv/dev.stamp  ## install the wheel in empty environments, each extra alone, and try it
 	$(BIN)/python tests/try_wheel.py
 
-bench: .venv/dev.stamp  ## measure loading, quantizing and the engine; needs an idle machine
-	$(BIN)/python tests/bench/load.py --out tests/bench/results/load.json
-	$(BIN)/python tests/bench/routing.py --out tests/bench/results/routing.json
-	$(BIN)/python tests/bench/quantization.py --out tests/bench/results/quantization.json
-	$(BIN)/python tests/bench/engine.py --out tests/bench/results/engine.json
+bench: .venv/dev.stamp  ## measure and draw docs/figures.svg; about 45 minutes, on an idle machine
+	for name in load memory cold cooperative routing plan quantization; do \
+		$(BIN)/python tests/bench/$$name.py --out tests/bench/results/$$name.json || exit 1; \
+	done
+	$(BIN)/python tests/bench/engine.py --shapes 3M 58M 0.6B --out tests/bench/results/engine.json
+	$(BIN)/python tests/bench/figures.py
+	$(BIN)/python tests/bench/draw.py
 
 SECONDS ?= 60
 fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints, for SECONDS=60 in all

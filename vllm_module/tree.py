@@ -143,9 +143,14 @@ class Node:
                 if buffer is not None and attr not in computed:
                     named.append((attr, buffer))
         if self.conversions:
-            made = {name for each in self.conversions.values() for name in each.makes}
+            made = self.made
             named = [each for each in named if each[0] not in made]
         return named
+
+    @property
+    def made(self) -> set[str]:
+        """The names of the module's tensors that conversions compute from others."""
+        return {name for each in self.conversions.values() for name in each.makes}
 
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""
@@ -194,7 +199,7 @@ class Location(NamedTuple):
     @property
     def is_made(self) -> bool:
         """Whether a conversion computes this tensor from another one."""
-        return any(self.attr in each.makes for each in self.node.conversions.values())
+        return self.attr in self.node.made
 
     @property
     def conversion(self) -> Conversion | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,20 @@ def write_qwen3(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def evict_pages(folder: Path) -> None:
+    """Write the checkpoint's files to the disk and take them out of the page cache."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_pages(folder: Path) -> None:
+    """Bring the files into the page cache as reading does, in large pages where it has them."""
+    evict_pages(folder)
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass

@@ -1,6 +1,7 @@
 """The machine that a benchmark runs on, rounds that alternate, and the file that keeps the figures.
 
-Every benchmark of ratios writes ``{"machine": ..., "results": ...}``; ``draw.py`` reads that.
+A benchmark writes ``{"machine": ..., "results": ...}``. A ratio in its results is a number or a
+:func:`spread`, at the keys by which ``figures.py`` finds it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ def commit() -> dict[str, object]:
     return {"commit": head.stdout.strip() + "+" * bool(changed)}
 
 
+def clock(work: Callable[[], object]) -> float:
+    """Return the seconds that the work takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
 def rounds(works: Mapping[str, Callable[[], object]], n: int = 5) -> dict[str, list[float]]:
     """Run every work once a round, for ``n`` rounds; return the seconds of each, by name.
 
@@ -72,9 +80,7 @@ def rounds(works: Mapping[str, Callable[[], object]], n: int = 5) -> dict[str, l
     for first in range(n):
         shift = first % len(names)
         for name in names[shift:] + names[:shift]:
-            begin = time.perf_counter()
-            works[name]()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(clock(works[name]))
     return seconds
 
 

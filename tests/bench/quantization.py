@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from checkpoints import plausible, write_qwen3
+from checkpoints import plausible, read_pages, write_qwen3
+from machine import clock, over, rounds, spread, write
 
 from vllm_module import ModelConfig, QuantizationConfig
 from vllm_module.cli.demo.checkpoint import PARAGRAPH, write_checkpoint
@@ -55,20 +53,6 @@ def peak_rss() -> int:
     return int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1]) * 1024
 
 
-def clock(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def read_pages(folder: Path) -> None:
-    """Bring the files into the page cache."""
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            while file.read(1 << 24):
-                pass
-
-
 def load(folder: Path, what: str, logits: Path | None) -> dict[str, Any]:
     """Load in one of the ways, once cold and once warm, and check what came."""
     scheme = what.removeprefix(f"{THEN}: ")
@@ -90,9 +74,9 @@ def load(folder: Path, what: str, logits: Path | None) -> dict[str, Any]:
         final = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
         if config.tie_word_embeddings:  # counted twice, since state_dict makes views
             final -= model.lm_head.weight.nbytes
-        warm = [] if what.startswith(THEN) else [
-            clock(lambda: model.load_weights(checkpoint)) for _ in range(3)
-        ]  # fmt: skip
+        warm = []
+        if not what.startswith(THEN):
+            warm = rounds({"load": lambda: model.load_weights(checkpoint)})["load"]
         if what in ONLINE and not trained:
             check(model, checkpoint, what)
     if logits is not None:
@@ -138,7 +122,7 @@ def check(model: torch.nn.Module, checkpoint: Any, name: str) -> None:
                        scale.reshape(-1)), name  # fmt: skip
 
 
-def quantizers(repeats: int = 7) -> dict[str, Any]:
+def quantizers(n: int = 7) -> dict[str, Any]:
     """Time the quantizer by blocks and transformers' on one tensor, and the memory both take."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -153,15 +137,18 @@ def quantizers(repeats: int = 7) -> dict[str, Any]:
     # They multiply by a rounded reciprocal, and bfloat16 is often half-way between two.
     assert differ < 5e-3, differ
     torch.testing.assert_close(result["w.weight_scale_inv"], scale)
-    ours_s, theirs_s = [], []
-    for _ in range(repeats):  # in turn
-        ours_s.append(clock(lambda: quantize(wide, quantized, scale, (128, 128))))
-        theirs_s.append(clock(lambda: theirs.convert({"w.weight": wide})))
-    ours_m, theirs_m = statistics.median(ours_s), statistics.median(theirs_s)
+    seconds = rounds(
+        {
+            "ours": lambda: quantize(wide, quantized, scale, (128, 128)),
+            "transformers": lambda: theirs.convert({"w.weight": wide}),
+        },
+        n,
+    )
     return {
-        "ours_gb_per_s": wide.nbytes / 1e9 / ours_m,
-        "transformers_gb_per_s": wide.nbytes / 1e9 / theirs_m,
-        "times_faster": theirs_m / ours_m,
+        "seconds": seconds,
+        "ours_gb_per_s": wide.nbytes / 1e9 / statistics.median(seconds["ours"]),
+        "transformers_gb_per_s": wide.nbytes / 1e9 / statistics.median(seconds["transformers"]),
+        "times_faster": spread(over(seconds, "transformers", "ours")),
         "bytes_that_differ": differ.item(),
     }
 
@@ -185,8 +172,9 @@ def main() -> None:
         return
     results: dict[str, Any] = {"quantizers": child(["--child", "quantizers"])}
     alone = results["quantizers"]
+    faster = alone["times_faster"]["median"]
     print(f"128x128 blocks of one tensor: {alone['ours_gb_per_s']:.2f} GB/s of bf16, transformers "
-          f"{alone['transformers_gb_per_s']:.2f}: {alone['times_faster']:.1f}x")  # fmt: skip
+          f"{alone['transformers_gb_per_s']:.2f}: {faster:.1f}x")  # fmt: skip
     print(
         f"{'shape, way':46} {'final':>8} {'peak':>6} {'beyond':>7} {'cold':>7} {'warm':>7} logits"
     )
@@ -222,10 +210,7 @@ def main() -> None:
                 )
     print("peak: resident memory over the final size, at the first load; beyond: their difference")
     if options.out:
-        machine = {"torch": torch.__version__, "python": platform.python_version(),
-                   "machine": platform.platform(), "threads": torch.get_num_threads()}  # fmt: skip
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+        write(options.out, results)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_levels_of_concurrency(
 ) -> None:
     """--plot measures each power of two below the concurrency too, and draws all of them."""
     drawn: list[Any] = []
-    # The plot's library is an extra that tests do not install: what is drawn is what it would get.
+    # Replaced: what is drawn is compared, not how.
     monkeypatch.setattr("vllm_module.cli.commands.bench.check_plot", drawn.append)
     monkeypatch.setattr("vllm_module.cli.commands.bench.plot_levels", lambda *a: drawn.extend(a))
     path = tmp_path / "levels.png"

@@ -17,6 +17,7 @@ from vllm_module import BasevLLMParameter
 from vllm_module.errors import ShardingError
 from vllm_module.layers import RowParallelLinear
 from vllm_module.parameters import Dim, Experts, Piece, Shard, Slot
+from vllm_module.parameters.division import division_of
 
 # Where a shard begins and ends
 
@@ -153,12 +154,15 @@ def packed_by_rank(pieces: Any, parameter: Any, weight: Any) -> Iterator[Piece]:
 
 
 def squares_as_stored(pieces: Any, parameter: Any, weight: Any, slot: str | None) -> list[Piece]:
-    transposed = parameter.transposed
-    parameter.transposed = transposed and weight.shape[-1] != weight.shape[-2]
+    division = parameter.division
+    if weight.ndim > 1 and weight.shape[-1] == weight.shape[-2]:
+        dims = parameter.dims[parameter.experts is not None :]
+        of_rank = parameter.tp_rank, parameter.tp_size
+        parameter.division = division_of(dims, *of_rank, parameter.experts, False)
     try:
         return list(pieces(parameter, weight, slot))
     finally:
-        parameter.transposed = transposed
+        parameter.division = division
 
 
 def of_equal_shares(restore: Any, order: Any, stored: torch.Tensor) -> torch.Tensor:
