@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from torch import nn
 from vllm_module.allocation import Allocation
 from vllm_module.assignment import Assignment, misfit, missing
 from vllm_module.errors import WeightLoadError, WeightReadError
+from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.readiness import allow_to_run, guard, is_complete, refuse_to_run, unguard
 from vllm_module.report import LoadReport, Problem, fold, outcome
@@ -481,18 +481,3 @@ def _described(value: object) -> str:
 def _processing_module(location: Location) -> nn.Module | None:
     owner = location.node.owner
     return owner.module if owner.processes_alone else None
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Route without garbage collection: each pass would walk the whole model and free nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            if gc.get_freeze_count() == 0:
-                gc.freeze()  # enabling begins with a pass over all new objects, but for this
-                gc.unfreeze()
-            gc.enable()

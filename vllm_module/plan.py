@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from vllm_module.assignment import Assignment
 from vllm_module.parameters import Reordered
 from vllm_module.report import LoadReport
-from vllm_module.tree import locations, slots_of
+from vllm_module.tree import Location, Node, is_typed
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads
 
 
@@ -44,7 +45,7 @@ class LoadPlan(NamedTuple):
     """What ``module.load_weights`` would do with some weights.
 
     Attributes:
-        module: the module that made the plan.
+        module: the module that made the plan, or a copy of it that has another rank's parameters.
         report: what would happen to every name.
         assignments: the checkpoint tensors that would be read, each with the slot that it fills.
 
@@ -54,27 +55,35 @@ class LoadPlan(NamedTuple):
     report: LoadReport
     assignments: list[Assignment]
 
-    def on(self, module: nn.Module) -> LoadPlan:
-        """Return the plan of another rank's ``module``, which has the same tensors and slots.
+    def of_rank(self, rank: int) -> LoadPlan:
+        """Return the plan of another rank, found from the dimensions of this rank's parameters.
 
-        Names are not routed again: every rank takes the same ones, and cuts them for itself. Raises
-        ``ValueError`` if the modules differ in more than the rank.
+        ``rank`` counts all ranks of the model. Names are not routed again: every rank takes the
+        same ones, and cuts them for itself. The plan's module is for planning only.
         """
-        places = {location.path: location for location in locations(module)}
-        own, others = (
-            {path: slots_of(location.tensor) for path, location in each.items()}
-            for each in ({location.path: location for location in locations(self.module)}, places)
-        )
-        if own != others:
-            raise ValueError(f"two ranks of {type(module).__name__} have different tensors")
-        assignments = [
-            each._replace(location=places[each.location.path]) for each in self.assignments
-        ]
+        tensors: dict[torch.Tensor, torch.Tensor] = {}
+        modules: dict[nn.Module, nn.Module] = {}
+        nodes: dict[Node, Node] = {}
+        module = _module_of_rank(self.module, rank, modules, tensors)
+        assignments = []
+        for each in self.assignments:
+            node, attr = each.location
+            location = Location(_node_of_rank(node, modules, nodes), attr)
+            assignments.append(each._replace(location=location))
         return LoadPlan(module, self.report, assignments)
 
-    def kept(self) -> LoadPlan:
-        """Return the plan without the tensors that this rank keeps nothing of."""
-        return self._replace(assignments=[each for each in self.assignments if any(each.pieces())])
+    def alike(self) -> list[list[Assignment]]:
+        """Return the assignments in groups: each rank keeps the same part of all tensors of one."""
+        groups: dict[Hashable, list[Assignment]] = {}
+        kinds: dict[Location, Hashable] = {}
+        for each in self.assignments:
+            weight, location = each.weight, each.location
+            kind = kinds.get(location)
+            if kind is None:
+                kind = kinds[location] = _kind(location)
+            key = kind, each.slot, weight.shape, weight.dtype, type(weight)
+            groups.setdefault(key, []).append(each)
+        return list(groups.values())
 
     def reads(self) -> Iterator[PlannedRead]:
         """Yield every piece that this rank would read, its handle narrowed to what is kept."""
@@ -82,28 +91,79 @@ class LoadPlan(NamedTuple):
             for piece in each.pieces():
                 yield PlannedRead(each.name, each.location.path, each.slot, piece.source)
 
-    def memory(self, device: torch.device | str = "cpu") -> PlannedMemory:
+    def memory(
+        self, device: torch.device | str = "cpu", counts: Sequence[int] | None = None
+    ) -> PlannedMemory:
         """Return the most memory that the load takes where parameters are on ``device``.
 
         Each reading thread holds one piece at a time. A piece of a handle is read directly into a
-        parameter in host memory that has its dtype, and takes no other memory then.
+        parameter in host memory that has its dtype, and takes no other memory then. ``counts``
+        tells for how many tensors that are :meth:`alike` each assignment stands; for 1 unless
+        given.
         """
         on_cpu = torch.device(device).type == "cpu"
-        staged, converted = [], []
-        for source, target in (job for each in self.assignments for job in each.jobs()):
-            nbytes = source.shape.numel() * source.dtype.itemsize
-            if isinstance(target, Reordered):
-                staged.append(nbytes)
-            elif not isinstance(target, torch.Tensor):
-                converted.append(nbytes)
-                staged += [] if on_cpu else [nbytes]
-            elif not (on_cpu and source.dtype == target.dtype and target.is_contiguous()):
-                staged.append(min(nbytes, PIECE_BYTES))
+        threads = reader_threads()
+        staged: list[int] = []
+        converted: list[int] = []
+        for each, count in zip(self.assignments, counts or repeat(1), strict=False):
+            for source, target in each.jobs():
+                held = [source.shape.numel() * source.dtype.itemsize] * min(count, threads)
+                if isinstance(target, Reordered):
+                    staged += held
+                elif not isinstance(target, torch.Tensor):
+                    converted += held
+                    staged += [] if on_cpu else held
+                elif not (on_cpu and source.dtype == target.dtype and target.is_contiguous()):
+                    staged += [min(nbytes, PIECE_BYTES) for nbytes in held]
         tensors = (*self.module.parameters(), *self.module.buffers())
         model = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        return PlannedMemory(model, _held_at_once(staged), _held_at_once(converted))
+        at_once = [sum(heapq.nlargest(threads, sizes)) for sizes in (staged, converted)]
+        return PlannedMemory(model, *at_once)
 
 
-def _held_at_once(sizes: Iterable[int]) -> int:
-    """Return the most that the reading threads can hold, one of ``sizes`` each."""
-    return sum(heapq.nlargest(reader_threads(), sizes))
+def _kind(location: Location) -> Hashable:
+    """Return what the pieces of a tensor, and the memory to read them, depend on."""
+    kind, conversion = _declared(location.tensor), location.conversion
+    if conversion is None:
+        return kind
+    beside = location.node.module._parameters.values()  # a conversion may fill others too
+    return kind, id(conversion), *(_declared(each) for each in beside if each is not None)
+
+
+def _declared(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    values = (each if isinstance(each, Hashable) else id(each) for each in vars(tensor).values())
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, *values
+
+
+def _module_of_rank(
+    module: nn.Module,
+    rank: int,
+    modules: dict[nn.Module, nn.Module],
+    tensors: dict[torch.Tensor, torch.Tensor],
+) -> nn.Module:
+    """Return a copy of the tree with the parameters of ``rank``; what is shared stays shared."""
+    if module in modules:
+        return modules[module]
+    other = modules[module] = object.__new__(type(module))
+    for tensor in module._parameters.values():
+        if tensor is not None and tensor not in tensors:
+            tensors[tensor] = tensor.of_rank(rank) if is_typed(tensor) else tensor
+    children = {
+        name: child if child is None else _module_of_rank(child, rank, modules, tensors)
+        for name, child in module._modules.items()
+    }
+    own = {name: t if t is None else tensors[t] for name, t in module._parameters.items()}
+    other.__dict__.update(module.__dict__, _parameters=own, _modules=children)
+    return other
+
+
+def _node_of_rank(node: Node, modules: dict[nn.Module, nn.Module], nodes: dict[Node, Node]) -> Node:
+    """Return the place of the copied module."""
+    other = nodes.get(node)
+    if other is None:
+        parent, name = None, ""
+        if node.parent is not None:
+            parent = _node_of_rank(node.parent, modules, nodes)
+            name = node.path[len(parent.path) : -1]
+        other = nodes[node] = Node(modules[node.module], parent, name)
+    return other

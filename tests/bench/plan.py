@@ -1,46 +1,49 @@
-"""Seconds and memory to plan a checkpoint of DeepSeek-V3's shape over many expert-parallel ranks.
+"""CPU seconds and memory to plan and inspect a checkpoint of Kimi-K2's shape, over many ranks.
 
-The checkpoint has the names, shapes and dtypes of all its tensors, about 90,000, in sparse files:
-headers alone take room on the disk. The plan runs as a command, with its imports.
+The checkpoint has the names, shapes and dtypes of all its tensors, about 140,000, in sparse files:
+headers alone take room on the disk. Each row runs in a process of its own, with its imports. The
+plans of --json are checked: all ranks together read every expert once.
 
-    python tests/bench/plan.py [--ep 32] [--layers 61] [--out tests/bench/results/plan.json]
+    python tests/bench/plan.py [--ep 32] [--tp 8] [--out tests/bench/results/plan.json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import resource
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from machine import write as write_results
 
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "torch_dtype": "bfloat16",
-    "vocab_size": 129280,
+    "vocab_size": 163840,
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "moe_intermediate_size": 2048,
     "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
     "n_shared_experts": 1,
-    "n_routed_experts": 256,
+    "n_routed_experts": 384,
     "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
     "norm_topk_prob": True,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
     "num_nextn_predict_layers": 1,
     "q_lora_rank": 1536,
@@ -50,11 +53,11 @@ CONFIG = {
     "v_head_dim": 128,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 163840,
-    "rope_theta": 10000.0,
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000.0,
     "rope_scaling": {
         "type": "yarn",
-        "factor": 40,
+        "factor": 32,
         "original_max_position_embeddings": 4096,
         "beta_fast": 32,
         "beta_slow": 1,
@@ -91,7 +94,7 @@ def mlp(name: str, hidden: int, intermediate: int) -> Tensors:
     }
 
 
-def layer(number: int, hidden: int = 7168, heads: int = 128) -> Tensors:
+def layer(number: int, hidden: int = 7168, heads: int = 64) -> Tensors:
     at = f"model.layers.{number}"
     tensors: Tensors = {
         f"{at}.input_layernorm.weight": ("BF16", [hidden]),
@@ -106,10 +109,10 @@ def layer(number: int, hidden: int = 7168, heads: int = 128) -> Tensors:
     }
     if number < CONFIG["first_k_dense_replace"]:
         return tensors | mlp(f"{at}.mlp", hidden, 18432)
-    tensors[f"{at}.mlp.gate.weight"] = ("BF16", [256, hidden])
-    tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", [256])
+    tensors[f"{at}.mlp.gate.weight"] = ("BF16", [384, hidden])
+    tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", [384])
     tensors |= mlp(f"{at}.mlp.shared_experts", hidden, 2048)
-    for expert in range(256):
+    for expert in range(384):
         tensors |= mlp(f"{at}.mlp.experts.{expert}", hidden, 2048)
     return tensors
 
@@ -119,9 +122,9 @@ def write(folder: Path, layers: int) -> int:
     config = CONFIG | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     ends: Tensors = {
-        "model.embed_tokens.weight": ("BF16", [129280, 7168]),
+        "model.embed_tokens.weight": ("BF16", [163840, 7168]),
         "model.norm.weight": ("BF16", [7168]),
-        "lm_head.weight": ("BF16", [129280, 7168]),
+        "lm_head.weight": ("BF16", [163840, 7168]),
     }
     predictor = layer(layers)  # the multi-token prediction layer, which is skipped
     at = f"model.layers.{layers}"
@@ -129,8 +132,8 @@ def write(folder: Path, layers: int) -> int:
         f"{at}.{name}.weight": ("BF16", [7168]) for name in ("enorm", "hnorm", "shared_head.norm")
     }
     predictor[f"{at}.eh_proj.weight"] = ("BF16", [7168, 14336])
-    predictor[f"{at}.embed_tokens.weight"] = ("BF16", [129280, 7168])
-    predictor[f"{at}.shared_head.head.weight"] = ("BF16", [129280, 7168])
+    predictor[f"{at}.embed_tokens.weight"] = ("BF16", [163840, 7168])
+    predictor[f"{at}.shared_head.head.weight"] = ("BF16", [163840, 7168])
     weight_map = {}
     for index, tensors in enumerate([ends, *map(layer, range(layers)), predictor]):
         name = f"model-{index:05}.safetensors"
@@ -154,22 +157,47 @@ def write_sparse(path: Path, tensors: Tensors) -> None:
         file.truncate(8 + len(encoded) + end)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ep", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        tensors = write(Path(folder), options.layers)
-        size = ["--expert-parallel-size", str(options.ep)]
-        command = [sys.executable, "-m", "vllm_module.cli", "plan", folder, *size, "--json"]
+# What a model's author calls, without the command line.
+EXPECTED_WEIGHTS = """
+import sys, torch
+from vllm_module import ModelConfig
+from vllm_module.model_source import ModelSource
+model = ModelSource.find(ModelConfig(model=sys.argv[1])).build(torch.device("cpu"))
+print(len(model.expected_weights()))
+"""
+
+
+def measure(arguments: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Run Python with ``arguments``; return its seconds and peak memory, and what it printed."""
+    with tempfile.TemporaryFile("w+") as out:
         begin = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.Popen([sys.executable, *arguments], stdout=out, text=True)
+        ended, peak = 0, 0
+        while not ended:  # its usage has a peak too, but that counts this process before exec
+            time.sleep(0.01)
+            peak = max(peak, peak_resident(process.pid))
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         seconds = time.perf_counter() - begin
-    assert done.returncode == 0, done.stderr
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    plan = json.loads(done.stdout)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, arguments
+        out.seek(0)
+        printed = out.read()
+    figures = {
+        "seconds": seconds,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_resident_mib": peak / 1024,
+    }
+    return figures, printed
+
+
+def peak_resident(pid: int) -> int:
+    """Return the peak memory of a process in KiB; 0 once it has ended."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next((int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line), 0)
+
+
+def check(plan: dict[str, Any], layers: int) -> dict[str, list[int]]:
+    """Check that ranks read every expert once; return the least and the most that one reads."""
     read = [rank["bytes_read"] for rank in plan["ranks"]]
     experts = [
         sum(each["bytes"] for each in rank["reads"] if ".experts." in each["name"])
@@ -177,27 +205,43 @@ def main() -> None:
     ]
     assert sum(experts) == sum(
         torch.Size(shape).numel() * _NBYTES[dtype]
-        for number in range(options.layers)
+        for number in range(layers)
         for name, (dtype, shape) in layer(number).items()
         if ".experts." in name
     ), "the ranks together do not read every expert once"
-    result = {
-        "tensors": tensors,
-        "ranks": len(read),
-        "seconds": seconds,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_resident_mib": usage.ru_maxrss / 1024,
-        "checkpoint_bytes": plan["checkpoint_bytes"],
+    return {
         "bytes_read_by_rank": [min(read), max(read)],
         "bytes_of_experts_by_rank": [min(experts), max(experts)],
-        "skipped": len(plan["skipped"]),
     }
-    print(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ep", type=int, default=32)
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = write(Path(folder), options.layers)
+        command = ["-m", "vllm_module.cli"]
+        plan = [*command, "plan", folder]
+        spread = [*plan, "--expert-parallel-size", str(options.ep)]
+        works = {
+            f"plan, {options.ep} expert-parallel ranks": spread,
+            f"plan --json, {options.ep} expert-parallel ranks": [*spread, "--json"],
+            f"plan, {options.tp} tensor-parallel ranks": [*plan, "--tp", str(options.tp)],
+            "inspect": [*command, "inspect", folder],
+            "expected_weights": ["-c", EXPECTED_WEIGHTS, folder],
+        }
+        results: dict[str, Any] = {"tensors": tensors}
+        for name, arguments in works.items():
+            results[name], printed = measure(arguments)
+            if "--json" in arguments:
+                results[name] |= check(json.loads(printed), options.layers)
+            print(f"{name}: {json.dumps(results[name])}", flush=True)
     if options.out:
-        machine = {"torch": torch.__version__, "python": platform.python_version(),
-                   "machine": platform.platform()}  # fmt: skip
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": machine, **result}, indent=1))
+        write_results(options.out, results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ import torch
 from vllm_module import ModelConfig, get_model, tensor_parallel
 from vllm_module.cli.commands.plan import parse_size
 from vllm_module.cli.output import grouped
-from vllm_module.cli.tensor_plan import TensorPlan, tensor_rows
+from vllm_module.cli.rank_plan import plan_ranks
+from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, tensor_rows
 from vllm_module.distributed import run_ranks
 from vllm_module.hf_config import HFConfig
 from vllm_module.model_source import ModelSource, build_model
+from vllm_module.parameters import BasevLLMParameter
 from vllm_module.report import fold
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.testing import random_weights, write_checkpoint
@@ -115,6 +117,37 @@ def test_the_plan_of_70b_parameters_fits_a_screen(
     assert size == "17.6 GB"
     (kv,) = re.findall(r"^KV cache of 131,072 tokens, in bfloat16 +(.*)$", result.out, re.MULTILINE)
     assert kv == "5.37 GB"
+
+
+def test_ranks_share_a_model_and_layers_a_cut(
+    tmp_path: Path, write_large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One model is built for all ranks, and a rank cuts a tensor once for all layers."""
+    calls: Counter[str] = Counter()
+
+    def counted(cls: type, name: str) -> None:
+        original = getattr(cls, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(cls, name, call)
+
+    counted(ModelSource, "build")
+    counted(BasevLLMParameter, "pieces")
+    cuts = {}
+    for layers, ranks in ((2, 4), (6, 4), (6, 8)):
+        write_large(tmp_path, layers=layers)
+        source = ModelSource.find(ModelConfig(model=str(tmp_path)))
+        calls.clear()
+        with source.open() as checkpoint:
+            plans = plan_ranks(source, checkpoint, ranks)
+        assert (calls["build"], len(plans)) == (1, ranks)
+        assert sum(1 for _ in plans[-1].reads()) == 9 * layers + 3
+        cuts[layers, ranks] = calls["pieces"]
+    assert cuts[2, 4] == cuts[6, 4]
+    assert cuts[6, 8] == 2 * cuts[6, 4]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
@@ -241,9 +274,10 @@ def test_a_group_with_different_numbers_of_experts() -> None:
 
 def test_packed_experts_are_counted() -> None:
     """A tensor with many experts is cut in as many pieces, whose shape is written once."""
-    pieces = ((1, 64, 96),) * 128
+    pieces = (KeptPiece(0, 0, 100, 1, (1, 64, 96)),) * 128
     name = "layers.0.mlp.experts.gate_up_proj"
-    plan = TensorPlan(name, (128, 64, 192), name, None, (pieces,) * 2, (100,) * 2, False, None)
+    kept = Kept((128, 64, 192), "bfloat16", False, (pieces,) * 2)
+    plan = TensorPlan(name, kept, name, None, None, None, None)
     (row,) = tensor_rows([plan], every=False)[1]
     assert row[1] == "128 x [128/128, 64, 192/2]"
 

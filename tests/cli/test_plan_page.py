@@ -56,7 +56,7 @@ for (const width of [390, 1280]) {
 def planned(folder: Path, tp_size: int, **entries: Any) -> list[RankPlan]:
     source = ModelSource.find(ModelConfig(model=str(folder), **entries))
     with source.open() as checkpoint:
-        return list(plan_ranks(source, checkpoint, tp_size))
+        return plan_ranks(source, checkpoint, tp_size)
 
 
 def page_of(ranks: list[RankPlan], folder: Path, shown: str) -> str:
@@ -112,17 +112,22 @@ def test_tied_tensors_are_one_tile(edited: Callable[..., Path]) -> None:
 def test_experts_of_a_layer_share_a_tile(folder: Path) -> None:
     """Tensors that differ in a number below the layer's are one tile; layers stay apart."""
     (rank,) = planned(folder, 1)
-    norm = next(read for read in rank.reads if read.parameter == "model.norm.weight")
-    held = next(tensor for tensor in rank.tensors if tensor.path == norm.parameter)
-    paths = [f"model.layers.{i}.experts.{j}.w" for i in range(2) for j in range(3)]
-    reads = [replace(norm, name=path, parameter=path) for path in paths]
-    tensors = [replace(held, path=path) for path in paths]
-    (tiles,) = tiles_of([replace(rank, reads=reads, tensors=tensors)])
+    norm = next(plan for plan in rank.plans if plan.parameter == "model.norm.weight")
+    names = [f"model.layers.{i}.experts.{j}.w" for i in range(2) for j in range(3)]
+    plans = [norm._replace(name=name, parameter=name) for name in names]
+    paths = {torch.empty(32, dtype=torch.bfloat16): [name] for name in names}
+    (tiles,) = tiles_of([replace(rank, plans=plans, paths=paths)])
     assert [(tile.name, tile.tensors) for tile in tiles] == [
         ("model.layers.0.experts.{0..2}.w", 3),
         ("model.layers.1.experts.{0..2}.w", 3),
     ]
-    assert tiles[0].bytes == 3 * tensors[0].nbytes
+    assert tiles[0].bytes == 3 * 32 * 2
+    fused = "model.layers.0.experts.w13.weight"  # as one parameter, in slots
+    plans = [
+        norm._replace(name=paths, parameter=fused, slot=f"{j}.up") for j, paths in enumerate(names)
+    ]
+    (tiles,) = tiles_of([replace(rank, plans=plans, paths={torch.empty(6 * 32): [fused]})])
+    assert [(tile.slot, tile.tensors) for tile in tiles] == [("{0..5}.up", 6)]
     assert layer_of("model.embed_tokens.weight") == "model.embed_tokens"
 
 
@@ -164,11 +169,11 @@ def hostile_page(folder: Path) -> str:
     ranks = [
         replace(
             rank,
-            reads=[
-                replace(
-                    read, name=f"{read.name}{HOSTILE}", file=HOSTILE, slot=read.slot and HOSTILE
+            plans=[
+                plan._replace(
+                    name=f"{plan.name}{HOSTILE}", file=HOSTILE, slot=plan.slot and HOSTILE
                 )
-                for read in rank.reads
+                for plan in rank.plans
             ],
         )
         for rank in planned(folder, 2)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vllm_module.cli.output import CommandError, print_table, print_text, size
 from vllm_module.cli.rank_plan import RankPlan
-from vllm_module.cli.tensor_plan import rank_list, tensor_plans, tensor_rows
+from vllm_module.cli.tensor_plan import dtype_name, rank_list, tensor_rows
 from vllm_module.model_source import ModelSource
 from vllm_module.report import LoadReport
 
@@ -44,8 +44,7 @@ class ModelPlan:
 
     def raise_if_refused(self) -> None:
         """Raise one error that names every problem of the load, or the ranks that are too large."""
-        for rank in self.ranks:
-            rank.report.raise_if_refused(self.source.config.architectures[0], touched=False)
+        self.report.raise_if_refused(self.source.config.architectures[0], touched=False)
         if refusal := self.too_large():
             raise CommandError(refusal)
 
@@ -77,10 +76,16 @@ class ModelPlan:
         return f"{size(rank.device_bytes)} for weights, {other}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return what ``--json`` prints; the reads of a rank are an iterator."""
         ranks = [
-            {key: value for key, value in vars(rank).items() if key not in ("report", "tensors")}
-            | {
+            {
+                "rank": rank.rank,
+                "reads": (read._asdict() for read in rank.reads()),
+                "bytes_read": rank.bytes_read,
+                "device_bytes": rank.device_bytes,
+                "staging_bytes": rank.staging_bytes,
+                "quantizing_bytes": rank.quantizing_bytes,
+                "kv_page_bytes": rank.kv_page_bytes,
                 "kv_cache_bytes": rank.kv_cache_bytes(self.tokens),
                 "needed_bytes": rank.needed_bytes(self.tokens),
                 "kv_cache_tokens": None
@@ -108,9 +113,10 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
     source, report = plan.source, plan.report
     ranks = "1 rank" if len(plan.ranks) == 1 else f"{len(plan.ranks)} ranks"
     name = source.config.architectures[0]
-    print_text(out, f"{name}, {size(plan.nbytes)} in {_name(source.dtype)}, on {ranks}", "bold")
+    head = f"{name}, {size(plan.nbytes)} in {dtype_name(source.dtype)}, on {ranks}"
+    print_text(out, head, "bold")
     out.print()
-    header, rows = tensor_rows(tensor_plans(plan.ranks), every=every)
+    header, rows = tensor_rows(plan.ranks[0].plans, every=every)
     print_table(out, header, rows, right=[header.index("per rank")])
     groups = _alike(plan.ranks, _memory)
     for start in range(0, len(groups), _MOST_COLUMNS):
@@ -126,7 +132,7 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
 
 def print_memory(out: Console, plan: ModelPlan, groups: Sequence[list[RankPlan]]) -> None:
     """Print a column for each group of ranks that need the same memory."""
-    dtype, tokens, memory = _name(plan.source.dtype), plan.tokens, plan.memory_bytes
+    dtype, tokens, memory = dtype_name(plan.source.dtype), plan.tokens, plan.memory_bytes
     firsts = [ranks[0] for ranks in groups]
     quantizing = any(rank.quantizing_bytes for rank in plan.ranks)
     kept = f"quantized or in {dtype}" if quantizing else f"in {dtype}"
@@ -147,7 +153,7 @@ def print_memory(out: Console, plan: ModelPlan, groups: Sequence[list[RankPlan]]
         rows.append(row(label, *(size(each.quantizing_bytes) for each in firsts)))
     has_cache = any(rank.kv_page_bytes for rank in plan.ranks)  # an encoder has none
     if has_cache:
-        label = f"KV cache of {tokens:,} tokens, in {_name(plan.cache_dtype)}"
+        label = f"KV cache of {tokens:,} tokens, in {dtype_name(plan.cache_dtype)}"
         rows.append(row(label, *(size(each.kv_cache_bytes(tokens)) for each in firsts)))
     if memory is not None:
         left = (_signed(memory - each.needed_bytes(tokens)) for each in firsts)
@@ -193,7 +199,3 @@ def _memory(rank: RankPlan) -> Hashable:
 
 def _signed(nbytes: int) -> str:
     return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

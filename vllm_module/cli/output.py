@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -262,12 +263,43 @@ def _longest_piece(text: str, last: int) -> int:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON object to standard output."""
-    print(json.dumps(value, default=_plain))
+    """Print one JSON object to standard output; arrays that are iterators are never held whole."""
+    for part in _json(value):
+        print(part, end="")
+    print()
+
+
+def _json(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        separator = "{"
+        for key, each in value.items():
+            yield f"{separator}{_encode(key)}: "
+            yield from _json(each)
+            separator = ", "
+        yield "}" if value else "{}"
+    elif isinstance(value, list):
+        separator = "["
+        for each in value:
+            yield separator
+            yield from _json(each)
+            separator = ", "
+        yield "]" if value else "[]"
+    elif isinstance(value, Iterator):
+        separator = "["
+        while batch := list(islice(value, _BATCH)):
+            yield separator + _encode(batch)[1:-1]
+            separator = ", "
+        yield "]" if separator == ", " else "[]"
+    else:
+        yield _encode(value)
 
 
 def _plain(value: Any) -> Any:
     return vars(value) if is_dataclass(value) else str(value).removeprefix("torch.")
+
+
+_encode = json.JSONEncoder(default=_plain).encode
+_BATCH = 1000  # values of an iterator that are encoded at once
 
 
 @contextmanager
@@ -302,6 +334,9 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between two dots
+
+
 def by_number(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which layer 2 comes before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
@@ -313,8 +348,7 @@ def grouped(
     """Group items of equal ``key`` whose names differ only in numbers (layers, experts)."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for item in items:
-        pattern = tuple("#" if part.isdecimal() else part for part in name(item).split("."))
-        groups[pattern, key(item)].append(item)
+        groups[_NUMBER.sub("#", name(item)), key(item)].append(item)
     return list(groups.values())
 
 

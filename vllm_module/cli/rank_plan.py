@@ -1,32 +1,31 @@
-"""The plan of one rank: what it would read of a checkpoint, and the memory that it needs."""
+"""The plan of each rank: what it would read of a checkpoint, and the memory that it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import prod
+from operator import itemgetter, mul
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from vllm_module.assignment import Assignment
+from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, dtype_name, kept_pieces
 from vllm_module.config import EngineConfig
 from vllm_module.distributed import expert_parallel, tensor_parallel
-from vllm_module.load import paused_gc
 from vllm_module.model_source import ModelSource
-from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
 from vllm_module.runtime.kv_cache import page_bytes
-from vllm_module.tree import slots_of
+from vllm_module.tree import is_typed, slots_of
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import SafetensorsHandle
 
 PAGE_SIZE = EngineConfig().block_size  # tokens
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """The shard of a checkpoint tensor that a rank reads, and the parameter and slot it fills.
 
     ``byte_range`` has positions in the file; a source that is no folder has no files. A shard that
@@ -69,18 +68,55 @@ class RankPlan:
     ``device_bytes``: parameters and buffers. ``staging_bytes``: host memory, by kind of device.
     ``quantizing_bytes``: the peak of full-precision tensors on the device that are quantized.
     ``kv_page_bytes``: a page of the KV cache, of ``PAGE_SIZE`` tokens.
-    ``tensors``: all that ``device_bytes`` counts.
+    ``plans``: of all ranks, in the model's order. ``paths``: the tensors of rank 0, each with its
+    names.
     """
 
     rank: int
-    reads: list[Read]
+    plans: Sequence[TensorPlan]
     report: LoadReport
     bytes_read: int
     device_bytes: int
     staging_bytes: dict[str, int]
     quantizing_bytes: int
     kv_page_bytes: int
-    tensors: list[HeldTensor]
+    paths: Mapping[torch.Tensor, Sequence[str]]
+
+    def reads(self) -> Iterator[Read]:
+        """Yield every piece that this rank reads, in the model's order."""
+        for plan in self.plans:
+            kept, begin = plan.kept, plan.begin
+            for piece in kept.pieces[self.rank]:
+                yield Read(
+                    name=plan.name,
+                    file=plan.file,
+                    byte_range=None if begin is None else (begin + piece.begin, begin + piece.end),
+                    bytes=piece.bytes,
+                    pieces=piece.runs,
+                    shape=piece.shape,
+                    of=kept.of,
+                    dtype=kept.dtype,
+                    parameter=plan.parameter,
+                    slot=plan.slot,
+                    quantized=kept.quantized,
+                    tied_to=plan.tied_to,
+                )
+
+    def tensors(self) -> Iterator[HeldTensor]:
+        """Yield all that ``device_bytes`` counts."""
+        for tensor, (path, *tied) in self.paths.items():
+            if is_typed(tensor):
+                tensor = tensor.of_rank(self.rank)
+            eight_bits = not (tensor.is_floating_point() and tensor.itemsize > 1)
+            yield HeldTensor(
+                path=path,
+                tied=tuple(tied),
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                itemsize=tensor.itemsize,
+                nbytes=tensor.nbytes,
+                quantized=isinstance(tensor, nn.Parameter) and eight_bits,
+            )
 
     def kv_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the pages that hold this many tokens of one sequence."""
@@ -102,68 +138,73 @@ def plan_ranks(
     tp_size: int,
     ep_size: int = 1,
     cache_dtype: torch.dtype | None = None,
-) -> Iterator[RankPlan]:
-    """Yield the plan of each rank, whose model is built on the meta device.
+) -> list[RankPlan]:
+    """Return the plan of each rank; one model is built for all of them, on the meta device.
 
     With an ``ep_size``, that many ranks hold whole experts, and each ``tp_size`` of them share all
     other layers. ``cache_dtype``: of the KV cache; the model's unless given.
     """
-    first: LoadPlan | None = None
+    experts = expert_parallel(rank=0, size=ep_size) if ep_size > tp_size else nullcontext()
+    with tensor_parallel(rank=0, size=tp_size), experts:
+        model = source.build(torch.device("cpu"), len(checkpoint))
+    page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
+    paths: dict[torch.Tensor, list[str]] = {}
+    for path, tensor in _tensors(model):
+        paths.setdefault(tensor, []).append(path)
+    plan = model.plan_weights(checkpoint)
+    groups = plan.alike()
+    plan = plan._replace(assignments=[group[0] for group in groups])
+    plans: list[TensorPlan] = []
+    kept: list[list[tuple[KeptPiece, ...]]] = []  # by rank and group
+    ranks = []
     for rank in range(max(tp_size, ep_size)):
-        experts = expert_parallel(rank=rank, size=ep_size) if ep_size > tp_size else nullcontext()
-        with tensor_parallel(rank=rank % tp_size, size=tp_size), experts:
-            model = source.build(torch.device("cpu"), len(checkpoint))
-        page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
-        with paused_gc():
-            plan = model.plan_weights(checkpoint) if first is None else first.on(model)
-            first = first or plan
-            planned = _rank_plan(rank, plan.kept(), page)
-        yield planned
+        of_rank = plan.of_rank(rank)
+        kept.append([kept_pieces(each) for each in of_rank.assignments])
+        read = [index for index, pieces in enumerate(kept[-1]) if pieces]
+        counts = [len(groups[index]) for index in read]
+        nbytes = [sum(piece.bytes for piece in kept[-1][index]) for index in read]
+        of_rank = of_rank._replace(assignments=[of_rank.assignments[each] for each in read])
+        memory = {device: of_rank.memory(device, counts) for device in ("cpu", "cuda")}
+        ranks.append(
+            RankPlan(
+                rank,
+                plans,
+                plan.report,
+                sum(map(mul, counts, nbytes)),
+                memory["cpu"].model,
+                {device: each.staging for device, each in memory.items()},
+                memory["cpu"].quantizing,
+                page,
+                paths,
+            )
+        )
+    plans += _tensor_plans(groups, zip(*kept, strict=True), model)
+    return ranks
 
 
-def _rank_plan(rank: int, plan: LoadPlan, kv_page_bytes: int) -> RankPlan:
-    tensors = _tensors(plan.module)
-    order = {  # the model's; the files have another
-        (path, slot): (index, at)
-        for index, (path, tensor) in enumerate(tensors)
-        for at, slot in enumerate((None, *slots_of(tensor)))
-    }
-    reads = [
-        _read(each, piece.source)
-        for each in sorted(plan.assignments, key=lambda each: order[each.location.path, each.slot])
-        for piece in each.pieces()
-    ]
-    memory = {device: plan.memory(device) for device in ("cpu", "cuda")}
-    return RankPlan(
-        rank,
-        reads,
-        plan.report,
-        sum(read.bytes for read in reads),
-        memory["cpu"].model,
-        {device: each.staging for device, each in memory.items()},
-        memory["cpu"].quantizing,
-        kv_page_bytes,
-        _held(tensors),
-    )
+def _tensor_plans(
+    groups: Sequence[Sequence[Assignment]],
+    kept: Iterable[tuple[tuple[KeptPiece, ...], ...]],
+    model: nn.Module,
+) -> list[TensorPlan]:
+    """Return the plan of each tensor, in the model's order; the files have another.
 
-
-def _read(assignment: Assignment, source: Weight) -> Read:
-    # A source of the user's own may have other handles.
-    stored = source if isinstance(source, SafetensorsHandle) else None
-    return Read(
-        name=assignment.name,
-        file=None if stored is None else stored.file.name,
-        byte_range=None if stored is None else stored.byte_range,
-        bytes=prod(source.shape) * source.dtype.itemsize,
-        pieces=1 if stored is None else sum(run.count for run in stored.runs()),
-        shape=tuple(source.shape),
-        of=tuple(assignment.weight.shape),
-        dtype=_dtype_name(source.dtype),
-        parameter=assignment.location.path,
-        slot=assignment.slot,
-        quantized=assignment.location.conversion is not None,
-        tied_to=assignment.tied_to,
-    )
+    ``kept`` are the pieces that each rank keeps of the first tensor of each group.
+    """
+    order = {path: index for index, (path, _) in enumerate(_tensors(model))}
+    plans = []
+    for group, of_ranks in zip(groups, kept, strict=True):
+        weight, slot, location = group[0].weight, group[0].slot, group[0].location
+        at = -1 if slot is None else list(slots_of(location.tensor)).index(slot)
+        quantized = location.conversion is not None
+        of = Kept(tuple(weight.shape), dtype_name(weight.dtype), quantized, of_ranks)
+        for name, _, weight, location, tied_to in group:
+            path, file, begin = location.path, None, None
+            if isinstance(weight, SafetensorsHandle):  # a source of the user's own has others
+                file, begin = weight.file.name, weight.byte_range[0]
+            plans.append((order[path], at, TensorPlan(name, of, path, slot, tied_to, file, begin)))
+    plans.sort(key=itemgetter(0, 1))
+    return [plan for _, _, plan in plans]
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -172,26 +213,3 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-
-
-def _held(tensors: list[tuple[str, torch.Tensor]]) -> list[HeldTensor]:
-    paths: dict[torch.Tensor, list[str]] = {}
-    for path, tensor in tensors:
-        paths.setdefault(tensor, []).append(path)
-    return [
-        HeldTensor(
-            path=path,
-            tied=tuple(tied),
-            shape=tuple(tensor.shape),
-            dtype=_dtype_name(tensor.dtype),
-            itemsize=tensor.itemsize,
-            nbytes=tensor.nbytes,
-            quantized=isinstance(tensor, torch.nn.Parameter)
-            and not (tensor.is_floating_point() and tensor.itemsize > 1),
-        )
-        for tensor, (path, *tied) in paths.items()
-    ]
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,54 +6,78 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
+import torch
+
+from vllm_module.assignment import Assignment
 from vllm_module.cli.output import grouped, shape, size
-from vllm_module.cli.rank_plan import RankPlan, Read
 from vllm_module.report import fold
+from vllm_module.weights import Weight
+from vllm_module.weights.handle import SafetensorsHandle
 
 _DOT = re.compile(r"\.(?![^{]*\})")  # and not those of {0..79}
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class TensorPlan:
-    """What each rank keeps of one checkpoint tensor, and the parameter and slot that it fills.
+class KeptPiece(NamedTuple):
+    """A piece that a rank keeps of a checkpoint tensor; ``runs`` are what it is read in.
 
-    ``kept`` has an entry a rank: the shapes of the pieces that it keeps. There are several where
-    the checkpoint stores a fused tensor, and none where a rank holds only padding. ``bytes`` has an
-    entry a rank too.
+    ``begin`` and ``end`` count bytes from the tensor's first one; both are 0 where it is in no
+    file.
     """
 
-    name: str
+    begin: int
+    end: int
+    bytes: int
+    runs: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: tensors that are kept alike share it
+class Kept:
+    """What each rank keeps of a checkpoint tensor, and of all that are kept alike.
+
+    ``of`` and ``dtype`` are the tensor's; ``quantized`` tells whether it is quantized while it is
+    read. ``pieces`` has an entry a rank. It has several pieces where the checkpoint stores a fused
+    tensor, and none where a rank holds only padding.
+    """
+
     of: tuple[int, ...]
-    parameter: str
-    slot: str | None
-    kept: tuple[Shapes, ...]
-    bytes: tuple[int, ...]
+    dtype: str
     quantized: bool
-    tied_to: str | None
+    pieces: tuple[tuple[KeptPiece, ...], ...]
 
-    @property
-    def slot_kind(self) -> str:
-        """The slot without the number of an expert."""
-        return ".".join(part for part in (self.slot or "").split(".") if not part.isdecimal())
+    @cached_property
+    def shapes(self) -> tuple[Shapes, ...]:
+        """By rank, the shapes of the pieces."""
+        return tuple(tuple(piece.shape for piece in pieces) for pieces in self.pieces)
 
-    @property
+    @cached_property
+    def bytes(self) -> tuple[int, ...]:
+        """By rank, the bytes of all pieces."""
+        return tuple(sum(piece.bytes for piece in pieces) for pieces in self.pieces)
+
+    @cached_property
+    def copies(self) -> Counter[KeptPiece]:
+        """How many ranks keep a piece."""
+        return Counter(piece for pieces in self.pieces for piece in pieces)
+
+    @cached_property
     def is_spread(self) -> bool:
         """Whether one of several ranks holds all of it, and the others nothing: an expert."""
-        holders = [pieces for pieces in self.kept if pieces]
-        return len(self.kept) > 1 and holders == [(self.of,)]
+        holders = [pieces for pieces in self.shapes if pieces]
+        return len(self.pieces) > 1 and holders == [(self.of,)]
 
-    @property
+    @cached_property
     def how(self) -> str:
         """How the ranks hold it: whole, replicated or cut."""
-        ranks = len(self.kept)
-        total = sum(prod(piece) for pieces in self.kept for piece in pieces)
+        ranks = len(self.pieces)
+        total = sum(prod(piece) for pieces in self.shapes for piece in pieces)
         copies = total // max(1, prod(self.of))
-        if self.tied_to is not None:
-            how = "compared"
-        elif self.is_spread:
+        if self.is_spread:
             how = "whole, on one rank"
         elif ranks == 1:
             how = "whole"
@@ -62,32 +86,56 @@ class TensorPlan:
         else:
             how = f"cut in {ranks // max(1, copies)}"
             how += f", {copies} copies" if copies > 1 else ""
-        return how + (", quantized" if self.quantized else "")
+        return how
 
 
-def tensor_plans(ranks: Sequence[RankPlan]) -> list[TensorPlan]:
-    """Return the plan of each checkpoint tensor, in the model's order."""
-    by_tensor: dict[tuple[str, str, str | None], list[list[Read]]] = {}
-    for index, rank in enumerate(ranks):
-        for read in rank.reads:
-            key = read.name, read.parameter, read.slot
-            by_tensor.setdefault(key, [[] for _ in ranks])[index].append(read)
-    plans = []
-    for (name, parameter, slot), reads in by_tensor.items():
-        read = next(each[0] for each in reads if each)
-        plans.append(
-            TensorPlan(
-                name,
-                read.of,
-                parameter,
-                slot,
-                tuple(tuple(each.shape for each in pieces) for pieces in reads),
-                tuple(sum(each.bytes for each in pieces) for pieces in reads),
-                read.quantized,
-                read.tied_to,
-            )
-        )
-    return plans
+class TensorPlan(NamedTuple):
+    """A checkpoint tensor, what the ranks keep of it, and the parameter and slot that it fills.
+
+    ``begin`` is the position of its first byte in the ``file``; both are ``None`` for a source that
+    is no folder. ``tied_to`` is another name that fills the same parameter; the tensor is only
+    compared then.
+    """
+
+    name: str
+    kept: Kept
+    parameter: str
+    slot: str | None
+    tied_to: str | None
+    file: str | None
+    begin: int | None
+
+    @property
+    def how(self) -> str:
+        """How the ranks hold it."""
+        how = self.kept.how if self.tied_to is None else "compared"
+        return how + (", quantized" if self.kept.quantized else "")
+
+
+def slot_kind(slot: str) -> str:
+    """Return the slot without the number of an expert."""
+    return ".".join(part for part in slot.split(".") if not part.isdecimal())
+
+
+def kept_pieces(assignment: Assignment) -> tuple[KeptPiece, ...]:
+    """Return what the rank of this assignment keeps of its tensor."""
+    return tuple(_kept_piece(assignment.weight, each.source) for each in assignment.pieces())
+
+
+def _kept_piece(weight: Weight, source: Weight) -> KeptPiece:
+    begin, end, runs = 0, 0, 1
+    # A source of the user's own may have other handles.
+    if isinstance(weight, SafetensorsHandle) and isinstance(source, SafetensorsHandle):
+        first = weight.byte_range[0]
+        begin, end = (at - first for at in source.byte_range)
+        runs = sum(run.count for run in source.runs())
+    nbytes = prod(source.shape) * source.dtype.itemsize
+    return KeptPiece(begin, end, nbytes, runs, tuple(source.shape))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def tensor_rows(plans: Sequence[TensorPlan], *, every: bool) -> tuple[list[str], list[list[str]]]:
@@ -103,36 +151,34 @@ def tensor_rows(plans: Sequence[TensorPlan], *, every: bool) -> tuple[list[str],
             plans,
             lambda plan: f"{plan.name}.->.{plan.parameter}",
             lambda plan: (
-                plan.of,
+                plan.kept.of,
                 plan.how,
-                None if plan.is_spread else (plan.slot_kind, plan.kept),
+                None if plan.kept.is_spread else (slot_kind(plan.slot or ""), plan.kept.shapes),
             ),
         )
     )
-    uneven = any(len(set(plan.kept)) > 1 for plan in plans)
+    uneven = any(len(set(kept.shapes)) > 1 for kept in {plan.kept for plan in plans})
     header = ["tensor", "shape kept", "how", "per rank", "fills"]
     rows = []
     for group in groups:
-        plan = group[0]
-        if plan.is_spread:
-            by_rank = [sum(each) for each in zip(*(each.bytes for each in group), strict=True)]
-            least, most = size(min(by_rank)), size(max(by_rank))
+        plan, kept = group[0], group[0].kept
+        counts = Counter(each.kept for each in group)
+        nbytes = [
+            sum(count * of_rank for of_rank, count in zip(each, counts.values(), strict=True))
+            for each in zip(*(each.bytes for each in counts), strict=True)
+        ]
+        names = ", ".join(fold(each.name for each in group))
+        fills = _fills(names, group)
+        if kept.is_spread:
+            least, most = size(min(nbytes)), size(max(nbytes))
             each = least if least == most else f"{least} to {most}"
-            names = ", ".join(fold(each.name for each in group))
-            rows.append(
-                [names, "one each", _kept((plan.of,), plan.of), plan.how, each, _fills(group)]
-            )
+            shown = _kept((kept.of,), kept.of)
+            rows.append([names, "one each", shown, plan.how, each, fills])
             continue
-        for kept in dict.fromkeys(plan.kept):
-            ranks = [rank for rank, each in enumerate(plan.kept) if each == kept]
-            row = [
-                ", ".join(fold(each.name for each in group)),
-                _kept(kept, plan.of),
-                plan.how,
-                size(sum(each.bytes[ranks[0]] for each in group)),
-                _fills(group),
-            ]
-            which = "all" if len(ranks) == len(plan.kept) else rank_list(ranks)
+        for shapes in dict.fromkeys(kept.shapes):
+            ranks = [rank for rank, each in enumerate(kept.shapes) if each == shapes]
+            row = [names, _kept(shapes, kept.of), plan.how, size(nbytes[ranks[0]]), fills]
+            which = "all" if len(ranks) == len(kept.shapes) else rank_list(ranks)
             rows.append([row[0], which, *row[1:]] if uneven else row)
     return ([header[0], "ranks", *header[1:]] if uneven else header), rows
 
@@ -161,12 +207,9 @@ def _part(kept: int, of: int) -> str:
     return f"{kept} of {of}" if kept == 0 or of % kept else f"{of}/{of // kept}"
 
 
-def _fills(group: Sequence[TensorPlan]) -> str:
-    """Write the parameter and the slot, without the modules that the tensor's name has too."""
-    name, parameter = (
-        ", ".join(fold(names))
-        for names in ((plan.name for plan in group), (plan.parameter for plan in group))
-    )
+def _fills(name: str, group: Sequence[TensorPlan]) -> str:
+    """Write the parameter and the slot, without the modules that the tensors' ``name`` has too."""
+    parameter = ", ".join(fold(plan.parameter for plan in group))
     tied_to = group[0].tied_to
     slot = ", ".join(fold(each.slot or "" for each in group))
     if name == parameter:

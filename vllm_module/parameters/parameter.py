@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -121,6 +122,22 @@ class BasevLLMParameter(nn.Parameter):
         real = self._like(torch.empty(self.shape, dtype=self.dtype, device=device))
         real.zero_padding()
         return real
+
+    def of_rank(self, rank: int) -> Self:
+        """Return what another rank holds in place of this parameter, on meta.
+
+        ``rank`` counts all ranks of a model. Neighbouring ranks make up a tensor-parallel or an
+        expert-parallel group.
+        """
+        experts = self.experts
+        dims = self.dims if experts is None else self.dims[1:]
+        if experts is not None:
+            experts = replace(experts, rank=rank % experts.size)
+        tp_rank = rank % self.tp_size
+        division = division_of(dims, tp_rank, self.tp_size, experts, self.transposed)
+        other = self._like(torch.empty(division.shape, dtype=self.dtype, device="meta"))
+        other.tp_rank, other.experts, other.division = tp_rank, experts, division
+        return other
 
     def zero_padding(self) -> None:
         """Write zeros where no checkpoint tensor is read to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from vllm_module.quantization.online import QuantizeOnline
 from vllm_module.quantization.scheme import Scheme
 
 _CHUNK = 1 << 22  # numbers that are checked at a time
+_online = lru_cache(maxsize=64)(QuantizeOnline)  # layers alike share it
 
 
 class EightBitMethod(QuantizeMethod):
@@ -65,7 +67,7 @@ class EightBitMethod(QuantizeMethod):
     def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
         if not self.scheme.online:
             return {}
-        return {"weight": QuantizeOnline(self.scheme, layer.params_dtype, layer.transposed)}
+        return {"weight": _online(self.scheme, layer.params_dtype, layer.transposed)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for scales and weights that nothing can be multiplied by."""

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.header import Entry
 from vllm_module.weights.regular_file import is_there, read_file, refusal
@@ -34,14 +35,13 @@ class Checkpoint(Mapping[str, "SafetensorsHandle"]):
         self._files = files
         self._owner: dict[str, SafetensorsFile] = {}
         for file in files:
-            for name in file:
-                other = self._owner.setdefault(name, file)
-                if other is not file:
-                    raise CheckpointFormatError(
-                        f"{printable(file.path)}: tensor {shorten(name)} is in "
-                        f"{printable(other.path)} too; keep one of the two files, or add an index "
-                        "that names the right ones"
-                    )
+            for name in self._owner.keys() & file.entries.keys():
+                raise CheckpointFormatError(
+                    f"{printable(file.path)}: tensor {shorten(name)} is in "
+                    f"{printable(self._owner[name].path)} too; keep one of the two files, or add "
+                    "an index that names the right ones"
+                )
+            self._owner.update(dict.fromkeys(file.entries, file))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -106,6 +106,7 @@ class Checkpoint(Mapping[str, "SafetensorsHandle"]):
         return len(self._owner)
 
 
+@paused_gc()
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open a checkpoint in Hugging Face's layout and check the headers of all its files.
 
@@ -164,6 +165,9 @@ def _read_index(index: Path) -> dict[str, set[str]]:
         )
     names_in: dict[str, set[str]] = {}
     for name, file in weight_map.items():
+        if isinstance(file, str) and file in names_in:
+            names_in[file].add(name)
+            continue
         # The file may be a link, as in Hugging Face's cache, but its name may not lead out of the
         # folder. \ separates folders on Windows, and : follows a drive.
         is_plain = isinstance(file, str) and not set(file) & set("/\\:\0")
@@ -172,19 +176,20 @@ def _read_index(index: Path) -> dict[str, set[str]]:
                 f"{where}: tensor {shorten(name)} should be in a .safetensors file of the same "
                 f"folder, and is in {shorten(file)}; do not load it unless you trust its author"
             )
-        names_in.setdefault(file, set()).add(name)
+        names_in[file] = {name}
     return names_in
 
 
 def _check_against_index(index: Path, names_in: dict[str, set[str]], file: SafetensorsFile) -> None:
     expected, where = names_in[file.path.name], printable(file.path)
-    for name in sorted(file.keys() - expected):
+    names = file.entries.keys()  # a Mapping's own are slow to compare
+    for name in sorted(names - expected):
         owner = next((other for other, names in names_in.items() if name in names), None)
         indexed = "does not know it" if owner is None else f"says it is in {printable_name(owner)}"
         raise CheckpointFormatError(
             f"{where}: tensor {shorten(name)} is here, and {index.name} {indexed}. {_DAMAGED}"
         )
-    for name in sorted(expected - file.keys()):
+    for name in sorted(expected - names):
         raise CheckpointFormatError(
             f"{printable(index)}: tensor {shorten(name)} should be in "
             f"{printable_name(file.path.name)}, and is not. {_DAMAGED}"

@@ -148,10 +148,12 @@ def _entry(where: str, name: str, value: object, start: int) -> Entry:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         refuse("data_offsets", "[begin, end] with 0 <= begin <= end", offsets)
     dtype = DTYPES[name_of_dtype]
-    # A size of 0 counts as 1, because torch multiplies the other sizes for the strides.
-    if len(shape) > _MAX_DIMS or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63:
+    # Sizes of 0 are left out, because torch multiplies the other ones for the strides.
+    nbytes = math.prod(filter(None, shape)) * dtype.itemsize
+    if len(shape) > _MAX_DIMS or nbytes >= 2**63:
         refuse("shape", f"at most {_MAX_DIMS} sizes, less than 2**63 bytes together", shape)
-    nbytes = math.prod(shape) * dtype.itemsize
+    if 0 in shape:
+        nbytes = 0
     if offsets[1] - offsets[0] != nbytes:
         refuse("data_offsets", f"{nbytes} bytes apart ({name_of_dtype} of shape {shape})", offsets)
     return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
@@ -159,7 +161,9 @@ def _entry(where: str, name: str, value: object, start: int) -> Entry:
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     # type() and not isinstance(), because True is an int but not a size.
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    if not isinstance(value, list) or not value:
+        return value == []
+    return set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63
 
 
 def _check_cover(where: str, entries: dict[str, Entry], start: int, size: int) -> None:

@@ -3,15 +3,20 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable
 from vllm_module.weights.file_bytes import FileBytes
-from vllm_module.weights.header import DAMAGED, read_header
+from vllm_module.weights.header import DAMAGED, DType, read_header
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_module.weights.handle import SafetensorsHandle
 
 _SAMPLES = 16  # places of the data that a fingerprint covers
@@ -80,24 +85,10 @@ class SafetensorsFile(Mapping[str, "SafetensorsHandle"]):
 
     def __getitem__(self, name: str) -> SafetensorsHandle:
         # Imported here because headers are read without torch.
-        import torch
-
         from vllm_module.weights.handle import SafetensorsHandle
 
-        entry = self.entries[name]
-        strides = []
-        stride = entry.dtype.itemsize
-        for size in reversed(entry.shape):
-            strides.append(stride)
-            stride *= size
-        return SafetensorsHandle(
-            self._bytes,
-            name,
-            getattr(torch, entry.dtype.name),
-            torch.Size(entry.shape),
-            tuple(reversed(strides)),
-            entry.begin,
-        )
+        dtype, shape, begin, _ = self.entries[name]
+        return SafetensorsHandle(self._bytes, name, *_as_torch(dtype, shape), begin)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries  # a Mapping's own makes a handle
@@ -107,3 +98,14 @@ class SafetensorsFile(Mapping[str, "SafetensorsHandle"]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+@lru_cache(maxsize=256)  # tensors of the same dtype and shape have all of it in common
+def _as_torch(
+    dtype: DType, shape: tuple[int, ...]
+) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """Return the dtype and shape, as torch has them, and the strides in bytes."""
+    import torch  # here because headers are read without it
+
+    strides = accumulate(reversed(shape[1:]), mul, initial=dtype.itemsize) if shape else ()
+    return getattr(torch, dtype.name), torch.Size(shape), tuple(strides)[::-1]

@@ -23,6 +23,7 @@ from vllm_module.cli.output import (
     working,
 )
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable
 from vllm_module.report import fold
 
@@ -54,6 +55,7 @@ class Tensor:
     byte_range: tuple[int, int]
 
 
+@paused_gc()
 def inspect(
     source: Annotated[
         str,

@@ -24,17 +24,20 @@ from vllm_module.cli.options import (
 )
 from vllm_module.cli.output import (
     console,
+    plural,
     print_json,
     printable_lines,
     working,
     writing,
 )
+from vllm_module.garbage import paused_gc
 
 if TYPE_CHECKING:
     from vllm_module.cli.model_plan import ModelPlan
     from vllm_module.model_source import ModelSource
 
 
+@paused_gc()
 def plan(
     source: Source,
     tp: SizeOption = 1,
@@ -141,12 +144,8 @@ def plan_ranks(
 
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype.value, source.dtype)
     with source.open() as checkpoint:
-        ranks = []
-        size = max(tp_size, ep_size)
-        show(f"planning rank 0 of {size}")
-        for rank in rank_plan.plan_ranks(source, checkpoint, tp_size, ep_size, cache_dtype):
-            ranks.append(rank)
-            show(f"planned {len(ranks)} of {size} ranks")
+        show(f"planning {plural(max(tp_size, ep_size), 'rank')}")
+        ranks = rank_plan.plan_ranks(source, checkpoint, tp_size, ep_size, cache_dtype)
         nbytes = checkpoint.nbytes
     tokens = context_len or source.config.max_model_len or MAX_MODEL_LEN
     return ModelPlan(source, nbytes, ranks, tokens, cache_dtype, tp_size, ep_size)

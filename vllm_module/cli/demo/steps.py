@@ -8,7 +8,7 @@ from vllm_module.cli.demo.checks import SizeResult, llm_tokens, run_size, transf
 from vllm_module.cli.demo.transcript import Transcript
 from vllm_module.cli.output import CommandError, size
 from vllm_module.cli.rank_plan import RankPlan, plan_ranks
-from vllm_module.cli.tensor_plan import tensor_plans, tensor_rows
+from vllm_module.cli.tensor_plan import tensor_rows
 from vllm_module.errors import ShardingError
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
@@ -57,14 +57,14 @@ def show_plan(transcript: Transcript, source: ModelSource) -> list[int]:
     with source.open() as checkpoint:
         for tp_size in _SIZES:
             try:
-                plans[tp_size] = list(plan_ranks(source, checkpoint, tp_size))
+                plans[tp_size] = plan_ranks(source, checkpoint, tp_size)
             except ShardingError as error:
                 refusals.append(f"size {tp_size} is left out: {error}")
         nbytes = checkpoint.nbytes
     tp_size = 2 if 2 in plans else max(plans)
     transcript.title(f"Plan tensor-parallel size {tp_size}, before any weights are read")
     plans[tp_size][0].report.raise_if_refused(source.config.architectures[0], touched=False)
-    header, rows = tensor_rows(tensor_plans(plans[tp_size]), every=False)
+    header, rows = tensor_rows(plans[tp_size][0].plans, every=False)
     rows.sort(key=lambda row: not row[-1])  # slots of fused parameters first
     transcript.line("each rank would read, in every layer:")
     shown = [list(map(_without_layer, row)) for row in rows[:_MAX_LINES]]

@@ -15,7 +15,7 @@ from vllm_module.cli.model_plan import ModelPlan
 from vllm_module.cli.output import shape, size
 from vllm_module.cli.pictures.tiles import KINDS, Tile, tiles_of
 from vllm_module.cli.rank_plan import PAGE_SIZE, RankPlan
-from vllm_module.cli.tensor_plan import tensor_plans, tensor_rows
+from vllm_module.cli.tensor_plan import tensor_rows
 from vllm_module.messages import printable_name
 
 MEMORY_LINES = (24, 80, 141)  # GB of common GPUs
@@ -33,7 +33,7 @@ def plan_page(plan: ModelPlan) -> str:
     tiles = tiles_of(ranks)
     needed = [rank.device_bytes + rank.kv_cache_bytes(plan.tokens) for rank in ranks]
     end = 1.04 * max(*needed, MEMORY_LINES[-1] * 1e9)  # of the scale of memory, in bytes
-    header, reads = tensor_rows(tensor_plans(ranks), every=False)
+    header, reads = tensor_rows(ranks[0].plans, every=False)
     return environment.from_string(page).render(
         name=printable_name(plan.source.folder.name),
         folder=printable_name(str(plan.source.folder)),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
 from vllm_module.cli.output import grouped
-from vllm_module.cli.rank_plan import RankPlan, Read
+from vllm_module.cli.rank_plan import RankPlan
+from vllm_module.cli.tensor_plan import slot_kind
 from vllm_module.report import fold
 
 
@@ -60,9 +62,9 @@ KINDS = {
 
 def tiles_of(ranks: Sequence[RankPlan]) -> list[list[Tile]]:
     """Return the tiles of each rank. Their bytes add up to the rank's ``device_bytes``."""
-    copies = Counter(_identity(read) for rank in ranks for read in rank.reads)
-    read = {read.parameter for rank in ranks for read in rank.reads}
-    return [list(_merged(_tiles(rank, copies, read, len(ranks)))) for rank in ranks]
+    read = {plan.parameter for plan in ranks[0].plans}
+    folded = cache(lambda names: ", ".join(fold(names)))  # mostly the same on all ranks
+    return [list(_merged(_tiles(rank, read, len(ranks)), folded)) for rank in ranks]
 
 
 def layer_of(parameter: str) -> str:
@@ -74,48 +76,46 @@ def layer_of(parameter: str) -> str:
     return ".".join(components[:-1]) or parameter
 
 
-def _identity(read: Read) -> tuple[object, ...]:
-    return read.name, read.parameter, read.slot, read.byte_range, read.bytes
-
-
-def _tiles(
-    rank: RankPlan, copies: Counter[tuple[object, ...]], read_anywhere: set[str], tp_size: int
-) -> Iterator[Tile]:
-    reads = defaultdict(list)
-    for read in rank.reads:
-        if read.tied_to is None:  # else it is only compared with what another name filled
-            reads[read.parameter].append(read)
-    for tensor in rank.tensors:
+def _tiles(rank: RankPlan, read_anywhere: set[str], num_ranks: int) -> Iterator[Tile]:
+    plans = defaultdict(list)
+    for plan in rank.plans:
+        if plan.tied_to is None:  # else it is only compared with what another name filled
+            plans[plan.parameter].append(plan)
+    for tensor in rank.tensors():
         paths = (tensor.path, *tensor.tied)
+        layer = layer_of(tensor.path)
         note = f"tied: {', '.join(tensor.tied)}" if tensor.tied else ""
         low = "8" if tensor.quantized else ""
         rest = tensor.nbytes
-        for read in (read for path in paths for read in reads[path]):
-            nbytes = min(rest, prod(read.shape) * tensor.itemsize)
-            rest -= nbytes
-            shared = copies[_identity(read)]
-            yield Tile(
-                layer=layer_of(tensor.path),
-                name=read.name,
-                parameter=tensor.path,
-                slot=read.slot or "",
-                kind=("copy" if shared > 1 else "cut") + low,
-                bytes=nbytes,
-                shape=read.shape,
-                of=read.of,
-                stored=read.dtype,
-                held=tensor.dtype,
-                copies=shared,
-                tensors=1,
-                note=note,
-                file=read.file,
-                byte_range=read.byte_range,
-                pieces=read.pieces,
-            )
+        for plan in (plan for path in paths for plan in plans[path]):
+            kept = plan.kept
+            for piece in kept.pieces[rank.rank]:
+                nbytes = min(rest, prod(piece.shape) * tensor.itemsize)
+                rest -= nbytes
+                copies = kept.copies[piece]
+                begin = plan.begin
+                yield Tile(
+                    layer=layer,
+                    name=plan.name,
+                    parameter=tensor.path,
+                    slot=plan.slot or "",
+                    kind=("copy" if copies > 1 else "cut") + low,
+                    bytes=nbytes,
+                    shape=piece.shape,
+                    of=kept.of,
+                    stored=kept.dtype,
+                    held=tensor.dtype,
+                    copies=copies,
+                    tensors=1,
+                    note=note,
+                    file=plan.file,
+                    byte_range=None if begin is None else (begin + piece.begin, begin + piece.end),
+                    pieces=piece.runs,
+                )
         if rest:
             filled = not read_anywhere.isdisjoint(paths)
             yield Tile(
-                layer=layer_of(tensor.path),
+                layer=layer,
                 name=tensor.path,
                 parameter=tensor.path,
                 slot="",
@@ -125,7 +125,7 @@ def _tiles(
                 of=tensor.shape,
                 stored="",
                 held=tensor.dtype,
-                copies=tp_size,
+                copies=num_ranks,
                 tensors=1,
                 note="padding: zeros" if filled else "computed, not read",
                 file=None,
@@ -134,12 +134,19 @@ def _tiles(
             )
 
 
-def _merged(tiles: Iterable[Tile]) -> Iterator[Tile]:
+def _merged(tiles: Iterable[Tile], folded: Callable[[tuple[str, ...]], str]) -> Iterator[Tile]:
     """Make one tile of tensors that differ in numbers below the layer's, such as the expert's."""
     for group in grouped(
         tiles,
         lambda tile: tile.name,
-        lambda tile: (tile.layer, tile.slot, tile.kind, tile.shape, tile.held, tile.note),
+        lambda tile: (
+            tile.layer,
+            slot_kind(tile.slot),
+            tile.kind,
+            tile.shape,
+            tile.held,
+            tile.note,
+        ),
     ):
         first = group[0]
         if len(group) == 1:
@@ -147,8 +154,9 @@ def _merged(tiles: Iterable[Tile]) -> Iterator[Tile]:
             continue
         files = {tile.file for tile in group}
         yield first._replace(
-            name=", ".join(fold(tile.name for tile in group)),
-            parameter=", ".join(fold(tile.parameter for tile in group)),
+            name=folded(tuple(tile.name for tile in group)),
+            parameter=folded(tuple(tile.parameter for tile in group)),
+            slot=folded(tuple(tile.slot for tile in group)),
             bytes=sum(tile.bytes for tile in group),
             tensors=len(group),
             file=first.file if len(files) == 1 else None,
