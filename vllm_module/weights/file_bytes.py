@@ -15,7 +15,7 @@ from vllm_module.errors import WeightReadError
 from vllm_module.messages import printable
 from vllm_module.weights import os_pages
 from vllm_module.weights.cut_rows import Run, copy_segments, memory
-from vllm_module.weights.regular_file import ReadLease, open_regular
+from vllm_module.weights.regular_file import ReadLease, open_again, open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,8 @@ class FileBytes:
         self.path = path
         self._where = printable(path)
         self._fd = open_regular(path, folder)
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._descriptors = [self._fd]
+        self._finalizer = weakref.finalize(self, _close, self._descriptors)
         self._identity = self._stat()
         self._lease = ReadLease(self._fd)
         self._lock = threading.Lock()
@@ -84,19 +85,22 @@ class FileBytes:
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes that are not counted as weights (the header)."""
         data = bytearray(length)
-        self._read(offset, memoryview(data))
+        self._read(offset, memoryview(data), self._fd)
         return bytes(data)
 
     def check_unchanged(self) -> None:
         """Raise WeightReadError if the file was closed, or was written to since it was opened."""
-        if not self._finalizer.alive:
-            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
+        self._check_open()
         now = self._stat()
         if now != self._identity:
             raise WeightReadError(
                 f"{self._where} was changed since it was opened (it had {self.size} bytes and now "
                 f"has {now[0]}); open the checkpoint again when nobody writes to it"
             )
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
 
     def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
         """Read each run to its address in memory, its segments one after the other without gaps."""
@@ -107,7 +111,8 @@ class FileBytes:
         for run, address in runs:
             nbytes += run.nbytes
             if run.count == 1 or run.length >= _LONG_SEGMENT or run.stride >= _LONGEST_ROW:
-                self._read_ahead_of_segments(run)
+                if _is_scattered(run):
+                    self._read_ahead_of_segments(run)
                 singly.append((run, address))
             else:
                 for window in run.windows(_WINDOW, address):
@@ -121,30 +126,48 @@ class FileBytes:
             self._bytes_read += nbytes
 
     def _read_ahead_of_segments(self, run: Run) -> None:
-        if run.cut and run.length < _SEQUENTIAL:
-            for offset in range(run.offset, run.offset + run.span, run.stride or run.length):
-                if not os_pages.cached(self._fd, offset, run.length):
-                    os_pages.read_ahead(self._fd, offset, run.length)
+        descriptor = self._scattered()
+        for index in range(run.count):
+            offset = run.offset + index * run.stride
+            if not os_pages.cached(descriptor, offset, run.length):
+                os_pages.read_ahead(descriptor, offset, run.length)
 
     def _read_ahead_of_rows(self, run: Run) -> bool:
         """Begin to read the OS pages of a run; tell whether others between them stay unread."""
-        if os_pages.cached(self._fd, run.offset, run.span):
+        descriptor = self._scattered()
+        if os_pages.cached(descriptor, run.offset, run.span):
             return False
         pages = run.pages()
         for begin, end in pages:
-            os_pages.read_ahead(self._fd, begin, end - begin)
+            os_pages.read_ahead(descriptor, begin, end - begin)
         return len(pages) > 1
 
     def _read_segments(self, run: Run, address: int) -> None:
+        descriptor = self._scattered() if _is_scattered(run) else self._fd
         view = memory(address, run.nbytes)
         for index in range(run.count):
             segment = view[index * run.length : (index + 1) * run.length]
-            self._read(run.offset + index * run.stride, segment)
+            self._read(run.offset + index * run.stride, segment, descriptor)
 
-    def _read(self, offset: int, view: memoryview) -> None:
+    def _scattered(self) -> int:
+        """Return the descriptor for reads that the kernel shall not read ahead of.
+
+        The kernel takes rows that follow each other for a stream, and reads up to its read-ahead
+        window between and behind them. Where there is no such descriptor, it does.
+        """
+        with self._lock:
+            self._check_open()
+            if len(self._descriptors) == 1:
+                try:
+                    self._descriptors.append(open_again(self._fd))
+                except OSError:
+                    return self._fd
+            return self._descriptors[1]
+
+    def _read(self, offset: int, view: memoryview, descriptor: int) -> None:
         while view:
             try:
-                count = os.preadv(self._fd, [view], offset)
+                count = os.preadv(descriptor, [view], offset)
             except OSError as error:
                 raise self._failure(offset, str(error)) from error
             if count == 0:
@@ -172,7 +195,7 @@ class FileBytes:
                 if scratch is None or scratch.numel() < rows.span:
                     scratch = torch.empty(rows.span, dtype=torch.uint8)
                 span = scratch[: rows.span]
-                self._read(rows.offset, memory(span.data_ptr(), rows.span))
+                self._read(rows.offset, memory(span.data_ptr(), rows.span), self._scattered())
                 copy_segments(span, rows, target)
 
     def _copy_mapped(self, run: Run, address: int) -> None:
@@ -214,3 +237,13 @@ class FileBytes:
             f"{self._where}: reading at byte {offset} failed: {reason}; check the disk or the "
             "network file system that holds it, and load again"
         )
+
+
+def _is_scattered(run: Run) -> bool:
+    """Whether little of what the kernel would read ahead of the run is part of it."""
+    return run.cut and run.length < _SEQUENTIAL
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
