@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from errno import EINVAL
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -178,12 +179,19 @@ class FileBytes:
             view, offset = view[count:], offset + count
 
     def _read_rows(self, parts: list[tuple[Run, int]]) -> None:
-        """Copy short segments out of their rows, each part of at most _WINDOW bytes."""
-        with self._lease.hold() as leased:
-            if leased:
-                for part in parts:
-                    self._copy_mapped(*part)
-                return
+        """Copy short segments out of their rows; each part spans at most _WINDOW bytes."""
+        while parts:
+            spans = accumulate(run.span for run, _ in parts)
+            count = max(1, sum(span <= _WINDOW for span in spans))  # as a writer waits for them
+            with self._lease.hold() as leased:
+                if leased:
+                    for part in parts[:count]:
+                        self._copy_mapped(*part)
+            if not leased:
+                self._read_rows_whole(parts[:count])
+            parts = parts[count:]
+
+    def _read_rows_whole(self, parts: list[tuple[Run, int]]) -> None:
         import torch
 
         scratch: torch.Tensor | None = None  # one for all turns: new memory costs more than reading
