@@ -76,11 +76,12 @@ class Run:
         offsets = torch.arange(self.count) * self.stride + self.offset
         first, last = offsets // page, (offsets + (self.length - 1)) // page
         gaps = (first[1:] - last[:-1] - 1).clamp(min=0)  # OS pages that no segment touches
-        small = (gaps > 0) & (gaps <= _SMALL_GAP)
-        touched = end - begin - int(gaps.sum())
-        share = min(1.0, touched * _SHARE_OF_GAPS / max(1, int(gaps[small].sum())))
-        order = small.cumsum(0)  # of small gaps; those to read too are spread evenly
-        filled = small & ((order * share).floor() > ((order - 1) * share).floor())
+        filled = (gaps > 0) & (gaps <= _SMALL_GAP)  # those to read too
+        most = int((end - begin - gaps.sum()) * _SHARE_OF_GAPS)
+        sizes = gaps * filled
+        if sizes.sum() > most:  # fill some of them, evenly spread
+            turns = sizes.cumsum(0) * most // (sizes.sum() * sizes.max())
+            filled &= turns.diff(prepend=turns.new_zeros(1)) > 0
         after = ((gaps > 0) & ~filled).nonzero().flatten()  # the segments with a gap behind them
         begins = [begin, *first[after + 1].tolist()]
         ends = [*(last[after] + 1).tolist(), end]
