@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
 from vllm_module.weights import Checkpoint, open_checkpoint, read_all, reading
+from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.handle import SafetensorsHandle
 
 
@@ -68,11 +70,11 @@ def test_shards_casts_and_tensors_in_memory_mix(checkpoint, tensors) -> None:
 def test_jobs_are_taken_only_as_they_can_be_read(tensors, checkpoint, monkeypatch) -> None:
     """A generator that allocates destinations runs at most a queue ahead of the reading."""
     done = []
-    read_into = SafetensorsHandle.read_into
+    read_runs = FileBytes.read_runs
 
-    def counted(self: SafetensorsHandle, destination: torch.Tensor) -> None:
-        read_into(self, destination)
-        done.append(None)
+    def counted(self: FileBytes, runs: list[tuple[Run, int]]) -> None:
+        read_runs(self, runs)
+        done.extend(runs)
 
     ahead = []
 
@@ -82,7 +84,7 @@ def test_jobs_are_taken_only_as_they_can_be_read(tensors, checkpoint, monkeypatc
             yield checkpoint["w5"], torch.zeros(1, 1, 900)
 
     monkeypatch.setattr(reading, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(SafetensorsHandle, "read_into", counted)
+    monkeypatch.setattr(FileBytes, "read_runs", counted)
     read_all(jobs())
     assert len(done) == 200
     assert max(ahead) <= 12
@@ -92,11 +94,11 @@ def test_the_first_error_is_raised_as_it_is(checkpoint, monkeypatch) -> None:
     error = WeightReadError("broken")
     calls = []
 
-    def fail(self: SafetensorsHandle, destination: torch.Tensor) -> None:
+    def fail(self: FileBytes, runs: list[tuple[Run, int]]) -> None:
         calls.append(None)
         raise error
 
-    monkeypatch.setattr(SafetensorsHandle, "read_into", fail)
+    monkeypatch.setattr(FileBytes, "read_runs", fail)
     with pytest.raises(WeightReadError) as raised:
         read_all((checkpoint["w3"], torch.zeros(3000)) for _ in range(100))
     assert raised.value is error

@@ -2,58 +2,40 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from errno import EINVAL
-from math import gcd
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_module.errors import WeightReadError
 from vllm_module.messages import printable
 from vllm_module.weights import os_pages
-from vllm_module.weights.regular_file import ReadLease, open_regular
+from vllm_module.weights.cut_rows import Run, copy_segments, memory
+from vllm_module.weights.regular_file import ReadLease, open_again, open_regular
 
 if TYPE_CHECKING:
     import torch
 
 # One preadv costs about 1 µs and the GIL, which no longer shows in segments of this length.
 _LONG_SEGMENT = 64 << 10
+# A row of this length takes longer to read whole than a preadv for its segment.
+_LONGEST_ROW = 1 << 20
+# The same where rows are read whole into scratch memory: the bytes between two segments.
+_LONGEST_GAP = 16 << 10
+# Segments of this length are left to the kernel's read-ahead. It makes larger folios, which are
+# copied faster, and what it reads behind the end is little beside them.
+_SEQUENTIAL = 8 << 20
 # Bytes of the file that one madvise maps: enough to hide the call, few enough to stay in the CPU's
 # cache until they are copied.
 _WINDOW = 16 << 20
 # Bytes that are read at once where there is no lease. They are copied twice, and more of them would
 # not stay in the CPU's cache in between.
 _SCRATCH = 4 << 20
-# A row of this length takes longer to read whole than a preadv for its segment.
-_LONGEST_ROW = 1 << 20
-# torch copies this many elements with threads of its own, but the callers are threads already.
-_THREADED_ELEMENTS = 32768
-
-_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_memory_view.restype = ctypes.py_object
-_PYBUF_WRITE = 0x200
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """``count`` segments of ``length`` bytes, at ``offset`` and every ``stride`` bytes after it."""
-
-    offset: int
-    length: int
-    stride: int
-    count: int
-
-    @property
-    def span(self) -> int:
-        """Bytes from the first byte of the first segment to the last byte of the last one."""
-        return (self.count - 1) * self.stride + self.length
 
 
 class FileBytes:
@@ -64,6 +46,10 @@ class FileBytes:
     are copied out of a mapping of the file under a lease, which makes that safe. Without a lease,
     whole rows are read and cut in memory.
 
+    Where the page cache lacks a run that is cut out of a tensor, the OS pages that it touches are
+    asked for, all at once, before they are read. If OS pages between them stay unread, each segment
+    is read by ``preadv``: a mapping of the whole span would read those too.
+
     A file that cannot be opened is a CheckpointFormatError, one that cannot be read or has changed
     a WeightReadError. torch is imported by the first copy, because headers are read without it.
     """
@@ -72,7 +58,8 @@ class FileBytes:
         self.path = path
         self._where = printable(path)
         self._fd = open_regular(path, folder)
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._descriptors = [self._fd]
+        self._finalizer = weakref.finalize(self, _close, self._descriptors)
         self._identity = self._stat()
         self._lease = ReadLease(self._fd)
         self._lock = threading.Lock()
@@ -99,13 +86,12 @@ class FileBytes:
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes that are not counted as weights (the header)."""
         data = bytearray(length)
-        self._read(offset, memoryview(data))
+        self._read(offset, memoryview(data), self._fd)
         return bytes(data)
 
     def check_unchanged(self) -> None:
         """Raise WeightReadError if the file was closed, or was written to since it was opened."""
-        if not self._finalizer.alive:
-            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
+        self._check_open()
         now = self._stat()
         if now != self._identity:
             raise WeightReadError(
@@ -113,26 +99,76 @@ class FileBytes:
                 f"has {now[0]}); open the checkpoint again when nobody writes to it"
             )
 
-    def read_runs(self, runs: Iterable[Run], address: int) -> None:
-        """Fill the memory at ``address`` with the runs, one after the other without gaps."""
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
+
+    def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
+        """Read each run to its address in memory, its segments one after the other without gaps."""
         self.check_unchanged()
-        position = address
-        for run in runs:
-            if run.count > 1 and run.length < _LONG_SEGMENT and run.stride < _LONGEST_ROW:
-                self._read_short_segments(run, position)
+        nbytes = 0
+        singly: list[tuple[Run, int]] = []
+        together: list[tuple[Run, int]] = []
+        for run, address in runs:
+            nbytes += run.nbytes
+            if run.count == 1 or run.length >= _LONG_SEGMENT or run.stride >= _LONGEST_ROW:
+                if _is_scattered(run):
+                    self._read_ahead_of_segments(run)
+                singly.append((run, address))
             else:
-                for index in range(run.count):
-                    view = _view(position + index * run.length, run.length)
-                    self._read(run.offset + index * run.stride, view)
-            position += run.length * run.count
+                for window in run.windows(_WINDOW, address):
+                    (singly if self._read_ahead_of_rows(window[0]) else together).append(window)
+        for part in singly:
+            self._read_segments(*part)
+        if together:
+            self._read_rows(together)
         self.check_unchanged()  # a write in the meantime left a mixture of old and new bytes
         with self._lock:
-            self._bytes_read += position - address
+            self._bytes_read += nbytes
 
-    def _read(self, offset: int, view: memoryview) -> None:
+    def _read_ahead_of_segments(self, run: Run) -> None:
+        descriptor = self._scattered()
+        for index in range(run.count):
+            offset = run.offset + index * run.stride
+            if not os_pages.cached(descriptor, offset, run.length):
+                os_pages.read_ahead(descriptor, offset, run.length)
+
+    def _read_ahead_of_rows(self, run: Run) -> bool:
+        """Begin to read the OS pages of a run; tell whether others between them stay unread."""
+        descriptor = self._scattered()
+        if os_pages.cached(descriptor, run.offset, run.span):
+            return False
+        pages = run.pages()
+        for begin, end in pages:
+            os_pages.read_ahead(descriptor, begin, end - begin)
+        return len(pages) > 1
+
+    def _read_segments(self, run: Run, address: int) -> None:
+        descriptor = self._scattered() if _is_scattered(run) else self._fd
+        view = memory(address, run.nbytes)
+        for index in range(run.count):
+            segment = view[index * run.length : (index + 1) * run.length]
+            self._read(run.offset + index * run.stride, segment, descriptor)
+
+    def _scattered(self) -> int:
+        """Return the descriptor for reads that the kernel shall not read ahead of.
+
+        The kernel takes rows that follow each other for a stream, and reads up to its read-ahead
+        window between and behind them. Where there is no such descriptor, it does.
+        """
+        with self._lock:
+            self._check_open()
+            if len(self._descriptors) == 1:
+                try:
+                    self._descriptors.append(open_again(self._fd))
+                except OSError:
+                    return self._fd
+            return self._descriptors[1]
+
+    def _read(self, offset: int, view: memoryview, descriptor: int) -> None:
         while view:
             try:
-                count = os.preadv(self._fd, [view], offset)
+                count = os.preadv(descriptor, [view], offset)
             except OSError as error:
                 raise self._failure(offset, str(error)) from error
             if count == 0:
@@ -142,26 +178,33 @@ class FileBytes:
                 )
             view, offset = view[count:], offset + count
 
-    def _read_short_segments(self, run: Run, address: int) -> None:
+    def _read_rows(self, parts: list[tuple[Run, int]]) -> None:
+        """Copy short segments out of their rows; each part spans at most _WINDOW bytes."""
+        while parts:
+            spans = accumulate(run.span for run, _ in parts)
+            count = max(1, sum(span <= _WINDOW for span in spans))  # as a writer waits for them
+            with self._lease.hold() as leased:
+                if leased:
+                    for part in parts[:count]:
+                        self._copy_mapped(*part)
+            if not leased:
+                self._read_rows_whole(parts[:count])
+            parts = parts[count:]
+
+    def _read_rows_whole(self, parts: list[tuple[Run, int]]) -> None:
         import torch
 
         scratch: torch.Tensor | None = None  # one for all turns: new memory costs more than reading
-        first = 0
-        while first < run.count:
-            with self._lease.hold() as leased:
-                count = max(1, (_WINDOW if leased else _SCRATCH) // run.stride)
-                count = min(count, run.count - first)
-                window = Run(run.offset + first * run.stride, run.length, run.stride, count)
-                target = address + first * run.length
-                if leased:
-                    self._copy_mapped(window, target)
-            if not leased:
-                if scratch is None:
-                    scratch = torch.empty(window.span, dtype=torch.uint8)
-                rows = scratch[: window.span]
-                self._read(window.offset, _view(rows.data_ptr(), window.span))
-                _copy_segments(rows, window, target)
-            first += count
+        for run, address in parts:
+            if run.stride - run.length >= _LONGEST_GAP:
+                self._read_segments(run, address)
+                continue
+            for rows, target in run.windows(_SCRATCH, address):
+                if scratch is None or scratch.numel() < rows.span:
+                    scratch = torch.empty(rows.span, dtype=torch.uint8)
+                span = scratch[: rows.span]
+                self._read(rows.offset, memory(span.data_ptr(), rows.span), self._scattered())
+                copy_segments(span, rows, target)
 
     def _copy_mapped(self, run: Run, address: int) -> None:
         """Copy a run out of the mapping; the caller holds the lease."""
@@ -176,7 +219,7 @@ class FileBytes:
         code = os_pages.advise(start, length, os_pages.POPULATE_READ)
         if code not in (0, EINVAL):  # an older kernel maps each OS page when it is touched
             raise self._failure(run.offset, os.strerror(code))
-        _copy_segments(source, run, address)
+        copy_segments(source, run, address)
         # The OS pages stay in the page cache, but no longer count as memory of this process.
         os_pages.advise(start, length, os_pages.DONTNEED)
 
@@ -204,22 +247,11 @@ class FileBytes:
         )
 
 
-def _copy_segments(source: torch.Tensor, run: Run, address: int) -> None:
-    """Copy the segments of a run to ``address`` without gaps; ``source`` is its span as bytes."""
-    import torch
-
-    unit = gcd(8, source.data_ptr(), run.length, run.stride, address)
-    units = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    dtype, columns = units[unit], run.length // unit
-    segments = source.view(dtype).as_strided((run.count, columns), (run.stride // unit, 1))
-    target = torch.frombuffer(_view(address, run.count * run.length), dtype=dtype)
-    target = target.view(run.count, columns)
-    step = max(1, (_THREADED_ELEMENTS - 1) // columns)
-    for row in range(0, run.count, step):
-        target[row : row + step].copy_(segments[row : row + step])
+def _is_scattered(run: Run) -> bool:
+    """Whether little of what the kernel would read ahead of the run is part of it."""
+    return run.cut and run.length < _SEQUENTIAL
 
 
-def _view(address: int, length: int) -> memoryview:
-    """Return the memory at ``address`` as a writable buffer, which a tensor does not offer."""
-    view: memoryview = _memory_view(address, length, _PYBUF_WRITE)
-    return view
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,8 @@ import torch
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
 from vllm_module.messages import printable, printable_name
-from vllm_module.weights.file_bytes import FileBytes, Run
+from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.file_bytes import FileBytes
 
 
 class Handle(Protocol):
@@ -67,13 +68,29 @@ def read_into(weight: Weight, destination: Destination) -> None:
         weight.read_into(destination)
 
 
+def read_together(jobs: Iterable[tuple[Weight, Destination]]) -> None:
+    """Fill each destination, as ``read_into`` does; the runs of one file are read together."""
+    runs: dict[FileBytes, list[tuple[Run, int]]] = {}
+    for weight, destination in jobs:
+        if (
+            isinstance(weight, SafetensorsHandle)
+            and isinstance(destination, torch.Tensor)
+            and weight.is_read_directly(destination)
+        ):
+            runs.setdefault(weight.file_bytes, []).extend(weight.runs_to(destination.data_ptr()))
+        else:
+            read_into(weight, destination)
+    for file_bytes, placed in runs.items():
+        file_bytes.read_runs(placed)
+
+
 class SafetensorsHandle:
     """A tensor of a safetensors file, or a region of one.
 
     ``shape`` and ``dtype`` are those of the region; ``name`` is the whole tensor's.
     """
 
-    __slots__ = ("_bytes", "_offset", "_strides", "dtype", "name", "shape")
+    __slots__ = ("_cut", "_offset", "_strides", "dtype", "file_bytes", "name", "shape")
 
     def __init__(
         self,
@@ -83,18 +100,20 @@ class SafetensorsHandle:
         shape: torch.Size,
         strides: tuple[int, ...],
         offset: int,
+        cut: bool = False,
     ) -> None:
-        self._bytes = file_bytes
+        self.file_bytes = file_bytes
         self.name = name
         self.dtype = dtype
         self.shape = shape
         self._strides = strides  # in bytes
         self._offset = offset  # of the region's first element in the file
+        self._cut = cut  # whether the region is less than a stored tensor
 
     @property
     def file(self) -> Path:
         """The file that holds the tensor."""
-        return self._bytes.path
+        return self.file_bytes.path
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +152,13 @@ class SafetensorsHandle:
             else:
                 outer.insert(0, (size, step))
         for offsets in product(*[range(0, size * step, step) for size, step in outer]):
-            yield Run(self._offset + sum(offsets), length, stride, count)
+            yield Run(self._offset + sum(offsets), length, stride, count, self._cut)
+
+    def runs_to(self, address: int) -> Iterator[tuple[Run, int]]:
+        """Yield each run, and where in a contiguous destination at ``address`` it begins."""
+        for run in self.runs():
+            yield run, address
+            address += run.nbytes
 
     def narrow(self, dim: int, start: int, length: int) -> SafetensorsHandle:
         """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does.
@@ -152,22 +177,32 @@ class SafetensorsHandle:
             )
         shape = torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :]))
         offset = self._offset + start * self._strides[dim]
-        return SafetensorsHandle(self._bytes, self.name, self.dtype, shape, self._strides, offset)
+        cut = self._cut or length < size
+        return SafetensorsHandle(
+            self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut
+        )
+
+    def is_read_directly(self, destination: torch.Tensor) -> bool:
+        """Whether the file's bytes are read straight into ``destination``.
+
+        It is contiguous, in host memory and of the same dtype, and no bool, whose bytes are checked
+        first. Raises as the function ``read_into`` does if the shapes differ.
+        """
+        _check_destination(self.shape, destination, self)
+        direct = destination.dtype == self.dtype != torch.bool
+        return direct and destination.is_cpu and destination.is_contiguous()
 
     def read_into(self, destination: torch.Tensor) -> None:
         """Read into ``destination``: the same shape; any strides, dtype and device.
 
-        A contiguous destination in host memory, of the same dtype, is filled from the file
-        directly. For any other, and for bools, the region is first read into new host memory.
-        Raises as the function ``read_into`` does; a byte that is no bool is a WeightReadError too.
+        Where ``is_read_directly`` says no, the region is first read into new host memory. Raises as
+        the function ``read_into`` does; a byte that is no bool is a WeightReadError too.
         """
-        _check_destination(self.shape, destination, self)
-        direct = destination.dtype == self.dtype != torch.bool and destination.is_cpu
-        if direct and destination.is_contiguous():
-            self._bytes.read_runs(self.runs(), destination.data_ptr())
+        if self.is_read_directly(destination):
+            self.file_bytes.read_runs(self.runs_to(destination.data_ptr()))
             return
         staged = torch.empty(self.shape, dtype=self.dtype, pin_memory=destination.is_cuda)
-        self._bytes.read_runs(self.runs(), staged.data_ptr())
+        self.file_bytes.read_runs(self.runs_to(staged.data_ptr()))
         # torch's operations disagree on the truth of a bool stored as another byte.
         if self.dtype == torch.bool and bool((staged.view(torch.uint8) > 1).any()):
             raise WeightReadError(

@@ -1,4 +1,4 @@
-"""Advice to the operating system about the OS pages behind a range of memory.
+"""Advice to the operating system about OS pages of memory, and about those of a file.
 
 It is given on Linux only; elsewhere the functions do nothing.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +19,14 @@ POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 DONTNEED = 4
 _HUGEPAGE = 14
 _HUGE_PAGE_BYTES = 2 << 20
+# The kernel follows one piece of advice for at most a request, or its read-ahead window, of bytes.
+_ADVISED_BYTES = 512 << 10
+_SAMPLES = 16  # places of a range whose OS pages are looked up where the kernel does not count them
+_CACHESTAT = 451  # Linux 6.5; neither C libraries nor Python have a name for it
+# Machines where the system call has this number.
+_HAS_CACHESTAT = sys.platform == "linux" and os.uname().machine in (
+    "x86_64", "aarch64", "riscv64", "ppc64le", "s390x"
+)  # fmt: skip
 
 _libc = ctypes.CDLL(None, use_errno=True)
 if sys.platform == "linux":
@@ -29,6 +39,57 @@ def advise(address: int, length: int, advice: int) -> int:
         return 0
     start = address - address % mmap.PAGESIZE
     return ctypes.get_errno() if _libc.madvise(start, address + length - start, advice) else 0
+
+
+def cached(descriptor: int, offset: int, length: int) -> bool:
+    """Tell whether the page cache has all OS pages of a range of a file.
+
+    The count of the kernel is exact. Where there is none (an older kernel, the file of another
+    user, overlayfs), 16 bytes are read without waiting, and the answer is a guess. On systems that
+    offer neither it is yes: nothing can be read ahead of its use there.
+    """
+    first, last = offset // mmap.PAGESIZE, (offset + length - 1) // mmap.PAGESIZE
+    count = _count_cached(descriptor, offset, length)
+    return count > last - first or (
+        count == 0 and all(_is_cached(descriptor, first, last, i) for i in range(_SAMPLES))
+    )
+
+
+def _count_cached(descriptor: int, offset: int, length: int) -> int:
+    """Return how many OS pages of a range the page cache has, or 0 if that cannot be told."""
+    if not _HAS_CACHESTAT:
+        return 0
+    counts = (ctypes.c_uint64 * 5)()
+    bounds = (ctypes.c_uint64 * 2)(offset, length)
+    failed: int = _libc.syscall(_CACHESTAT, descriptor, bounds, counts, 0)
+    return 0 if failed else counts[0]
+
+
+def _is_cached(descriptor: int, first: int, last: int, sample: int) -> bool:
+    if not hasattr(os, "RWF_NOWAIT"):
+        return True
+    page = first + (last - first) * sample // (_SAMPLES - 1)
+    try:
+        return os.preadv(descriptor, [bytearray(1)], page * mmap.PAGESIZE, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError:  # not on this file system
+        return True
+
+
+def read_ahead(descriptor: int, offset: int, length: int) -> None:
+    """Let the kernel begin to read the OS pages of a range of a file, and no others.
+
+    It reads those that the page cache lacks. This function returns before they are read, or when
+    the disk's queue has space for them.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    end = offset + length
+    with suppress(OSError):  # the file system takes no advice; or closed, as the next read will say
+        for begin in range(offset, end, _ADVISED_BYTES):
+            size = min(_ADVISED_BYTES, end - begin)
+            os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_WILLNEED)
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from threading import Thread
 
 import torch
 
-from vllm_module.weights.handle import Destination, Handle, Weight, read_into
+from vllm_module.weights.handle import Destination, Handle, Weight, read_into, read_together
 
 PIECE_BYTES = 16 << 20  # a larger weight is read in pieces of at most this size
 _BATCH_BYTES = 2 << 20  # smaller ones are queued together: each turn of the queue costs tens of µs
@@ -51,11 +51,6 @@ def _cut(weight: Handle, destination: Destination) -> list[_Job]:
         target = destination.narrow(dim, start, length)
         pieces += _cut(weight.narrow(dim, start, length), target)
     return pieces
-
-
-def _read_batch(batch: list[_Job]) -> None:
-    for weight, destination in batch:
-        read_into(weight, destination)
 
 
 class Readers:
@@ -107,7 +102,7 @@ class Readers:
                     if free_bytes <= 0:
                         self._queue_batch(batch)
                         batch, free_bytes = [], _BATCH_BYTES
-            _read_batch(batch)
+            read_together(batch)
             self._empty_queue()
         except BaseException:
             self._stopped = True
@@ -131,7 +126,7 @@ class Readers:
         try:
             self._queue.put_nowait(batch)
         except Full:
-            _read_batch(batch)
+            read_together(batch)
 
     def _empty_queue(self) -> None:
         """Read queued batches in this thread or, once stopped, drop them."""
@@ -142,7 +137,7 @@ class Readers:
                 return
             try:
                 if not self._stopped:
-                    _read_batch(batch or [])
+                    read_together(batch or [])
             except BaseException:
                 self._stopped = True
                 raise
@@ -159,7 +154,7 @@ class Readers:
             while (batch := self._queue.get()) is not None:
                 try:
                     if not self._stopped:
-                        _read_batch(batch)
+                        read_together(batch)
                 except BaseException as error:
                     if not self._stopped:
                         self._errors.append(error)

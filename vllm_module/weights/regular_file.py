@@ -89,6 +89,18 @@ def open_regular(path: Path, folder: Path | None) -> int:
     )
 
 
+def open_again(descriptor: int) -> int:
+    """Open the file of ``descriptor`` once more, so that the kernel does not read ahead of reads.
+
+    An OSError if that cannot be done, such as on a system without /proc/self/fd.
+    """
+    again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # the file system takes no advice
+            os.posix_fadvise(again, 0, 0, os.POSIX_FADV_RANDOM)
+    return again
+
+
 def is_there(path: Path, *, follow_links: bool = False) -> bool:
     """Tell whether there is a file, folder or link; with ``follow_links``, what the link leads to.
 

@@ -1,0 +1,282 @@
+"""A cold file is read by the OS pages that a shard touches, and each way gives the same bits."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from vllm_module.errors import WeightReadError
+from vllm_module.weights import cut_rows, file_bytes, open_checkpoint, os_pages, read_all
+from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.regular_file import ReadLease
+
+PAGE = mmap.PAGESIZE
+HIDDEN = 3 * PAGE // 2  # of a row in bytes: some OS pages of a column slice are touched, others not
+WIDE = 8 * PAGE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the page cache is Linux's")
+
+
+def evict(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_pages(path: Path) -> int:
+    with path.open("rb") as file:
+        return os_pages._count_cached(file.fileno(), 0, path.stat().st_size)
+
+
+def bytes_from_disk() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"rows": (512, HIDDEN // 2), "wide": (128, WIDE // 2), "whole": (1024, 2048)}
+    return {
+        name: torch.randint(0, 0x4000, shape, dtype=torch.int16, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def path(tensors: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cold") / "model.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+# A shard of each tensor by rank 3 of 8: dimension, and OS pages it touches over those it keeps.
+SHARDS = {"rows": 1, "wide": 1, "whole": 0}
+
+
+def shard(handle: SafetensorsHandle | torch.Tensor, dim: int):
+    size = handle.shape[dim] // 8
+    return handle.narrow(dim, 3 * size, size)
+
+
+def touched_pages(handle: SafetensorsHandle) -> int:
+    pages = set()
+    for run in handle.runs():
+        for index in range(run.count):
+            begin = run.offset + index * run.stride
+            pages.update(range(begin // PAGE, (begin + run.length - 1) // PAGE + 1))
+    return len(pages)
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["lease", "no lease"])
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_cold_shard_reads_little_more_than_the_pages_it_touches(
+    path: Path, tensors, name, leased, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's count of bytes from the disk stays below 1.3 times the OS pages touched."""
+    if not leased:
+        monkeypatch.setattr(ReadLease, "_take", lambda _: False)
+    with open_checkpoint(path) as checkpoint:
+        part = shard(checkpoint[name], SHARDS[name])
+        touched = touched_pages(part) * PAGE
+        evict(path)
+        if cached_pages(path) > path.stat().st_size // PAGE // 10:
+            pytest.skip("the page cache keeps the file: eviction did not take")
+        before = bytes_from_disk()
+        read = part.read()
+        from_disk = bytes_from_disk() - before
+        if from_disk == 0:
+            pytest.skip("this file system counts no bytes from a disk")
+    assert torch.equal(read, shard(tensors[name], SHARDS[name]))
+    assert touched * 0.9 < from_disk < touched * 1.3 + 32 * PAGE
+
+
+def without_preadv_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+
+
+def without_nowait_of_the_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def refused(descriptor: int, buffers: list, offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refused)
+
+
+def without_cachestat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os_pages, "_HAS_CACHESTAT", False)
+
+
+def with_cachestat_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os_pages, "_CACHESTAT", 100_000)  # no system call has this number
+
+
+def without_fadvise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fadvise")
+
+
+def with_fadvise_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refused)
+
+
+def without_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os_pages, "POPULATE_READ", 100_000)
+
+
+def with_everything(_: pytest.MonkeyPatch) -> None:
+    pass
+
+
+LACKS: list[list[Callable[[pytest.MonkeyPatch], None]]] = [
+    [with_everything],
+    [without_cachestat],
+    [with_cachestat_refused],
+    [without_cachestat, without_preadv_flags],
+    [without_cachestat, without_nowait_of_the_file_system],
+    [without_fadvise],
+    [with_fadvise_refused],
+    [without_populate],
+    [without_cachestat, without_preadv_flags, without_fadvise, without_populate],
+]
+
+
+@pytest.mark.parametrize("lacks", LACKS, ids=lambda lacks: "+".join(f.__name__ for f in lacks))
+@pytest.mark.parametrize("leased", [True, False], ids=["lease", "no lease"])
+def test_each_way_gives_the_same_bits(path, tensors, leased, lacks, monkeypatch) -> None:
+    """Cold, with holes in the page cache, and warm; with each system call missing."""
+    evict(path)
+    if not leased:
+        monkeypatch.setattr(ReadLease, "_take", lambda _: False)
+    for lack in lacks:
+        lack(monkeypatch)
+    with open_checkpoint(path) as checkpoint:
+        for again in range(3):
+            if again == 2:
+                path.read_bytes()
+            parts = {name: shard(checkpoint[name], dim) for name, dim in SHARDS.items()}
+            read = {name: torch.full(part.shape, -1).short() for name, part in parts.items()}
+            read_all((parts[name], read[name]) for name in parts)
+            for name, dim in SHARDS.items():
+                assert torch.equal(read[name], shard(tensors[name], dim)), name
+
+
+def test_holes_are_read_segment_by_segment(path, tensors, monkeypatch) -> None:
+    """No mapping is touched and no lease taken where OS pages of the span stay unread."""
+    monkeypatch.setattr(ReadLease, "_take", None)
+    monkeypatch.setattr(os_pages, "cached", lambda *_: False)
+    with open_checkpoint(path) as checkpoint:
+        assert torch.equal(shard(checkpoint["wide"], 1).read(), shard(tensors["wide"], 1))
+
+
+def test_an_io_error_of_a_cold_segment_names_the_file(path, monkeypatch) -> None:
+    monkeypatch.setattr(os_pages, "cached", lambda *_: False)
+    preadv, calls = os.preadv, []
+
+    def broken(*args: object) -> int:
+        calls.append(None)
+        if len(calls) == 100:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*args)
+
+    with open_checkpoint(path) as checkpoint:
+        part = shard(checkpoint["wide"], 1)
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(WeightReadError, match="Input/output error") as refusal:
+            part.read()
+    assert str(path) in str(refusal.value)
+    assert len(calls) == 100
+
+
+@pytest.mark.parametrize("size", [PAGE, 3 * PAGE + 1])
+def test_a_file_cut_off_before_a_cold_read_is_refused(tmp_path, size, monkeypatch) -> None:
+    """Also where it is cut off after the check, at the first OS page that is asked for."""
+    path = tmp_path / "m.safetensors"
+    save_file({"w": torch.ones(64, WIDE // 4)}, path)
+    monkeypatch.setattr(os_pages, "cached", lambda *_: False)
+    read_ahead = os_pages.read_ahead
+
+    def cut_then_read(*args: int) -> None:
+        os.truncate(path, size)
+        read_ahead(*args)
+
+    with open_checkpoint(path) as checkpoint:
+        monkeypatch.setattr(os_pages, "read_ahead", cut_then_read)
+        with pytest.raises(WeightReadError, match=r"was cut off|was changed"):
+            checkpoint["w"].narrow(1, 9, 500).read()
+
+
+def test_a_warm_shard_asks_for_nothing(path, monkeypatch) -> None:
+    path.read_bytes()
+    if cached_pages(path) <= path.stat().st_size // PAGE:
+        pytest.skip("the page cache does not keep the file, or is not counted")
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os_pages, "read_ahead", lambda *args: asked.append(args))
+    with open_checkpoint(path) as checkpoint:
+        for name, dim in SHARDS.items():
+            shard(checkpoint[name], dim).read()
+    assert asked == []
+
+
+def test_a_whole_tensor_is_left_to_the_kernels_read_ahead(path, tensors, monkeypatch) -> None:
+    """The kernel's read-ahead makes larger folios, which are copied faster later on."""
+    monkeypatch.setattr(os_pages, "cached", lambda *_: False)
+    monkeypatch.setattr(os_pages, "read_ahead", None)
+    with open_checkpoint(path) as checkpoint:
+        assert torch.equal(checkpoint["whole"].read(), tensors["whole"])
+        monkeypatch.setattr(file_bytes, "_SEQUENTIAL", 1)
+        assert torch.equal(shard(checkpoint["whole"], 0).read(), shard(tensors["whole"], 0))
+
+
+@settings(deadline=None)  # torch's first call takes long on a busy machine
+@given(
+    offset=st.integers(0, 3 * PAGE),
+    length=st.integers(1, 3 * PAGE),
+    gap=st.integers(1, 9 * PAGE),
+    count=st.integers(1, 60),
+)
+def test_ranges_cover_the_pages_touched_and_few_more(offset, length, gap, count) -> None:
+    """They are in order and apart, and have at most an eighth more OS pages than segments touch."""
+    run = Run(offset, length, length + gap, count, cut=True)
+    touched: set[int] = set()
+    for index in range(count):
+        begin = offset + index * run.stride
+        touched.update(range(begin // PAGE, (begin + length - 1) // PAGE + 1))
+    read: list[int] = []
+    for begin, end in run.pages():
+        assert begin % PAGE == end % PAGE == 0
+        read += range(begin // PAGE, end // PAGE)
+    assert read == sorted(set(read))
+    assert touched <= set(read)
+    assert len(read) <= len(touched) * (1 + cut_rows._SHARE_OF_GAPS)
+    starts = [begin for begin, _ in run.pages()]
+    assert not set(starts) & {end for _, end in run.pages()}
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 40), span=st.integers(1, 400), length=st.integers(1, 20))
+def test_windows_of_a_run_are_the_run(count, span, length) -> None:
+    run = Run(7, length, length + 5, count, cut=True)
+    segments = []
+    for window, address in run.windows(span, 1000):
+        assert window.count == 1 or window.count * window.stride <= span
+        segments += [
+            (window.offset + i * window.stride, address + i * length) for i in range(window.count)
+        ]
+    assert segments == [(7 + i * run.stride, 1000 + i * length) for i in range(count)]
