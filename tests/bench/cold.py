@@ -14,18 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from checkpoints import write_qwen3
-from load import clock, read_pages
+from checkpoints import evict_pages, read_pages, write_qwen3
+from machine import clock, spread, write
 from safetensors import safe_open
 
 from vllm_module import ModelConfig, tensor_parallel
@@ -34,13 +31,6 @@ from vllm_module.weights import Checkpoint, open_checkpoint
 
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-def evict(folder: Path) -> None:
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_from_disk() -> int:
@@ -134,7 +124,7 @@ def measure(folder: Path, rank: int, size: int, rounds: int) -> dict[str, Any]:
 
     def note(name: str, work: Callable[[], object], *, cold: bool = False) -> None:
         if cold:
-            evict(folder)
+            evict_pages(folder)
         before = bytes_from_disk()
         figures.setdefault(f"{name} seconds", []).append(clock(work))
         if cold:
@@ -171,29 +161,22 @@ def measure(folder: Path, rank: int, size: int, rounds: int) -> dict[str, Any]:
     return {"kept": kept, "touched": touched, **figures}
 
 
-def summary(result: dict[str, Any]) -> dict[str, list[float]]:
-    """Return each ratio as its median, least and greatest value over the rounds."""
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Return each ratio's spread over the rounds."""
 
-    def ratio(one: str, other: str | float) -> list[float]:
+    def ratio(one: str, other: str | float) -> dict[str, float]:
         below = result[other] if isinstance(other, str) else [other] * len(result[one])
-        values = [a / b for a, b in zip(result[one], below, strict=True)]
-        return [statistics.median(values), min(values), max(values)]
+        return spread([a / b for a, b in zip(result[one], below, strict=True)])
 
     return {
         "cold bytes / kept": ratio("cold bytes", result["kept"]),
         "cold bytes / kept, bare slices": ratio("cold slices bytes", result["kept"]),
+        "touched / kept": spread([result["touched"] / result["kept"]]),
         "cold seconds / disk": ratio("cold seconds", "disk seconds"),
         "cold seconds / disk, bare slices": ratio("cold slices seconds", "disk seconds"),
         "warm seconds / memcpy": ratio("warm seconds", "memcpy seconds"),
         "warm seconds / memcpy, bare slices": ratio("warm slices seconds", "memcpy seconds"),
     }
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
 
 
 def main() -> None:
@@ -218,14 +201,11 @@ def main() -> None:
                 f"rank {rank} of {size}: keeps {result['kept'] / 1e6:.0f} MB, touches OS pages of "
                 f"{result['touched'] / 1e6:.0f} MB; the disk reads {rate / 1e6:.0f} MB/s in order"
             )
-            for what, (median, least, greatest) in results[name]["summary"].items():
-                print(f"  {what:36} {median:6.2f}  ({least:.2f} to {greatest:.2f})")
+            for what, each in results[name]["summary"].items():
+                print(f"  {what:36} {each['median']:6.2f}  "
+                      f"({each['least']:.2f} to {each['greatest']:.2f})")  # fmt: skip
     if options.out:
-        machine = {"torch": torch.__version__, "python": platform.python_version(),
-                   "safetensors": safetensors.__version__, "machine": platform.platform(),
-                   "processor": processor(), "threads": torch.get_num_threads()}  # fmt: skip
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+        write(options.out, results)
 
 
 if __name__ == "__main__":
