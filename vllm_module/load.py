@@ -24,9 +24,12 @@ from vllm_module.routes import no_place
 from vllm_module.tree import (
     Location,
     Node,
+    loads_itself,
+    modules_below,
     own_slots,
     slots_of,
     state_of,
+    stored_tensors,
     walk,
 )
 from vllm_module.weights import Destination, Readers, Weight, read_into
@@ -106,6 +109,7 @@ class Load:
         # By module that overrides load_weights, full names by the names it was given.
         self._given: dict[nn.Module, dict[str, str]] = {}
         self._tree: list[Node] | None = None  # of every module, once it was walked
+        self._below: list[nn.Module] | None = None  # the root and every module below
         self._paths: list[str] = []  # of tensors, in the order in which names were assigned
         # By tensor, as it was when the load began, the first name for each slot and its path.
         self._claims: dict[torch.Tensor, dict[str, tuple[str, str]]] = {}
@@ -293,17 +297,29 @@ class Load:
         self.report.skipped[name] = reason
 
     def _report_missing(self) -> None:
-        self._tree = None  # an override may have added modules
+        self._tree = self._below = None  # an override may have added modules
+        tensors = (each for module in self._modules() for each in stored_tensors(module))
+        if not any(self._lacks(tensor) for _, tensor in tensors):
+            return
         reported = set()
         for node in self._walk():
             for attr, tensor in node.tensors():
-                original, slots = self._allocation.original(tensor), slots_of(tensor)
-                claims = self._claims.get(original, {})
-                if len(claims) < len(slots) and original not in reported:
+                original = self._allocation.original(tensor)
+                if self._lacks(tensor) and original not in reported:
                     reported.add(original)
-                    lacking = (slot for slot in slots if slot not in claims)
-                    location = Location(node, attr)
+                    claims, location = self._claims.get(original, {}), Location(node, attr)
+                    lacking = (slot for slot in slots_of(tensor) if slot not in claims)
                     self.report.missing += [missing(location, slot) for slot in lacking]
+
+    def _lacks(self, tensor: torch.Tensor) -> bool:
+        """Tell whether no name was assigned to some slot of ``tensor``."""
+        claims = self._claims.get(self._allocation.original(tensor))
+        return claims is None or len(claims) < len(slots_of(tensor))
+
+    def _modules(self) -> list[nn.Module]:
+        if self._below is None:
+            self._below = modules_below(self.root)
+        return self._below
 
     def _walk(self) -> list[Node]:
         if self._tree is None:
@@ -347,7 +363,7 @@ class Load:
 
     def _jobs(self, fills: Fills) -> Iterator[tuple[Weight, Destination]]:
         for location, assigned in fills.items():
-            held = self._allocation.materialize(location, self._walk)
+            held = self._allocation.materialize(location, self._modules, self._walk)
             if held:
                 self._overwritten.append(location)
             for each in assigned:
@@ -373,7 +389,7 @@ class Load:
             or local in state.tied
             or not state.loaded.get(local, set()).issuperset(slots)
         ):
-            holders = self._allocation.holders_of(location, self._walk)
+            holders = self._allocation.holders_of(location, self._modules, self._walk)
         for holder in holders:
             owner, local = holder.node.owner, holder.local
             state = state_of(owner.module)
@@ -398,7 +414,11 @@ class Load:
 
     def _process_rest(self) -> None:
         """Process, inner modules first, what this load has changed and not processed yet."""
-        nodes: Iterable[Node] = self._walk() if self.mode == "load" else self._above_filled()
+        nodes: Iterable[Node] = ()
+        if self.mode != "load":
+            nodes = self._above_filled()
+        elif any(loads_itself(each) and each.processes for each in self._modules()):
+            nodes = self._walk()
         waiting = [node for node in nodes if node.processes and node.module not in self._processed]
         for node in sorted(waiting, key=lambda node: -node.path.count(".")):
             if is_complete(node.module):  # else it waits for the load that brings the rest
@@ -444,7 +464,7 @@ class Load:
         state_of(self.root).report = self.report
         self._process_rest()
         if self.mode == "load":
-            allow_to_run([node.module for node in self._walk()])
+            allow_to_run(self._modules())
 
     def _overwritten_names(self) -> str:
         names = fold(location.path for location in self._overwritten)
