@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, Union
@@ -66,7 +65,7 @@ class Target(NamedTuple):
     claims: dict[str, tuple[str, str]]
 
 
-Fills: TypeAlias = dict[Location, list[Assignment]]
+Fills: TypeAlias = dict[Location, list[Assignment]]  # by tensor, what all of its slots share
 
 
 class Group(list[tuple[str, Weight, str]]):
@@ -344,19 +343,22 @@ class Load:
             guard(self.root)  # no forward pass meanwhile
             self.written = True
             with torch.no_grad(), Readers() as readers:
-                fills: dict[Location, list[Assignment]] = {}  # what all slots of a tensor share
+                fills: Fills = {}
                 for each in assigned:
                     fills.setdefault(each.location, []).append(each)
                 # A module that processes its weights does so before the next takes memory.
-                for _, group in groupby(fills.items(), lambda fill: _processing_module(fill[0])):
-                    self._read_group(dict(group), readers)
+                groups: dict[nn.Module | None, Fills] = {}
+                for location, fill in fills.items():
+                    groups.setdefault(_processing_module(location), {})[location] = fill
+                for module, group in groups.items():
+                    self._read_group(group, readers, processes=module is not None)
         except BaseException as error:
             self._failure = error  # an override that catches it does not make the load whole
             raise
 
-    def _read_group(self, fills: Fills, readers: Readers) -> None:
+    def _read_group(self, fills: Fills, readers: Readers, *, processes: bool) -> None:
         readers.read(self._jobs(fills))
-        complete = [node for fill in fills.items() for node in self._mark_loaded(*fill)]
+        complete = [node for fill in fills.items() for node in self._mark_loaded(*fill, processes)]
         for node in complete:
             if is_complete(node.module):
                 self._process(node)
@@ -378,8 +380,13 @@ class Load:
                     except WeightReadError as error:  # for handles, the reader adds the name
                         raise WeightReadError(f"{each.name}: {error}") from None
 
-    def _mark_loaded(self, location: Location, assigned: list[Assignment]) -> Iterator[Node]:
-        """Note that slots hold values; yield the modules that now have all of theirs."""
+    def _mark_loaded(
+        self, location: Location, assigned: list[Assignment], processes: bool
+    ) -> Iterator[Node]:
+        """Note that slots hold values; yield the modules that now have all of theirs.
+
+        ``processes`` tells whether the owner at ``location`` processes as soon as it has them.
+        """
         state, local = location.node.state, location.local
         slots = [slot for each in assigned for slot in each.slots]
         holders = [location]
@@ -400,7 +407,7 @@ class Load:
                 loaded = state.loaded[local] = set()
             loaded.update(slots)
             self._filled[owner.module] = owner
-            if owner.processes_alone:
+            if processes if holder is location else owner.processes_alone:
                 if owner.module not in self._unfilled:
                     self._unfilled[owner.module] = own_slots(owner.module)
                 unfilled = self._unfilled[owner.module]
