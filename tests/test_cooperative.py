@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import os
 import runpy
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +30,7 @@ from vllm_module.cooperative.choice import Facts, choose, is_cached
 from vllm_module.cooperative.wants import shared_rows
 from vllm_module.distributed import run_ranks
 from vllm_module.distributed.shared_memory import Offer, OfferedMemory
+from vllm_module.distributed.shared_ring import RingShape, SharedRing
 from vllm_module.errors import WeightReadError
 from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import PairsCheckpoint
@@ -92,6 +99,8 @@ def test_processes_read_each_element_once(directory: Path, scenario: str) -> Non
             of_ranks = [result[hosts][case] for result in results]
             reads = sum((Counter(each["reads"]) for each in of_ranks), Counter[str]())
             once = of_ranks[0]["elements"]
+            if case == "read while planned":  # by each rank, which plans twice
+                once["model.norm.weight"] *= 2 * len(results) + 1
             if hosts == "without memory":
                 assert {name for name in reads if reads[name] > once[name]} == NORMS
             else:
@@ -274,6 +283,72 @@ def test_tensors_of_every_kind_go_round(size: int) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(parts) == nbytes
     assert max(parts) < nbytes / size * 1.3
+
+
+def test_a_buffer_is_not_filled_again_while_a_rank_writes_to_it() -> None:
+    """Ranks may release a batch that they do not come back for before all of it is there."""
+    shape, written = RingShape(2, 2, 64), list[tuple[int, int]]()
+    shared, again = mmap.mmap(-1, shape.nbytes), threading.Event()
+    parts = [[(0, 0), (0, 64)], [(0, 0), (0, 0)], [(0, 64), (0, 0)]]
+
+    def read(rank: int, batch: int, buffer: torch.Tensor) -> None:
+        if batch == 0:
+            again.wait(0.2)
+        else:
+            again.set()
+        written.append((rank, batch))
+
+    rings = [
+        SharedRing(
+            shared,
+            shape,
+            rank=rank,
+            hosts=[[0, 1]],
+            parts=parts,
+            wanted=[64, 64, 64],
+            read=partial(read, rank),
+            failure=str,
+        )
+        for rank in range(2)
+    ]
+    for ring in rings:
+        ring.go_alone()
+        ring.start()
+    while len(written) < 2:
+        time.sleep(0.01)
+    for ring in rings:
+        ring.close()
+    assert written == [(1, 0), (0, 2)]
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux only")
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_memory_of_the_ring_is_freed_when_the_load_ends(refused: bool) -> None:
+    """Also if it fails, and before Python collects garbage."""
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:vllm-module")
+
+    def load(rank: int) -> None:
+        module, tensors = Odd(), odd_tensors()
+        checkpoint = PairsCheckpoint(SimpleNamespace(folder=Path("odd")), tensors)  # type: ignore[arg-type]
+        opened = COOPERATING["read_together"](module, checkpoint, rank, 2)
+        with suppress(OSError), opened:
+            module.load_weights(opened.items())
+            used.append(mappings())
+            if refused:
+                raise OSError
+
+    used: list[int] = []
+    before = mappings()
+    gc.disable()
+    try:
+        with COOPERATING["small_batches"](512, 3):
+            run_ranks(2, load)
+        assert mappings() == before
+    finally:
+        gc.enable()
+    assert max(used) > before
 
 
 class Narrow(vLLMModule):

@@ -75,10 +75,10 @@ def find_and_load(
 
     def load() -> vLLMModule:
         with ExitStack() as reading:
+            if load_config.show_progress:  # first, as its plan may read weights, in another order
+                reading.enter_context(progress(model, weights))
             if isinstance(weights, CooperativeCheckpoint):
                 reading.enter_context(weights)
-            if load_config.show_progress:
-                reading.enter_context(progress(model, weights))
             model.load_weights(weights.items())  # pairs, as an override expects them
         return model
 

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, Mode
     "in another dtype": ({}, {"dtype": "float16"}),
     "streamed": ({"architectures": ["Streamed"]}, {}),
     "read otherwise than planned": ({"architectures": ["Deviating"]}, {}),
+    "read while planned": ({"architectures": ["Peeking"], "num_key_value_heads": 1}, {}),
 }
 
 
@@ -88,6 +89,16 @@ class Deviating(LlamaForCausalLM):
             pairs["model.layers.0.mlp.down_proj.weight"] = early[0]
             pairs["model.layers.0.self_attn.o_proj.weight"] = torch.ones(48, 48)
         return super().load_weights(list(pairs.items()))
+
+
+class Peeking(LlamaForCausalLM):
+    """A model that reads a weight while the load is planned, as for the progress bar."""
+
+    def load_weights(self, weights: Any) -> Any:
+        pairs = dict(weights)
+        if Load.current().mode == "plan":
+            pairs["model.norm.weight"].read()
+        return super().load_weights(pairs.items())
 
 
 class Counted:
@@ -123,7 +134,7 @@ class CountedHandle:
 def prepare(directory: Path) -> None:
     """Save a checkpoint for each case."""
     torch.manual_seed(1)
-    for model in (Streamed, Deviating):
+    for model in (Streamed, Deviating, Peeking):
         register_model(model.__name__, model)
     register_source("counted", Counted)
     for name, (entries, _) in CASES.items():
@@ -146,9 +157,10 @@ def build(folder: Path) -> Any:
 
 
 def load(model: str, chosen: bool, timeout: float = PATIENCE, **settings: Any) -> Any:
+    bar = model.endswith("read while planned")
     return get_model(
         model_config=ModelConfig(model=model, **settings),
-        load_config=LoadConfig(cooperative=chosen, timeout=timeout),
+        load_config=LoadConfig(cooperative=chosen, timeout=timeout, show_progress=bar),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,8 @@ from safetensors.torch import save_file
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import cut_rows, file_bytes, open_checkpoint, os_pages, read_all
 from vllm_module.weights.cut_rows import Run
-from vllm_module.weights.handle import SafetensorsHandle
-from vllm_module.weights.regular_file import ReadLease
+from vllm_module.weights.handle import SafetensorsHandle, read_together
+from vllm_module.weights.regular_file import ReadLease, open_again
 
 PAGE = mmap.PAGESIZE
 HIDDEN = 3 * PAGE // 2  # of a row in bytes: some OS pages of a column slice are touched, others not
@@ -136,6 +137,10 @@ def with_fadvise_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fadvise", refused)
 
 
+def without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+
+
 def without_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os_pages, "POPULATE_READ", 100_000)
 
@@ -152,6 +157,7 @@ LACKS: list[list[Callable[[pytest.MonkeyPatch], None]]] = [
     [without_cachestat, without_nowait_of_the_file_system],
     [without_fadvise],
     [with_fadvise_refused],
+    [without_descriptors],
     [without_populate],
     [without_cachestat, without_preadv_flags, without_fadvise, without_populate],
 ]
@@ -183,6 +189,67 @@ def test_holes_are_read_segment_by_segment(path, tensors, monkeypatch) -> None:
     monkeypatch.setattr(os_pages, "cached", lambda *_: False)
     with open_checkpoint(path) as checkpoint:
         assert torch.equal(shard(checkpoint["wide"], 1).read(), shard(tensors["wide"], 1))
+
+
+def test_a_batch_is_asked_for_before_any_of_it_is_read(path, tensors, monkeypatch) -> None:
+    """The kernel is told of all OS pages of all runs, and of no others; then they are read."""
+    calls: list[tuple[str, int, int]] = []
+    preadv, posix_fadvise = os.preadv, os.posix_fadvise
+
+    def asked(descriptor: int, offset: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_WILLNEED:
+            calls.append(("ask", offset, length))
+        posix_fadvise(descriptor, offset, length, advice)
+
+    def read(descriptor: int, buffers: list, offset: int, flags: int = 0) -> int:
+        calls.append(("read", offset, len(buffers[0])))
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os_pages, "cached", lambda *_: False)
+    with open_checkpoint(path) as checkpoint:
+        parts = {name: shard(checkpoint[name], 1) for name in ("rows", "wide")}
+        into = {name: torch.empty(part.shape, dtype=torch.int16) for name, part in parts.items()}
+        monkeypatch.setattr(os, "posix_fadvise", asked)
+        monkeypatch.setattr(os, "preadv", read)
+        read_together((parts[name], into[name]) for name in parts)
+    assert all(torch.equal(into[name], shard(tensors[name], 1)) for name in parts)
+    kinds = [kind for kind, *_ in calls]
+    assert kinds == sorted(kinds)  # "ask" before "read"
+    ranges = [each for part in parts.values() for run in part.runs() for each in run.pages()]
+    assert len(ranges) > 128
+    assert [(at, at + length) for kind, at, length in calls if kind == "ask"] == ranges
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["lease", "no lease"])
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+def test_the_default_device_changes_nothing(path, tensors, cold, leased, monkeypatch) -> None:
+    """What is read, or copied on the way to another dtype, is in host memory everywhere."""
+    monkeypatch.setattr(os_pages, "cached", lambda *_: not cold)
+    if not leased:
+        monkeypatch.setattr(ReadLease, "_take", lambda _: False)
+    expected = shard(tensors["rows"], 1)
+    wider = torch.empty(expected.shape, dtype=torch.int32)
+    with open_checkpoint(path) as checkpoint, torch.device("meta"):
+        part = shard(checkpoint["rows"], 1)
+        part.read_into(wider)
+        read = part.read()
+    assert torch.equal(read, expected)
+    assert torch.equal(wider, expected.int())
+
+
+def test_half_of_the_descriptors_are_left_for_other_files(path, monkeypatch) -> None:
+    """A checkpoint of many files is not refused because each is opened twice."""
+    before = len(os.listdir("/proc/self/fd"))
+    with path.open("rb") as file:
+        again = open_again(file.fileno())
+        os.close(again)
+        for limit in (2 * again, resource.RLIM_INFINITY):
+            monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+            os.close(open_again(file.fileno()))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * again - 1, 2 * again))
+        with pytest.raises(OSError, match="Too many open files"):
+            open_again(file.fileno())
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_io_error_of_a_cold_segment_names_the_file(path, monkeypatch) -> None:

@@ -80,7 +80,10 @@ class CooperativeCheckpoint(Regions):
                 self._ring.finish()
         finally:
             self._ring.close()
-            self._ring = None
+            # What follows reads directly. Without these references, the shared memory is freed now
+            # and not when Python collects garbage.
+            self._ring = self._reader = None
+            del self._make_ring
 
     def _overlaps(self, region: Region) -> list[tuple[Chunk, Box]]:
         """Return the chunks that make up a region, each with its part of it; none if not all do."""

@@ -51,9 +51,9 @@ class SharedRing:
     """The ring as one rank sees it, whose threads read and carry its parts while it is open.
 
     Buffer ``k % buffers`` holds batch ``k``. Batches come in the same order on every rank. A rank's
-    part of a batch is written once all ranks that share the memory have released the batch before
-    it in that buffer. A rank releases a batch when it has taken all the bytes that it wants of it,
-    or does not come back for them.
+    part of a batch is written once the batch before it in that buffer is complete, and all ranks
+    that share the memory have released it. A rank releases a batch when it has taken all the bytes
+    that it wants of it, or does not come back for them.
 
     Args:
         memory: what ``neighbours`` share, this rank included.
@@ -166,9 +166,13 @@ class SharedRing:
         return min(self._filled) > batch
 
     def _is_free(self, batch: int) -> bool:
-        """Whether all neighbours have released the batch that was in this one's buffer."""
+        """Whether all neighbours have released the batch that was in this one's buffer.
+
+        Those that do not come back for a batch may release it while others still write to it.
+        """
         before = batch - self._shape.buffers
-        return all(self._released[each] > before for each in self._neighbours)
+        released = all(self._released[each] > before for each in self._neighbours)
+        return released and self._is_filled(before)
 
     def _advance(self) -> None:
         """Release, in order, the batches that this rank needs no longer."""

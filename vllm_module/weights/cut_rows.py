@@ -73,7 +73,7 @@ class Run:
             return [(begin * page, end * page)]
         import torch
 
-        offsets = torch.arange(self.count) * self.stride + self.offset
+        offsets = torch.arange(self.count, device="cpu") * self.stride + self.offset
         first, last = offsets // page, (offsets + (self.length - 1)) // page
         gaps = (first[1:] - last[:-1] - 1).clamp(min=0)  # OS pages that no segment touches
         filled = (gaps > 0) & (gaps <= _SMALL_GAP)  # those to read too

@@ -201,7 +201,7 @@ class FileBytes:
                 continue
             for rows, target in run.windows(_SCRATCH, address):
                 if scratch is None or scratch.numel() < rows.span:
-                    scratch = torch.empty(rows.span, dtype=torch.uint8)
+                    scratch = torch.empty(rows.span, dtype=torch.uint8, device="cpu")
                 span = scratch[: rows.span]
                 self._read(rows.offset, memory(span.data_ptr(), rows.span), self._scattered())
                 copy_segments(span, rows, target)

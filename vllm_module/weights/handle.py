@@ -201,7 +201,8 @@ class SafetensorsHandle:
         if self.is_read_directly(destination):
             self.file_bytes.read_runs(self.runs_to(destination.data_ptr()))
             return
-        staged = torch.empty(self.shape, dtype=self.dtype, pin_memory=destination.is_cuda)
+        pinned = destination.is_cuda
+        staged = torch.empty(self.shape, dtype=self.dtype, device="cpu", pin_memory=pinned)
         self.file_bytes.read_runs(self.runs_to(staged.data_ptr()))
         # torch's operations disagree on the truth of a bool stored as another byte.
         if self.dtype == torch.bool and bool((staged.view(torch.uint8) > 1).any()):
@@ -213,7 +214,7 @@ class SafetensorsHandle:
 
     def read(self) -> torch.Tensor:
         """Read into a new tensor in host memory."""
-        destination = torch.empty(self.shape, dtype=self.dtype)
+        destination = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(destination)
         return destination
 

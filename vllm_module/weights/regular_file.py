@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import signal
 import stat
 import sys
@@ -92,9 +93,14 @@ def open_regular(path: Path, folder: Path | None) -> int:
 def open_again(descriptor: int) -> int:
     """Open the file of ``descriptor`` once more, so that the kernel does not read ahead of reads.
 
-    An OSError if that cannot be done, such as on a system without /proc/self/fd.
+    An OSError if that cannot be done, such as on a system without /proc/self/fd. It is refused too
+    where more than half of the descriptors that this process may have are in use: each mapping of a
+    file takes one as well.
     """
     again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * again:
+        os.close(again)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # the file system takes no advice
             os.posix_fadvise(again, 0, 0, os.POSIX_FADV_RANDOM)
