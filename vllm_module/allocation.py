@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from vllm_module.tree import Location, Node, is_typed, materialized
 from vllm_module.weights import prefer_huge_pages
@@ -27,6 +28,9 @@ class Allocation:
         self._partial = partial
         self._originals: dict[torch.Tensor, torch.Tensor] = {}  # materialized -> as it was on meta
         self._holders: dict[torch.Tensor, list[Location]] | None = None
+        self._walked: set[Node] = set()
+        # By owner and module, the node that a walk finds; filled when a node is not one of them.
+        self._first: dict[tuple[nn.Module, nn.Module], Node] = {}
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that ``tensor`` was when the load began."""
@@ -36,6 +40,7 @@ class Allocation:
         """Return every location of the tensor at ``location``: more than one where it is tied."""
         if self._holders is None:
             self._holders = {}
+            self._walked.update(nodes())
             seen: set[torch.Tensor] = set()
             tied: set[torch.Tensor] = set()
             for node in nodes():
@@ -45,7 +50,20 @@ class Allocation:
                 for attr, tensor in node.tensors():
                     if tensor in tied:
                         self._holders.setdefault(tensor, []).append(Location(node, attr))
-        return self._holders.get(location.tensor, [location])
+        holders = self._holders.get(location.tensor)
+        return holders or [self._first_location(location, nodes)]
+
+    def _first_location(self, location: Location, nodes: Nodes) -> Location:
+        """Return where a walk of the tree finds the tensor at ``location``.
+
+        That is another path where a module holds a child under two names.
+        """
+        node = location.node
+        if node in self._walked:
+            return location
+        if not self._first:
+            self._first = {(each.owner.module, each.module): each for each in nodes()}
+        return location._replace(node=self._first.get((node.owner.module, node.module), node))
 
     def materialize(self, location: Location, nodes: Nodes) -> bool:
         """Allocate the tensor at ``location`` if it is on meta, in every module that holds it.
