@@ -105,9 +105,11 @@ def act_and_mul_reference(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Activate and multiply in plain torch: ``activation`` is silu, gelu or gelu_tanh."""
     gate, up = x.chunk(2, dim=-1)
     if activation == "silu":
-        return (F.silu(gate) * up).contiguous()
-    approximate = "none" if activation == "gelu" else "tanh"
-    return (F.gelu(gate, approximate=approximate) * up).contiguous()
+        y = F.silu(gate)
+    else:
+        y = F.gelu(gate, approximate="none" if activation == "gelu" else "tanh")
+    # Derivatives need the activated gate.
+    return (y * up if torch.is_grad_enabled() else y.mul_(up)).contiguous()
 
 
 def swiglu_oai_and_mul_reference(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

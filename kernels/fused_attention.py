@@ -18,6 +18,7 @@ def fused_attention(
     scale: float,
     *,
     is_causal: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend by torch's fused kernels; a row is NaN where a score that it sees is NaN.
 
@@ -32,6 +33,7 @@ def fused_attention(
             ``None`` for all.
         scale: multiplies the scores.
         is_causal: ``seen`` is a lower triangle, which torch need not read.
+        bias: ``seen`` as numbers of the query's dtype, 0 and minus infinity, if they are at hand.
 
     """
     if not query.is_cpu or not query.numel():
@@ -43,32 +45,29 @@ def fused_attention(
     query, keys, values = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values)
     )
-    output, broken = _fused(query, keys, values, seen, scale, is_causal)
+    if seen is None or is_causal:
+        bias = None
+    elif bias is None or bias.dtype != query.dtype:
+        bias = torch.zeros((), dtype=query.dtype).masked_fill(~seen, -torch.inf)
+    output, broken = _fused(query, keys, values, bias, scale, is_causal)
     if broken is not None and seen is not None:  # tokens that no row sees may hold anything
         unseen = ~seen.any(-2).unsqueeze(-1)
         keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
-        output, broken = _fused(query, keys, values, seen, scale, is_causal)
+        output, broken = _fused(query, keys, values, bias, scale, is_causal)
     if broken is not None:
         output = torch.where(broken, _attend(query, keys, values, seen, scale), output)
     return output
-
-
-def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fused(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    seen: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scale: float,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what torch computes, and which numbers of it may be wrong; ``None`` if none is."""
-    bias = None
-    if seen is not None and not is_causal:
-        bias = torch.zeros((), dtype=query.dtype).masked_fill(~seen, -torch.inf)
     # This is what scaled_dot_product_attention calls on the CPU; it drops the second result.
     output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=bias, scale=scale
@@ -76,10 +75,10 @@ def _fused(
     # A row's logarithm is not finite, or it is zero because torch took all scores for masked ones.
     # The quotient is NaN in both cases, and 1 in any other.
     quotient = log_sums / log_sums
-    total = quotient.sum()
-    if seen is not None:  # unseen values may be NaN, which a weight of zero does not remove
-        total = total + output.sum(dtype=torch.float32)
-    if math.isfinite(total.item()):
+    if math.isfinite(quotient.sum().item()) and (
+        # Unseen values may be NaN, which a weight of zero does not remove.
+        (bias is None and not is_causal) or math.isfinite(output.sum(dtype=torch.float32).item())
+    ):
         return output, None
     broken = quotient.isnan().unsqueeze(-1) | ~output.isfinite()
     return output, broken if bool(broken.any()) else None

@@ -57,7 +57,8 @@ def operator(
         mutates: names of the arguments that are written.
 
     Returns:
-        A function that calls the operator, or the reference where a gradient is needed.
+        A function that calls the operator; or the reference where a gradient is needed, and in
+        inference mode on a CPU, where torch's dispatcher would cost what a small operation does.
 
     """
     name = reference.__name__.removesuffix("_reference")
@@ -68,6 +69,10 @@ def operator(
     registered: Callable[P, R] = getattr(torch.ops.vllm_module, name).default
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            first = args[0]
+            if type(first) is torch.Tensor and first.is_cpu:
+                return reference(*args, **kwargs)
         if torch.is_grad_enabled() and _requires_grad(*args, *kwargs.values()):
             return reference(*args, **kwargs)  # kernels have no backward
         return registered(*args, **kwargs)
@@ -108,8 +113,8 @@ def expect(
         beside: a tensor on the expected device.
 
     """
-    sizes = tensor.shape
-    if shape is not None and sizes != shape and not _fits(sizes, shape):
+    if shape is not None and tensor.shape != shape and not _fits(tensor.shape, shape):
+        sizes = tensor.shape
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} must have the shape [{wanted}], got {list(sizes)}")
     if dtypes is not None and tensor.dtype not in dtypes:

@@ -13,10 +13,12 @@ import torch
 from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert
 from vllm_module.kernels.operators import checks_values, expect, operator
 from vllm_module.kernels.paged_attention_reference import (
+    attend,
     causal_attention,
     paged_attention_reference,
 )
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
+from vllm_module.kernels.paged_layout import PagedLayout
 
 __all__ = ["causal_attention", "paged_attention"]
 
@@ -39,6 +41,8 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    *,
+    layout: PagedLayout | None = None,
 ) -> torch.Tensor:
     """Attend causally from each sequence's new tokens to all of its tokens, which are cached.
 
@@ -62,6 +66,8 @@ def paged_attention(
             (ALiBi, arXiv:2108.12409).
         sinks: ``[heads]``, a score that joins the softmax and has no value (gpt-oss, after
             arXiv:2309.17453).
+        layout: of ``block_tables``, ``context_lens`` and ``query_start_loc``, if they are on a CPU
+            and several calls share them. No derivatives are kept.
 
     Returns:
         ``[tokens, heads, head_size]``; zeros for tokens of no sequence.
@@ -71,15 +77,23 @@ def paged_attention(
             range, where :func:`~vllm_module.kernels.operators.checks_values` is true.
 
     """
-    _check(query, k_cache, v_cache, block_tables, context_lens, query_start_loc)
+    checked = True
+    fits = query.shape, query.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, v_cache.dtype
+    if layout is None or fits not in layout.checked:
+        _check(query, k_cache, v_cache, block_tables, context_lens, query_start_loc)
+        checked = checks_values(query)
+        if checked:
+            capacity = block_tables.shape[1] * k_cache.shape[1]
+            check_lengths(context_lens, query_start_loc, len(query), max_query_len, capacity)
+            if not query.is_cpu:  # on the CPU torch refuses them, with an IndexError
+                check_pages(k_cache, block_tables, context_lens, query_start_loc, sliding_window)
+        if layout is not None:
+            layout.checked.add(fits)
     _check_scores(query, k_cache, sliding_window, k_scale, v_scale, softcap, alibi_slopes, sinks)
-    checked = checks_values(query)
-    if checked:
-        capacity = block_tables.shape[1] * k_cache.shape[1]
-        check_lengths(context_lens, query_start_loc, len(query), max_query_len, capacity)
-        if not query.is_cpu:  # on the CPU torch refuses them, with an IndexError
-            check_pages(k_cache, block_tables, context_lens, query_start_loc, sliding_window)
+    options = scale, sliding_window, k_scale, v_scale, softcap, alibi_slopes, sinks
     try:
+        if layout is not None:
+            return attend(query, k_cache, v_cache, layout, *options)
         return _paged_attention(
             query,
             k_cache,
@@ -88,13 +102,7 @@ def paged_attention(
             context_lens,
             query_start_loc,
             max_query_len,
-            scale,
-            sliding_window,
-            k_scale,
-            v_scale,
-            softcap,
-            alibi_slopes,
-            sinks,
+            *options,
         )
     except IndexError:
         if checked:

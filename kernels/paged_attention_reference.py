@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vllm_module.kernels.fused_attention import fused_attention, weigh
+from vllm_module.kernels.paged_layout import Alone, PagedLayout, Together
 
 _KEYS_AT_ONCE = 1 << 19  # elements of keys that stay in a CPU's cache while they are used
 
@@ -29,104 +32,101 @@ def paged_attention_reference(
 
     See :func:`~vllm_module.kernels.paged_attention.paged_attention`.
     """
-    page_size = k_cache.shape[1]
+    return attend(
+        query,
+        k_cache,
+        v_cache,
+        PagedLayout(block_tables, context_lens, query_start_loc),
+        scale,
+        sliding_window,
+        k_scale,
+        v_scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: PagedLayout,
+    scale: float,
+    sliding_window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend as :func:`paged_attention_reference`, in a layout that layers may share."""
+    caches, scales, dtype = (k_cache, v_cache), (k_scale, v_scale), query.dtype
+    plain = softcap is None and alibi_slopes is None and sinks is None
+    outputs = []
+    parts = layout.parts(k_cache, dtype, _KEYS_AT_ONCE, sliding_window)
+    for part in parts:
+        new = query if len(parts) == 1 and _is_whole(part.rows, query) else query[part.rows]
+        if isinstance(part, Together):
+            keys, values = _of_both(_read, caches, scales, part.pages, dtype)
+            result = _decode(new, keys, values, part, scale, softcap, alibi_slopes, sinks)
+        else:
+            keys, values = _of_both(_tokens, caches, scales, part, dtype)
+            if plain and len(new) == 1:  # it sees all of them; heads that share them are its rows
+                grouped = new.reshape(1, keys.shape[1], -1, new.shape[2])
+                result = fused_attention(grouped, keys, values, None, scale).reshape(new.shape)
+            else:
+                result = causal_attention(
+                    new.transpose(0, 1),
+                    keys[0],
+                    values[0],
+                    scale,
+                    sliding_window,
+                    softcap,
+                    alibi_slopes,
+                    sinks,
+                ).transpose(0, 1)
+        if new is query:
+            return result.contiguous()
+        outputs.append(result)
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    starts = query_start_loc.tolist()
-    alone: list[int] = []  # sequences that are computed by themselves
-    single: list[tuple[int, int]] = []  # context and sequence of single new tokens
-    for sequence, context in enumerate(context_lens.tolist()):
-        new = starts[sequence + 1] - starts[sequence]
-        if new == 1 and context:
-            single.append((context, sequence))
-        elif new and context:
-            alone.append(sequence)
-    single.sort(reverse=True)  # a batch is padded to its longest context
-    while single:
-        count = max(1, _KEYS_AT_ONCE // (single[0][0] * k_cache[0, 0].numel()))
-        batch = [sequence for _, sequence in single[:count]]
-        del single[:count]
-        if len(batch) == 1:
-            alone += batch
-            continue
-        index = torch.tensor(batch, device=query.device)
-        rows = torch.tensor([starts[sequence] for sequence in batch], device=query.device)
-        output[rows] = _decode(
-            query[rows],
-            k_cache,
-            v_cache,
-            block_tables[index],
-            context_lens[index],
-            scale,
-            sliding_window,
-            k_scale,
-            v_scale,
-            softcap,
-            alibi_slopes,
-            sinks,
-        )
-    for sequence in alone:
-        begin, end = starts[sequence], starts[sequence + 1]
-        context = int(context_lens[sequence])
-        first_seen = 0  # pages that the window has left may belong to another sequence
-        if sliding_window is not None:
-            first_seen = max(0, context - (end - begin) - sliding_window + 1)
-        pages = block_tables[sequence, first_seen // page_size : -(-context // page_size)]
-        seen = slice(first_seen % page_size, first_seen % page_size + context - first_seen)
-        keys, values = (
-            read.flatten(0, 1)[seen]
-            for read in _read(k_cache, v_cache, pages, k_scale, v_scale, query.dtype)
-        )
-        output[begin:end] = causal_attention(
-            query[begin:end].transpose(0, 1),
-            keys.transpose(0, 1),
-            values.transpose(0, 1),
-            scale,
-            sliding_window,
-            softcap,
-            alibi_slopes,
-            sinks,
-        ).transpose(0, 1)
+    for part, result in zip(parts, outputs, strict=True):
+        output[part.rows] = result
     return output
+
+
+def _is_whole(rows: torch.Tensor | slice, query: torch.Tensor) -> bool:
+    return isinstance(rows, slice) and rows.start == 0 and rows.stop == len(query)
 
 
 def _decode(
     query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    part: Together,
     scale: float,
-    sliding_window: int | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
     softcap: float | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from one token of each sequence, with contexts padded to the longest one."""
-    page_size, kv_heads = k_cache.shape[1:3]
-    sequences, heads = query.shape[:2]
-    length = int(context_lens.max())
-    columns = torch.arange(length, device=query.device)
-    distance = columns - (context_lens.unsqueeze(-1) - 1)  # [sequences, length], 0 at the token
-    seen = distance <= 0
-    page_start = torch.arange(0, length, page_size, device=query.device)
-    read = page_start < context_lens.unsqueeze(-1)
-    if sliding_window is not None:
-        seen &= distance > -sliding_window
-        read &= page_start > context_lens.unsqueeze(-1) - sliding_window - page_size
-    # Entries that are not read become page 0. Its tokens have no weight and may hold anything.
-    tables = block_tables[:, : read.shape[1]].masked_fill(~read, 0)
+    """Attend from one token of each sequence to its pages, ``[pages, page_size, ...]``."""
+    kv_heads = keys.shape[2]
+    sequences, heads, head_size = query.shape
+    length = part.seen.shape[1]
     keys, values = (
-        read.view(sequences, -1, kv_heads, k_cache.shape[3])[:, :length].transpose(1, 2)
-        for read in _read(k_cache, v_cache, tables.flatten(), k_scale, v_scale, query.dtype)
+        x.view(sequences, -1, kv_heads, head_size)[:, :length].transpose(1, 2)
+        for x in (keys, values)
     )
     # [sequences, kv_heads, group, size]: heads that share keys and values are rows of one query.
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
-    slopes = None if alibi_slopes is None else alibi_slopes.view(1, kv_heads, -1, 1)
-    output = _attend(
-        grouped, keys, values, seen[:, None, None], distance, scale, softcap, slopes, sinks
-    )
+    seen = part.seen[:, None, None]
+    if softcap is None and alibi_slopes is None and sinks is None:
+        # Torch takes no mask of one row for several.
+        seen, bias = (x.expand(-1, 1, grouped.shape[2], -1) for x in (seen, part.bias))
+        output = fused_attention(grouped, keys, values, seen, scale, bias=bias)
+    else:
+        slopes = None if alibi_slopes is None else alibi_slopes.view(1, kv_heads, -1, 1)
+        output = _attend(grouped, keys, values, seen, part.distance, scale, softcap, slopes, sinks)
     return output.flatten(1, 2)
 
 
@@ -142,9 +142,7 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend from ``query [sequences, kv_heads, group, size]`` to ``keys [..., tokens, size]``."""
-    sequences, kv_heads, group, _ = query.shape
-    if softcap is None and slopes is None and sinks is None:
-        return fused_attention(query, keys, values, seen.expand(-1, 1, group, -1), scale)
+    sequences, kv_heads, _, _ = query.shape
     scores = (query @ keys.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
@@ -161,22 +159,46 @@ def _attend(
     return output
 
 
-def _read(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    pages: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    dtype: torch.dtype,
+def _of_both(
+    read: Callable[..., torch.Tensor],
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    *where: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of ``pages``, ``[pages, page_size, kv_heads, head_size]``.
+    """Return what ``read`` does for keys and values; a cache of latents is both, and read once."""
+    keys = read(caches[0], scales[0], *where)
+    return keys, keys if caches[1] is caches[0] else read(caches[1], scales[1], *where)
 
-    A cache of latents is both caches, and is read once.
-    """
-    keys = _dequantized(k_cache.index_select(0, pages), k_scale, dtype)
-    if v_cache is k_cache:
-        return keys, keys
-    return keys, _dequantized(v_cache.index_select(0, pages), v_scale, dtype)
+
+def _read(
+    cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a copy of ``pages``, ``[pages, page_size, kv_heads, head_size]``."""
+    return _dequantized(cache.index_select(0, pages), scale, dtype)
+
+
+def _tokens(
+    cache: torch.Tensor, scale: torch.Tensor | None, part: Alone, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return one sequence's tokens, ``[1, kv_heads, tokens, head_size]``; a view if it can be."""
+    _, page_size, kv_heads, head_size = cache.shape
+    if part.pages is not None:
+        read = cache.index_select(0, part.pages).flatten(0, 1)
+        tokens = read[part.first : part.first + part.count].transpose(0, 1).unsqueeze(0)
+    else:
+        page, token, head, feature = cache.stride()
+        if page == page_size * token:
+            shape, strides = (1, kv_heads, part.count, head_size), (0, head, token, feature)
+            tokens = cache.as_strided(shape, strides, cache.storage_offset() + part.first * token)
+        else:
+            first = part.first // page_size
+            pages = cache[first : -(-(part.first + part.count) // page_size)].flatten(0, 1)
+            tokens = pages.narrow(0, part.first % page_size, part.count).transpose(0, 1)[None]
+    return (
+        tokens
+        if tokens.dtype == dtype
+        else _dequantized(tokens.transpose(1, 2), scale, dtype).transpose(1, 2)
+    )
 
 
 def _dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -28,6 +28,8 @@ def reshape_and_cache(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    *,
+    bounds: tuple[int, int] | None = None,
 ) -> None:
     """Store each token's key and value in its cache slot.
 
@@ -42,6 +44,8 @@ def reshape_and_cache(
         slot_mapping: the cache slot of each token, int64 or int32 ``[tokens]``: ``page * page_size
             + offset``. A token with a negative one is not stored.
         k_scale, v_scale: float32 ``[1]`` or ``[kv_heads]``, for an eight-bit cache; by default 1.
+        bounds: the least and the largest of ``slot_mapping``, if it is on a CPU and several calls
+            share it. No derivatives are kept.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit each other; elements of a cache that
@@ -62,14 +66,22 @@ def reshape_and_cache(
         if scale is not None:
             count = 1 if scale.shape == (1,) else heads
             expect(name, scale, (count,), (torch.float32,), key)
-    check_slots(slot_mapping, *k_cache.shape[:2])
-    _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    pages, page_size = k_cache.shape[:2]
+    check_slots(slot_mapping, pages, page_size, bounds)
+    if bounds is None:
+        _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    else:
+        _store_in_torch(
+            key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds[0] >= 0
+        )
 
 
-def check_slots(slot_mapping: torch.Tensor, pages: int, page_size: int) -> None:
+def check_slots(
+    slot_mapping: torch.Tensor, pages: int, page_size: int, bounds: tuple[int, int] | None = None
+) -> None:
     """Raise ``ValueError`` for a cache slot beyond the cache, if values are checked."""
-    if len(slot_mapping) and checks_values(slot_mapping):
-        largest = int(slot_mapping.max())
+    if len(slot_mapping) and (bounds is not None or checks_values(slot_mapping)):
+        largest = int(slot_mapping.max()) if bounds is None else bounds[1]
         if largest >= pages * page_size:
             raise ValueError(
                 f"slot_mapping has cache slot {largest}, and the cache has {pages * page_size}: "
@@ -87,20 +99,40 @@ def reshape_and_cache_reference(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     """Store in plain torch; see :func:`reshape_and_cache`."""
+    slots = k_cache.shape[0] * k_cache.shape[1]
+    least, most = map(int, slot_mapping.aminmax() if len(slot_mapping) else (0, 0))
+    inside = least >= 0 and most < slots
+    _store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, inside)
+
+
+def _store_in_torch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    inside: bool,
+) -> None:
+    """Store in plain torch; ``inside`` if the cache has every slot of ``slot_mapping``."""
     pages, page_size = k_cache.shape[:2]
-    slots = slot_mapping.long()
-    least, most = map(int, slots.aminmax() if len(slots) else (0, 0))
-    if least < 0 or most >= pages * page_size:
+    slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.long()
+    if not inside:
         kept = (slots >= 0) & (slots < pages * page_size)
         slots, key, value = slots[kept], key[kept], value[kept]
-    places = slots // page_size, slots % page_size
     for cache, tokens, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
         if cache.dtype in EIGHT_BITS:
             limit = greatest(cache.dtype)
             tokens = tokens.float() / (1 if scale is None else scale[:, None])
             tokens = tokens.clamp_(-limit, limit)
             tokens = tokens if cache.dtype.is_floating_point else tokens.round_()
-        cache.index_put_(places, tokens.to(cache.dtype))
+        if tokens.dtype != cache.dtype:
+            tokens = tokens.to(cache.dtype)
+        if cache.is_contiguous() and cache.dtype not in EIGHT_BITS:  # index_copy_ takes no FP8
+            cache.view(pages * page_size, *cache.shape[2:]).index_copy_(0, slots, tokens)
+        else:
+            cache.index_put_((slots // page_size, slots % page_size), tokens)
 
 
 def reshape_and_cache_triton(

@@ -47,11 +47,13 @@ def rotary_embedding(
     expect("key", key, (tokens, None, head_size), (query.dtype,), query)
     expect_writable("query", query)
     expect_writable("key", key)
-    cos, sin = (x.squeeze(1) if x.dim() == 3 and x.shape[1] == 1 else x for x in (cos, sin))
-    expect("cos", cos, (tokens, None), (torch.float32,), query)
+    one_head = cos.dim() == 3 and cos.shape[1] == 1
+    expect("cos", cos, (tokens, 1, None) if one_head else (tokens, None), (torch.float32,), query)
     expect("sin", sin, cos.shape, (torch.float32,), query)
-    if 2 * cos.shape[1] > head_size:
-        raise ValueError(f"cos rotates {2 * cos.shape[1]} features, and heads have {head_size}")
+    if 2 * cos.shape[-1] > head_size:
+        raise ValueError(f"cos rotates {2 * cos.shape[-1]} features, and heads have {head_size}")
+    if one_head:
+        cos, sin = cos[:, 0], sin[:, 0]
     _rotary_embedding(query, key, cos, sin, is_neox_style)
 
 
@@ -64,6 +66,14 @@ def rotary_embedding_reference(
 ) -> None:
     """Rotate in plain torch; see :func:`rotary_embedding`."""
     pairs, cos, sin = cos.shape[1], cos.unsqueeze(1), sin.unsqueeze(1)
+    if is_neox_style and query.dtype == torch.float32:  # nothing is rounded, so in place
+        cos, sin = cos.unsqueeze(1), torch.stack((-sin, sin), 2)
+        for x in (query, key):
+            whole = x if x.shape[-1] == 2 * pairs else x[..., : 2 * pairs]
+            halves = whole.view(*x.shape[:-1], 2, pairs)
+            swapped = halves.flip(-2)
+            halves.mul_(cos).addcmul_(swapped, sin)
+        return
     for x in (query, key):
         if is_neox_style:
             first, second = x[..., :pairs], x[..., pairs : 2 * pairs]

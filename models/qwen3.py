@@ -53,8 +53,8 @@ class Qwen3Attention(vLLMModule):
     def forward(
         self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
-        qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
+        qkv_proj = self.qkv_proj
+        q, k, v = qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(qkv_proj.heads, dim=-2)
         q, k = self.rotary_emb(self.q_norm(q), self.k_norm(k), cos_sin)
         return self.o_proj(self.attn(q, k, v, metadata))
 

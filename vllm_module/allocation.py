@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from vllm_module.tree import Location, Node, is_typed, materialized
+from vllm_module.tree import Location, Node, is_typed, materialized, stored_tensors
 from vllm_module.weights import prefer_huge_pages
 
+Modules: TypeAlias = Callable[[], Sequence[nn.Module]]
 Nodes: TypeAlias = Callable[[], Iterable[Node]]
 
 
 class Allocation:
     """The tensors that a load materialized, what they were, and every place that holds them.
 
-    Methods take ``nodes``, which returns a node for every module of the tree.
+    Methods take ``modules`` and ``nodes``, which return what :func:`tree.modules_below` and
+    :func:`tree.walk` do for the whole tree.
 
     Args:
         partial: whether the load may fill some slots of a tensor and leave others.
@@ -28,44 +30,27 @@ class Allocation:
         self._partial = partial
         self._originals: dict[torch.Tensor, torch.Tensor] = {}  # materialized -> as it was on meta
         self._holders: dict[torch.Tensor, list[Location]] | None = None
-        self._walked: set[Node] = set()
-        # By owner and module, the node that a walk finds; filled when a node is not one of them.
-        self._first: dict[tuple[nn.Module, nn.Module], Node] = {}
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that ``tensor`` was when the load began."""
         return self._originals.get(tensor, tensor) if self._originals else tensor
 
-    def holders_of(self, location: Location, nodes: Nodes) -> list[Location]:
+    def holders_of(self, location: Location, modules: Modules, nodes: Nodes) -> list[Location]:
         """Return every location of the tensor at ``location``: more than one where it is tied."""
         if self._holders is None:
             self._holders = {}
-            self._walked.update(nodes())
             seen: set[torch.Tensor] = set()
             tied: set[torch.Tensor] = set()
-            for node in nodes():
-                for _, tensor in node.tensors():
+            for module in modules():
+                for _, tensor in stored_tensors(module):
                     (tied if tensor in seen else seen).add(tensor)
             for node in nodes() if tied else ():
                 for attr, tensor in node.tensors():
                     if tensor in tied:
                         self._holders.setdefault(tensor, []).append(Location(node, attr))
-        holders = self._holders.get(location.tensor)
-        return holders or [self._first_location(location, nodes)]
+        return self._holders.get(location.tensor, [location])
 
-    def _first_location(self, location: Location, nodes: Nodes) -> Location:
-        """Return where a walk of the tree finds the tensor at ``location``.
-
-        That is another path where a module holds a child under two names.
-        """
-        node = location.node
-        if node in self._walked:
-            return location
-        if not self._first:
-            self._first = {(each.owner.module, each.module): each for each in nodes()}
-        return location._replace(node=self._first.get((node.owner.module, node.module), node))
-
-    def materialize(self, location: Location, nodes: Nodes) -> bool:
+    def materialize(self, location: Location, modules: Modules, nodes: Nodes) -> bool:
         """Allocate the tensor at ``location`` if it is on meta, in every module that holds it.
 
         Return whether it had memory when the load began.
@@ -74,7 +59,7 @@ class Allocation:
         if not tensor.is_meta:
             return tensor not in self._originals
         device = location.node.state.device
-        holders = self.holders_of(location, nodes)
+        holders = self.holders_of(location, modules, nodes)
         if (conversion := location.conversion) is not None:
             for name in conversion.makes:
                 made = location.node.module._parameters[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, Union
@@ -24,9 +23,12 @@ from vllm_module.routes import no_place
 from vllm_module.tree import (
     Location,
     Node,
+    loads_itself,
+    modules_below,
     own_slots,
     slots_of,
     state_of,
+    stored_tensors,
     walk,
 )
 from vllm_module.weights import Destination, Readers, Weight, read_into
@@ -63,7 +65,7 @@ class Target(NamedTuple):
     claims: dict[str, tuple[str, str]]
 
 
-Fills: TypeAlias = dict[Location, list[Assignment]]
+Fills: TypeAlias = dict[Location, list[Assignment]]  # by tensor, what all of its slots share
 
 
 class Group(list[tuple[str, Weight, str]]):
@@ -106,6 +108,7 @@ class Load:
         # By module that overrides load_weights, full names by the names it was given.
         self._given: dict[nn.Module, dict[str, str]] = {}
         self._tree: list[Node] | None = None  # of every module, once it was walked
+        self._below: list[nn.Module] | None = None  # the root and every module below
         self._paths: list[str] = []  # of tensors, in the order in which names were assigned
         # By tensor, as it was when the load began, the first name for each slot and its path.
         self._claims: dict[torch.Tensor, dict[str, tuple[str, str]]] = {}
@@ -174,7 +177,7 @@ class Load:
         if isinstance(weights, Group):
             self._nodes[module] = weights.node
         elif module not in self._nodes:  # an override calls its children, or one that it has added
-            self._tree = None
+            self._tree = self._below = None
             for node in self._walk():
                 self._nodes.setdefault(node.module, node)
         return module in self._nodes
@@ -294,17 +297,29 @@ class Load:
         self.report.skipped[name] = reason
 
     def _report_missing(self) -> None:
-        self._tree = None  # an override may have added modules
+        self._tree = self._below = None  # an override may have added modules
+        tensors = (each for module in self._modules() for each in stored_tensors(module))
+        if not any(self._lacks(tensor) for _, tensor in tensors):
+            return
         reported = set()
         for node in self._walk():
             for attr, tensor in node.tensors():
-                original, slots = self._allocation.original(tensor), slots_of(tensor)
-                claims = self._claims.get(original, {})
-                if len(claims) < len(slots) and original not in reported:
+                original = self._allocation.original(tensor)
+                if self._lacks(tensor) and original not in reported:
                     reported.add(original)
-                    lacking = (slot for slot in slots if slot not in claims)
-                    location = Location(node, attr)
+                    claims, location = self._claims.get(original, {}), Location(node, attr)
+                    lacking = (slot for slot in slots_of(tensor) if slot not in claims)
                     self.report.missing += [missing(location, slot) for slot in lacking]
+
+    def _lacks(self, tensor: torch.Tensor) -> bool:
+        """Tell whether no name was assigned to some slot of ``tensor``."""
+        claims = self._claims.get(self._allocation.original(tensor))
+        return claims is None or len(claims) < len(slots_of(tensor))
+
+    def _modules(self) -> list[nn.Module]:
+        if self._below is None:
+            self._below = modules_below(self.root)
+        return self._below
 
     def _walk(self) -> list[Node]:
         if self._tree is None:
@@ -329,26 +344,29 @@ class Load:
             guard(self.root)  # no forward pass meanwhile
             self.written = True
             with torch.no_grad(), Readers() as readers:
-                fills: Fills = {}  # what all slots of a tensor share
+                fills: Fills = {}
                 for each in assigned:
                     fills.setdefault(each.location, []).append(each)
                 # A module that processes its weights does so before the next takes memory.
-                for _, group in groupby(fills.items(), lambda fill: _processing_module(fill[0])):
-                    self._read_group(dict(group), readers)
+                groups: dict[nn.Module | None, Fills] = {}
+                for location, fill in fills.items():
+                    groups.setdefault(_processing_module(location), {})[location] = fill
+                for module, group in groups.items():
+                    self._read_group(group, readers, processes=module is not None)
         except BaseException as error:
             self._failure = error  # an override that catches it does not make the load whole
             raise
 
-    def _read_group(self, fills: Fills, readers: Readers) -> None:
+    def _read_group(self, fills: Fills, readers: Readers, *, processes: bool) -> None:
         readers.read(self._jobs(fills))
-        marked = (node for fill in fills.items() for node in self._mark_loaded(*fill))
+        marked = (node for fill in fills.items() for node in self._mark_loaded(*fill, processes))
         for node in {node.module: node for node in marked}.values():
             if is_complete(node.module):
                 self._process(node)
 
     def _jobs(self, fills: Fills) -> Iterator[tuple[Weight, Destination]]:
         for location, assigned in fills.items():
-            held = self._allocation.materialize(location, self._walk)
+            held = self._allocation.materialize(location, self._modules, self._walk)
             if held and any(each.tied_to is None for each in assigned):
                 self._overwritten.append(location)
             for each in assigned:
@@ -363,8 +381,13 @@ class Load:
                     except WeightReadError as error:  # for handles, the reader adds the name
                         raise WeightReadError(f"{each.name}: {error}") from None
 
-    def _mark_loaded(self, location: Location, assigned: list[Assignment]) -> Iterator[Node]:
-        """Note that slots hold values; yield the modules that now have all of theirs."""
+    def _mark_loaded(
+        self, location: Location, assigned: list[Assignment], processes: bool
+    ) -> Iterator[Node]:
+        """Note that slots hold values; yield the modules that now have all of theirs.
+
+        ``processes`` tells whether the owner at ``location`` processes as soon as it has them.
+        """
         state, local = location.node.state, location.local
         slots = [slot for each in assigned for slot in each.slots]
         holders = [location]
@@ -374,7 +397,7 @@ class Load:
             or local in state.tied
             or not state.loaded.get(local, set()).issuperset(slots)
         ):
-            holders = self._allocation.holders_of(location, self._walk)
+            holders = self._allocation.holders_of(location, self._modules, self._walk)
         for holder in holders:
             owner, local = holder.node.owner, holder.local
             state = state_of(owner.module)
@@ -385,7 +408,7 @@ class Load:
                 loaded = state.loaded[local] = set()
             loaded.update(slots)
             self._filled[owner] = None
-            if owner.processes_alone:
+            if processes if holder is location else owner.processes_alone:
                 if owner.module not in self._unfilled:
                     self._unfilled[owner.module] = own_slots(owner.module)
                 unfilled = self._unfilled[owner.module]
@@ -399,7 +422,11 @@ class Load:
 
     def _process_rest(self) -> None:
         """Process, inner modules first, what this load has changed and not processed yet."""
-        nodes: Iterable[Node] = self._walk() if self.mode == "load" else self._above_filled()
+        nodes: Iterable[Node] = ()
+        if self.mode != "load":
+            nodes = self._above_filled()
+        elif any(loads_itself(each) and each.processes for each in self._modules()):
+            nodes = self._walk()
         waiting = [node for node in nodes if node.processes and node.module not in self._processed]
         for node in sorted(waiting, key=lambda node: -node.path.count(".")):
             if is_complete(node.module):  # else it waits for the load that brings the rest
@@ -445,7 +472,7 @@ class Load:
         state_of(self.root).report = self.report
         self._process_rest()
         if self.mode == "load":
-            allow_to_run([node.module for node in self._walk()])
+            allow_to_run(self._modules())
 
     def _overwritten_names(self) -> str:
         names = fold(location.path for location in self._overwritten)

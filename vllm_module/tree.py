@@ -134,23 +134,12 @@ class Node:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the module's own tensors that a checkpoint stores, each with its name."""
-        module = self.module
-        tensors: Any = module._parameters.items()
-        named = [each for each in tensors if each[1] is not None]
-        if module._buffers:
-            computed = module._non_persistent_buffers_set
-            for attr, buffer in module._buffers.items():
-                if buffer is not None and attr not in computed:
-                    named.append((attr, buffer))
-        if self.conversions:
-            made = self.made
-            named = [each for each in named if each[0] not in made]
-        return named
+        return stored_tensors(self.module)
 
     @property
     def made(self) -> set[str]:
         """The names of the module's tensors that conversions compute from others."""
-        return {name for each in self.conversions.values() for name in each.makes}
+        return made_by(self.conversions)
 
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""
@@ -230,6 +219,37 @@ def state_of(module: nn.Module) -> LoadState:
     """Return what a module that loads itself remembers."""
     state: LoadState = module.__dict__["load_state"]
     return state
+
+
+def made_by(conversions: Mapping[str, Conversion]) -> set[str]:
+    """Return the names of the tensors that conversions of one module compute from others."""
+    return {name for each in conversions.values() for name in each.makes}
+
+
+def stored_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the module's own tensors that a checkpoint stores, each with its name."""
+    tensors: Any = module._parameters.items()
+    named = [each for each in tensors if each[1] is not None]
+    declared: Any = module
+    if module._buffers:
+        computed = module._non_persistent_buffers_set
+        for attr, buffer in module._buffers.items():
+            if buffer is not None and attr not in computed:
+                named.append((attr, buffer))
+    if "load_state" in module.__dict__ and declared.conversions:
+        made = made_by(declared.conversions)
+        named = [each for each in named if each[0] not in made]
+    return named
+
+
+def modules_below(root: nn.Module) -> list[nn.Module]:
+    """Return ``root`` and every module below: what two paths lead to is there twice, or more."""
+    modules, seen, twice = [root], set[nn.Module](), set[nn.Module]()
+    for module in modules:  # which grows
+        if module not in twice and module._modules:
+            modules += [child for child in module._modules.values() if child is not None]
+        (twice if module in seen else seen).add(module)
+    return modules
 
 
 def walk(root: Node) -> Iterator[Node]:

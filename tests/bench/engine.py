@@ -2,23 +2,20 @@
 
     python tests/bench/engine.py [--shapes 3M 58M 0.6B] [--out tests/bench/results/engine.json]
 
-Refuses to print a number unless both give the same tokens. Also measures what a step of 64
-sequences costs without the model (scheduling, laying out, choosing tokens), the products of
-``kernels/linear.py`` beside torch's, and memory over a soak of 10,000 requests. Qwen3-0.6B's shape
-takes some 10 minutes and 8 GB.
+Refuses to print a number unless both give the same tokens. The engine takes turns with transformers
+twice: with the products that it chose on this processor, and with torch's own, which transformers
+has. Also measures what a step of 64 sequences costs without the model (scheduling, laying out,
+choosing tokens), oneDNN's products beside torch's, and memory over a soak of 10,000 requests.
+Qwen3-0.6B's shape takes some 20 minutes and 8 GB.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import resource
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,12 @@ from typing import Any
 import torch
 import transformers
 from checkpoints import plausible, write_qwen3
+from machine import machine, over, rounds, spread, write
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.kernels.linear import linear
+from vllm_module.kernels.linear import Products, fastest_products, linear, products
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
 from vllm_module.runtime.page_pool import PagePool
@@ -59,15 +57,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "0.6B": {"num_hidden_layers": 28, "tie_word_embeddings": True, "torch_dtype": "float32"},
 }
-ROUNDS = 3
-LONG = 60.0  # seconds, from which on one round has to do
+ROUNDS = 5
+ONEDNN = Products(one=True, few=True, many=True)
 ALIKE = 0.9  # of the requests, all tokens: in float32 a near tie may fall either way
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
 
 
 @torch.inference_mode()
@@ -97,46 +89,52 @@ def ours(llm: LLM, prompts: list[list[int]], counts: list[int]) -> list[list[int
 
 
 def compare(
-    llm: LLM, model: Any, prompts: list[list[int]], counts: list[int]
-) -> dict[str, float | int | list[float]]:
-    """Time both in turns and return medians, after checking that they give the same tokens."""
-    once, expected = timed(lambda: theirs(model, prompts, counts))
-    got = ours(llm, prompts, counts)
-    alike = sum(a == b for a, b in zip(expected, got, strict=True)) / len(prompts)
-    first = sum(a[:4] == b[:4] for a, b in zip(expected, got, strict=True)) / len(prompts)
-    if alike < ALIKE or first < 1:
-        raise SystemExit(f"only {alike:.0%} of the requests give the same tokens: no figures")
-    seconds: dict[str, list[float]] = {"ours": [], "transformers": []}
-    for _ in range(ROUNDS if once < LONG else 1):
+    llm: LLM, model: Any, prompts: list[list[int]], counts: list[int], n: int
+) -> dict[str, Any]:
+    """Time all in turns, after checking that they give the same tokens."""
+    expected = theirs(model, prompts, counts)
+    chosen = llm.executor.products
+
+    def work(way: Products) -> list[list[int]]:
         llm.engine.scheduler.reset_prefix_cache()  # no prompt is cached
-        seconds["ours"].append(timed(lambda: ours(llm, prompts, counts))[0])
-        seconds["transformers"].append(timed(lambda: theirs(model, prompts, counts))[0])
+        llm.executor.products = way
+        return ours(llm, prompts, counts)
+
+    ways = {"chosen": chosen, "torch": Products()}
+    alike = {}
+    for name, way in ways.items():
+        got = work(way)
+        alike[name] = sum(a == b for a, b in zip(expected, got, strict=True)) / len(prompts)
+        first = sum(a[:4] == b[:4] for a, b in zip(expected, got, strict=True)) / len(prompts)
+        if alike[name] < ALIKE or first < 1:
+            raise SystemExit(f"only {alike[name]:.0%} of the requests give the same tokens")
+    works: dict[str, Any] = {name: partial(work, way) for name, way in ways.items()}
+    seconds = rounds(works | {"transformers": partial(theirs, model, prompts, counts)}, n)
+    llm.executor.products = chosen
     tokens = sum(counts)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    per_second = {name: tokens / statistics.median(each) for name, each in seconds.items()}
     return {
         "requests": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": tokens,
-        "same_tokens": alike,
-        "tokens_per_second": tokens / medians["ours"],
-        "transformers_tokens_per_second": tokens / medians["transformers"],
-        "ratio": medians["transformers"] / medians["ours"],
-        "seconds": seconds["ours"],
-        "transformers_seconds": seconds["transformers"],
+        "same_tokens": alike["chosen"],
+        "tokens_per_second": per_second["chosen"],
+        "transformers_tokens_per_second": per_second["transformers"],
+        "ratio": spread(over(seconds, "transformers", "chosen")),
+        "ratio_with_torchs_products": spread(over(seconds, "transformers", "torch")),
+        "seconds": seconds,
     }
 
 
-def products(rows: int, columns: int, out: int) -> dict[str, float]:
-    """Return the seconds of a product of ``kernels/linear.py`` and of torch's own, in turns."""
+def product(rows: int, columns: int, out: int) -> dict[str, Any]:
+    """Return the times of oneDNN's product and torch's, after checking that they agree."""
     x, weight = torch.randn(rows, columns), torch.randn(out, columns)
-    ways = {"linear": linear, "torch": F.linear}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    with torch.inference_mode():
-        for _ in range(50):
-            for name, way in ways.items():
-                seconds[name].append(timed(partial(way, x, weight))[0])
+    with torch.inference_mode(), products(ONEDNN):
+        torch.testing.assert_close(linear(x, weight), F.linear(x, weight), rtol=1e-4, atol=1e-3)
+        works = {"onednn": partial(linear, x, weight), "torch": partial(F.linear, x, weight)}
+        seconds = rounds(works, 50)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
-    return medians | {"ratio": medians["torch"] / medians["linear"]}
+    return medians | {"ratio": spread(over(seconds, "torch", "onednn"))}
 
 
 def overhead(sequences: int, vocab: int) -> dict[str, float]:
@@ -154,8 +152,11 @@ def overhead(sequences: int, vocab: int) -> dict[str, float]:
         engine.add(str(index), [index % 7] * (50 + index), params)
     for _ in range(10):
         engine.step()
-    steps = [timed(engine.step)[0] for _ in range(180)]
-    return {"median": statistics.median(steps) * 1e6, "least": min(steps) * 1e6}
+    # Reading the logits once is the least that choosing tokens costs.
+    seconds = rounds({"step": engine.step, "read": logits.sum}, 180)
+    return {name: statistics.median(each) * 1e6 for name, each in seconds.items()} | {
+        "least": min(seconds["step"]) * 1e6
+    }
 
 
 def soak(requests: int) -> dict[str, Any]:
@@ -204,7 +205,7 @@ class _Nothing:
         self.logits = logits
 
     def __call__(self, ids: torch.Tensor, *_: Any) -> torch.Tensor:
-        return ids
+        return ids.unsqueeze(-1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits[: len(hidden)]
@@ -213,17 +214,21 @@ class _Nothing:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["3M", "58M"])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     generator = random.Random(0)
 
-    results: dict[str, Any] = {}
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    results: dict[str, Any] = {"transformers": transformers.__version__, "shapes": SHAPES}
+    results["chosen products"] = [fastest_products()._asdict() for _ in range(ROUNDS)]
+    print(f"oneDNN is chosen, asked {ROUNDS} times: {results['chosen products']}")
     for rows, columns, out in ((1, 1024, 6144), (32, 1024, 6144), (512, 1024, 6144)):
         shape = f"{rows}x{columns} by {columns}x{out}"
-        figures = products(rows, columns, out)
+        figures = product(rows, columns, out)
         results[f"product {shape}"] = figures
-        print(f"a float32 product {shape}: {figures['ratio']:.2f} times as fast as torch's")
+        print(f"a float32 product {shape}: oneDNN is {shown(figures['ratio'])} times as fast")
 
     def prompt(vocab: int) -> list[int]:
         return [generator.randrange(2, vocab) for _ in range(generator.randrange(8, 257))]
@@ -242,17 +247,22 @@ def main() -> None:
                 ):
                     prompts = [prompt(shape["vocab_size"]) for _ in range(count)]
                     counts = [generator.randint(least, most) for _ in range(count)]
-                    result = compare(llm, model, prompts, counts)
+                    result = compare(llm, model, prompts, counts, max(1, arguments.rounds))
                     results[size][name] = result
                     print(
                         f"{size}, {name}: {result['tokens_per_second']:.0f} tokens/s, "
-                        f"{result['ratio']:.2f} times transformers', {result['same_tokens']:.0%} "
-                        "alike"
+                        f"{shown(result['ratio'])} times transformers', with torch's products "
+                        f"{shown(result['ratio_with_torchs_products'])}, "
+                        f"{result['same_tokens']:.0%} alike",
+                        flush=True,
                     )
     for vocab in (1000, 32000, 151936):
         figures = overhead(64, vocab)
         results[f"overhead of a step of 64, vocabulary {vocab}"] = figures
-        print(f"a step of 64 without the model, vocabulary {vocab}: {figures['median']:.0f} µs")
+        print(
+            f"a step of 64 without the model, vocabulary {vocab}: {figures['step']:.0f} µs "
+            f"(least {figures['least']:.0f}); to read the logits once {figures['read']:.0f} µs"
+        )
     figures = soak(10_000)
     results["soak"] = figures
     first, *_, last = (each / 2**20 for each in figures["resident_bytes"])
@@ -261,15 +271,11 @@ def main() -> None:
         f"{first:.1f} MiB resident after a tenth of them, {last:.1f} after all"
     )
     if arguments.out:
-        about = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "shapes": SHAPES,
-        }
-        arguments.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        write(arguments.out, results)
+
+
+def shown(ratios: dict[str, float]) -> str:
+    return f"{ratios['median']:.2f} ({ratios['least']:.2f} to {ratios['greatest']:.2f})"
 
 
 if __name__ == "__main__":

@@ -92,15 +92,15 @@ def total(model: Any) -> float:
 
 def when_reading(action: Callable[[], Any]) -> None:
     """Call ``action`` once, in the middle of a load."""
-    read_into, reads = SafetensorsHandle.read_into, []
+    runs_to, reads = SafetensorsHandle.runs_to, []
 
-    def read(self: SafetensorsHandle, destination: torch.Tensor) -> None:
+    def read(self: SafetensorsHandle, address: int) -> Any:
         reads.append(self)
         if len(reads) == 4:
             action()
-        read_into(self, destination)
+        return runs_to(self, address)
 
-    SafetensorsHandle.read_into = read  # type: ignore[method-assign]
+    SafetensorsHandle.runs_to = read  # type: ignore[method-assign]
 
 
 def scenario(name: str, size: int, **of_ranks: Any) -> None:

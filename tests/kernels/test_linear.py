@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,14 +12,16 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from vllm_module.kernels import linear as home
-from vllm_module.kernels.linear import linear
+from vllm_module.kernels.linear import Products, fastest_products, linear, products
+
+ONEDNN = Products(one=True, few=True, many=True)
 
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch) -> Iterator[None]:
-    """Send small products to oneDNN too, in inference mode."""
+    """Send all products to oneDNN, small ones too, in inference mode."""
     monkeypatch.setattr(home, "_LARGE", 0)
-    with torch.inference_mode():
+    with torch.inference_mode(), products(ONEDNN):
         yield
 
 
@@ -65,6 +68,10 @@ def test_onednn_is_what_multiplies(monkeypatch) -> None:
     linear(x.bfloat16(), weight.bfloat16())
     linear(x.to("meta"), weight.to("meta"))
     assert len(calls) == 3
+    with products(Products()):
+        linear(x, weight)
+    assert len(calls) == 4
+    calls.pop()
     with torch.inference_mode(False):
         linear(x.clone(), weight.clone())
     with torch.autocast("cpu", torch.bfloat16):
@@ -168,3 +175,54 @@ def test_a_bias_of_one_is_for_torch() -> None:
         except RuntimeError as error:
             outcomes.append(str(error))
     assert str(outcomes[0]) == str(outcomes[1])
+
+
+@pytest.mark.parametrize("faster", [set(), {1}, {16}, {128}, {1, 16}, {16, 128}, {1, 16, 128}])
+def test_each_class_of_rows_goes_to_the_faster_library(faster, monkeypatch) -> None:
+    """By a clock of the test's, oneDNN gets the classes of rows in which it takes less time."""
+    monkeypatch.setattr(home, "_WEIGHTS", (2, 8, 8))
+
+    def seconds(work) -> float:
+        way, (x, _) = work.func, work.args
+        work()
+        return 1.0 if way is F.linear else 0.8 if len(x) in faster else 0.95
+
+    chosen = fastest_products(seconds)
+    assert chosen == Products(*(rows in faster for rows in (1, 16, 128)))
+    by_rows = {1: 1, 2: 16, 64: 16, 65: 128, 4096: 128}
+    assert {rows: chosen.use_onednn(rows) for rows in by_rows} == {
+        rows: tried in faster for rows, tried in by_rows.items()
+    }
+
+
+def test_one_slow_measurement_decides_nothing(monkeypatch) -> None:
+    """The least of several times counts, so a process that takes the CPU meanwhile does not."""
+    monkeypatch.setattr(home, "_WEIGHTS", (2, 8, 8))
+    count = 0
+
+    def seconds(work) -> float:
+        nonlocal count
+        count += 1
+        return 9.0 if count % 5 == 0 else 1.0 if work.func is F.linear else 0.5
+
+    assert fastest_products(seconds) == ONEDNN
+
+
+def test_nothing_is_measured_where_onednn_is_off() -> None:
+    """Torch computes all products where oneDNN is switched off."""
+    torch.backends.mkldnn.enabled = False
+    try:
+        assert fastest_products(lambda _: pytest.fail("it was measured")) == Products()
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+def test_a_choice_is_its_threads_own() -> None:
+    """Another thread, and what comes after the context, multiply as before."""
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(home._products.get()))
+    thread.start()
+    thread.join()
+    with products(Products(few=True)):
+        seen.append(home._products.get())
+    assert [*seen, home._products.get()] == [Products(), Products(few=True), ONEDNN]

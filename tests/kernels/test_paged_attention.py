@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import paged_attention as public
-from vllm_module.kernels import paged_attention_decode, paged_attention_reference
+from vllm_module.kernels import paged_attention_decode, paged_attention_reference, paged_layout
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
+from vllm_module.kernels.paged_layout import PagedLayout
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
 
 # Tokens of each sequence before this step and in it: whole prompts, single tokens, later chunks
@@ -699,6 +701,57 @@ def test_single_tokens_are_worked_on_in_parts(keys: int, monkeypatch) -> None:
     monkeypatch.setattr(paged_attention_reference, "_KEYS_AT_ONCE", keys)
     lengths = [(context - 1, 1) for context in (30, 1, 40, 30, 7, 2)]
     make_batch(lengths, 7).check(paged_attention)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_pages_one_after_another_are_read_in_place(window, options, dtype, monkeypatch) -> None:
+    """A sequence whose pages lie one after another gives what it gives on scattered ones.
+
+    So it does where the layers of a step share a layout, and in caches that are views.
+    """
+    torch.manual_seed(1)
+    monkeypatch.setattr(paged_layout, "_VIEWED", 0)
+    scattered = make_batch(MIXED, 7, sliding_window=window, cache_dtype=dtype, **options)
+    whole = [(before + new) // -7 * -1 for before, new in MIXED]
+    in_order = replace(scattered, block_tables=scattered.block_tables.clone())
+    taken, pages = 0, []
+    for index, count in enumerate(whole):
+        own = scattered.block_tables[index, :count].clamp(0, len(scattered.k_cache) - 1)
+        in_order.block_tables[index, :count] = torch.arange(taken, taken + count)
+        taken += count
+        pages += own.tolist()
+    for cache in ("k_cache", "v_cache"):
+        setattr(in_order, cache, getattr(scattered, cache)[pages])
+    wide = torch.zeros(taken, 2, *in_order.k_cache.shape[1:]).to(dtype)
+    wide[:, 0], wide[:, 1] = in_order.k_cache, in_order.v_cache
+    in_wide = replace(in_order, k_cache=wide[:, 0], v_cache=wide[:, 1])
+    for batch in (in_order, in_wide):
+        layout = PagedLayout(batch.block_tables, batch.context_lens, batch.query_start_loc)
+        parts = layout.parts(batch.k_cache, torch.float32, 1 << 19, window)
+        assert [part.pages for part in parts] == [None] * 5
+        batch.check(paged_attention)
+        for _ in range(2):
+            batch.check(partial(paged_attention, layout=layout))
+
+
+def test_a_shared_layout_checks_what_each_layer_brings() -> None:
+    """Lengths are checked once; heads, pages and dtypes that do not fit are refused later too."""
+    batch = make_batch(MIXED, 7)
+    tensors = batch.block_tables, batch.context_lens, batch.query_start_loc
+    layout = PagedLayout(*tensors)
+    attend = partial(paged_attention, layout=layout)
+    batch.check(attend)
+    for change, message in (
+        ({"query": batch.query[:, :3]}, "3 query heads"),
+        ({"k_cache": batch.k_cache[..., :8]}, "k_cache must have the shape"),
+        ({"query": batch.query.half()}, "the cache must be torch.float16"),
+        ({"query": batch.query[:4]}, "query_start_loc goes from 0"),
+        ({"k_cache": batch.k_cache[:2], "v_cache": batch.v_cache[:2]}, "is page"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(batch, **change).run(attend)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])

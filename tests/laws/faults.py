@@ -374,7 +374,7 @@ FAULTS = (
     Fault("numbers are cut instead of rounded", "sharding_equivalent", "quantized while loading",
           instead("kernels.quantize:quantize", loading.truncated)),
     Fault("scales are demanded of a full-precision checkpoint", "order_independent", "quantized while loading",
-          instead("tree:Node.made", lambda made, node: set())),
+          instead("tree:made_by", lambda made_by, conversions: set())),
     Fault("a scale is left on meta", "meta_first", "quantized while loading",
           instead(FINISH, loading.scales_left_on_meta)),
     Fault("a module is processed by the name that it was given", "order_independent", "derived",

@@ -71,6 +71,38 @@ def test_a_cache_changes_no_output(
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("slots", [[13, 14, 15], [13, -1, 15], [-1, -1, -1]], ids=str)
+def test_inference_mode_stores_and_attends_as_the_operators(slots, dtype) -> None:
+    """In inference mode a step's layers share what they lay out, and give the same bits."""
+    layer, generator = Attention(4, 8, num_kv_heads=2), torch.Generator().manual_seed(0)
+    caches = torch.randn(2, 5, PAGE, 2, 8, generator=generator).to(dtype).repeat(2, 1, 1, 1, 1, 1)
+    q, k, v = torch.randn(3, 3, 4, 8, generator=generator)
+    results = []
+    for cache, inference in zip(caches, (False, True), strict=True):
+        layer.kv_cache = cache
+        with torch.inference_mode(inference):
+            metadata = metadata_of(slots, [2, 1, 0, 3], 16).laid_out()
+            assert (metadata.layout is not None) == inference
+            results += [layer(q, k[:, :2], v[:, :2], metadata) for _ in range(2)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.equal(*caches.view(torch.uint8))
+
+
+@torch.inference_mode()
+def test_wrong_slots_and_pages_are_refused_in_inference_mode() -> None:
+    """A cache slot or a page that the cache does not have is refused, and nothing is written."""
+    layer = Attention(4, 8, num_kv_heads=2)
+    layer.kv_cache = torch.zeros(2, 5, PAGE, 2, 8)
+    q, kv = torch.ones(1, 4, 8), torch.ones(1, 2, 8)
+    with pytest.raises(ValueError, match="cache slot 20, and the cache has 20"):
+        layer(q, kv, kv, metadata_of([20], [0], 1).laid_out())
+    assert not layer.kv_cache.any()
+    for pages in ([5], [-1]):
+        with pytest.raises(ValueError, match=rf"block_tables\[0, 0\] is page {pages[0]}"):
+            layer(q, kv, kv, metadata_of([0], pages, 1).laid_out())
+
+
 @pytest.mark.parametrize("lengths", [[11], [1] * 11, [3, 3, 1, 4], [4, 3, 4]])
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_an_encoder_attends_to_the_whole_sequence_and_to_no_other(

@@ -94,6 +94,31 @@ def test_a_leaf_processes_before_the_next_one_is_materialized() -> None:
     assert seen == [True]
 
 
+def test_leaves_whose_names_alternate_process_one_after_the_other() -> None:
+    """The order of names does not let a layer take memory while another holds what it frees."""
+    seen = []
+
+    class Logged(ColumnParallelLinear):
+        def process_weights_after_loading(self) -> None:
+            seen.append([layer.weight.is_meta for layer in pair.children()])
+
+    class Pair(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Logged(4, 4, bias=True), Logged(4, 4, bias=True)
+
+    pair = Pair()
+    sizes = {"weight": (4, 4), "bias": (4,)}
+    pair.load_weights(
+        [
+            (f"{layer}.{name}", torch.randn(sizes[name]))
+            for name in sizes
+            for layer in ("one", "two")
+        ]
+    )
+    assert seen == [[False, True], [False, False]]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_nothing_processes_until_it_is_complete(streamed: bool) -> None:
     """A module is processed when its last slot is filled, and then the modules above it."""

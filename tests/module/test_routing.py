@@ -377,13 +377,13 @@ def test_a_plain_module_that_one_module_holds_twice_loads_under_either_name(
     class Twice(vLLMModule):
         def __init__(self) -> None:
             super().__init__()
-            self.one = self.other = nn.Linear(2, 2, bias=False)
+            self.one = self.other = nn.Sequential(nn.Linear(2, 2, bias=False))
             self.processed = 0
 
         def process_weights_after_loading(self) -> None:
             self.processed += 1
 
     model = Twice()
-    model.load_weights({f"{name}.weight": torch.ones(2, 2) for name in names})
+    model.load_weights({f"{name}.0.weight": torch.ones(2, 2) for name in names})
     model.check_ready()
     assert model.processed == 1

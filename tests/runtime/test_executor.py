@@ -30,6 +30,8 @@ from vllm_module.errors import (
     RankError,
     UnexpectedWeightError,
 )
+from vllm_module.kernels import linear
+from vllm_module.runtime import executor as executors
 from vllm_module.runtime.executor import Executor
 from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.testing import write_checkpoint
@@ -225,6 +227,48 @@ def test_a_step_is_told_in_one_message(
     sequences = -(-length // 256)
     shared.run(step([length // sequences] * sequences, [length // sequences] * sequences))
     assert count == messages
+
+
+def test_every_rank_multiplies_as_rank_0_chose(
+    alone: Executor, shared: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sends its choice of products with each step, and a rank that obeys uses it."""
+    chosen, told, used = linear.Products(few=True), [], []
+    monkeypatch.setattr(shared, "products", chosen)
+    tell = shared._ranks.tell
+    monkeypatch.setattr(
+        shared._ranks, "tell", lambda message: (told.append(message), tell(message))
+    )
+    shared.run(PREFILL)
+    assert told == [("run", (PREFILL, chosen))]
+    monkeypatch.setattr(alone.worker, "run", lambda _: used.append(linear._products.get()))
+    alone._obey(*told[0])
+    assert used == [chosen]
+    assert linear._products.get() == linear.Products()
+
+
+def test_products_are_measured_once_and_for_float32_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of a process share one measurement; a model in bfloat16 needs none."""
+    measured = []
+
+    def measure() -> linear.Products:
+        measured.append(len(measured))
+        return linear.Products(many=True)
+
+    monkeypatch.setattr(executors, "fastest_products", measure)
+    executors._fastest_products.cache_clear()
+    try:
+        for dtype, expected in (("bfloat16", False), ("float32", True), ("float32", True)):
+            config = EngineConfig(kv_cache_memory_bytes=1 << 20)
+            model = ModelConfig(model=str(folder), dtype=dtype)
+            made = Executor(model, LoadConfig(), DeviceConfig(device="cpu"), config)
+            assert made.products.many == expected
+            made.close()
+        assert measured == [0]
+    finally:
+        executors._fastest_products.cache_clear()
 
 
 @pytest.mark.parametrize("source", [dict, lambda pairs: iter(pairs.items())])

@@ -260,7 +260,7 @@ def test_a_hostile_name_is_a_key_and_nothing_more(write_file, name: str) -> None
     assert list(checkpoint) == [name]
     assert checkpoint[name].read().tolist() == [0, 1, 2, 3]
     model = Model()
-    before = vars(model) | {"load_state": replace(model.load_state, loaded=set())}
+    before = vars(model) | {"load_state": replace(model.load_state, loaded={})}
     with pytest.raises(UnexpectedWeightError) as refusal:
         model.update_weights(checkpoint.items())
     assert [problem.name for problem in refusal.value.report.unexpected] == [name]

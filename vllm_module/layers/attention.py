@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.operators import checks_values
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
+from vllm_module.kernels.paged_layout import PagedLayout
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
 from vllm_module.module import vLLMModule
 from vllm_module.quantization import QuantizableKVCache
@@ -27,6 +29,9 @@ class AttentionMetadata:
             tokens at the end, int32 ``[sequences + 1]``.
         max_query_len: most tokens of one sequence in this step; 1 in a step that only decodes.
 
+    Attributes:
+        layout, slot_bounds: what layers share; ``None`` before :meth:`laid_out`, and not on a CPU.
+
     """
 
     slot_mapping: torch.Tensor
@@ -34,6 +39,23 @@ class AttentionMetadata:
     context_lens: torch.Tensor
     query_start_loc: torch.Tensor
     max_query_len: int
+
+    layout: PagedLayout | None = field(default=None, init=False, repr=False)
+    slot_bounds: tuple[int, int] | None = field(default=None, init=False, repr=False)
+
+    def laid_out(self) -> AttentionMetadata:
+        """Work out what all layers share, in inference mode on a CPU; return this object.
+
+        The tensors must not be written afterwards.
+        """
+        slots = self.slot_mapping
+        if slots.is_cpu and checks_values(slots) and torch.is_inference_mode_enabled():
+            layout = PagedLayout(self.block_tables, self.context_lens, self.query_start_loc)
+            object.__setattr__(self, "layout", layout)
+            if len(slots):
+                least, most = slots.aminmax()
+                object.__setattr__(self, "slot_bounds", (int(least), int(most)))
+        return self
 
 
 class Attention(QuantizableKVCache):
@@ -122,7 +144,14 @@ class Attention(QuantizableKVCache):
             raise RuntimeError("attention with metadata needs a kv_cache, and it is not set")
         k_cache, v_cache = self.kv_cache
         reshape_and_cache(
-            key, value, k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
+            key,
+            value,
+            k_cache,
+            v_cache,
+            metadata.slot_mapping,
+            self.k_scale,
+            self.v_scale,
+            bounds=metadata.slot_bounds,
         )
         return paged_attention(
             query,
@@ -139,6 +168,7 @@ class Attention(QuantizableKVCache):
             self.softcap,
             self.alibi_slopes,
             sinks,
+            layout=metadata.layout,
         ).flatten(1)
 
 

@@ -210,6 +210,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Attributes:
         num_heads, num_kv_heads: number of heads on this rank.
+        heads: number of heads of q, k and v on this rank; split the output's heads by them.
         output_sizes: output features of q, k and v on this rank; split the output by them.
 
     Raises:
@@ -261,8 +262,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.shard_names = output.names
         self.num_heads = total_num_heads // size
         self.num_kv_heads = total_num_kv_heads // kv_parts
-        kv_features = self.num_kv_heads * head_size
-        self.output_sizes = [self.num_heads * head_size, kv_features, kv_features]
+        self.heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        self.output_sizes = [heads * head_size for heads in self.heads]
 
 
 class RowParallelLinear(LinearBase):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+from vllm_module.kernels.linear import Products, fastest_products, products
 from vllm_module.messages import describe_error
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs
@@ -41,6 +42,7 @@ class Executor:
     Attributes:
         rank, size: of this process.
         worker: this rank's part.
+        products: the library of each class of products on a CPU, for all ranks; rank 0's counts.
 
     Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks, far more
     ranks than CPUs, or ``tensor_parallel_size`` is not the size of the process group.
@@ -86,6 +88,11 @@ class Executor:
         place: Any = {"group": group} if group else {"rank": 0, "size": 1}
         with self._or_end(), tensor_parallel(**place):
             self.worker = Worker(model, load_config, device_config, config)
+        # Chosen by rank 0 for all: layers that ranks repeat must round alike on each.
+        self.products = Products()
+        is_wide = self.worker.source.dtype == torch.float32
+        if self.rank == 0 and is_wide and self._ranks.device.type == "cpu":
+            self.products = _fastest_products(torch.get_num_threads())
 
     def start(self, max_model_len: int) -> tuple[int, int]:
         """Allocate the cache: on every rank as many pages as fit on the one with the least memory.
@@ -125,8 +132,9 @@ class Executor:
         if self._refusal is not None:
             raise ModelNotReadyError(self._refusal)
         with self._or_end(), at_most(self._step_timeout):
-            self._tell(name, inputs)
-            result: torch.Tensor = getattr(self.worker, name)(inputs)
+            self._tell(name, inputs, self.products)
+            with products(self.products):
+                result: torch.Tensor = getattr(self.worker, name)(inputs)
             if self.size > 1 and result.is_cuda:  # reading it would wait outside of Python
                 until(torch.cuda.current_stream(result.device).record_event().query)
             return result
@@ -212,7 +220,9 @@ class Executor:
     def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Do this rank's part of what the first rank does."""
         if name in ("run", "embed"):
-            getattr(self.worker, name)(*arguments)
+            inputs, chosen = arguments
+            with products(chosen):
+                getattr(self.worker, name)(inputs)
             return
         try:
             if name == "update_weights":
@@ -263,6 +273,12 @@ class Executor:
             if raised is error:
                 raise
             raise raised from error
+
+
+@cache
+def _fastest_products(threads: int) -> Products:
+    """Measure once for all engines that this process has with so many threads."""
+    return fastest_products()
 
 
 def _check_ranks(source: ModelSource, size: int) -> None:

@@ -139,7 +139,7 @@ class ModelRunner:
                 context_lens=self._tensor(inputs.context_lens, torch.int32),
                 query_start_loc=self._tensor(inputs.query_start_loc, torch.int32),
                 max_query_len=inputs.max_query_len,
-            )
+            ).laid_out()
             ids = self._tensor(inputs.input_ids, torch.int64)
             hidden = self._forward(ids, self._tensor(inputs.positions, torch.int64), metadata)
             if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:

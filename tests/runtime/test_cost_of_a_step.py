@@ -1,0 +1,119 @@
+"""What a step on a CPU costs beside its arithmetic, in operators and calls, never in seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_module import vLLMModule
+from vllm_module.kernels.paged_layout import PagedLayout
+from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+
+PAGE, PAGES = 16, 12
+CPU = torch.device("cpu")
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside of it."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def within(module: vLLMModule, begin: Callable[[], Any], end: Callable[[], Any]) -> Iterator[None]:
+    """Call ``begin`` and ``end`` before and after each forward pass of ``module``."""
+
+    def before(*_: object) -> None:
+        begin()
+
+    def after(*_: object) -> None:
+        end()
+
+    with module.register_forward_pre_hook(before), module.register_forward_hook(after):
+        yield
+
+
+@pytest.fixture
+def runner(model: vLLMModule) -> Iterator[ModelRunner]:
+    cache = KVCache(model, PAGES, PAGE, CPU, torch.float32)
+    yield ModelRunner(model, CPU)
+    cache.close()
+
+
+def decoding(contexts: list[int]) -> StepInputs:
+    """Return a step of one token of each sequence, whose pages lie one after another."""
+    tables = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(len(contexts))]
+    slots = [
+        pages[(context - 1) // PAGE] * PAGE + (context - 1) % PAGE
+        for pages, context in zip(tables, contexts, strict=True)
+    ]
+    count = len(contexts)
+    positions = [context - 1 for context in contexts]
+    ids, rows = [5] * count, list(range(count))
+    starts = list(range(count + 1))
+    return StepInputs(ids, positions, slots, tables, contexts, starts, rows, 1, [], [], [])
+
+
+@pytest.mark.parametrize(
+    ("contexts", "operators", "calls"), [([40], 48, 228), ([40, 7, 33, 20], 62, 238)], ids=str
+)
+def test_operators_and_calls_of_a_layer(contexts, operators, calls, runner) -> None:
+    """A layer of a step that decodes takes a bounded number of operators and of Python calls."""
+    inputs, layer = decoding(contexts), runner.model.model.layers[-1]
+    made: list[str] = []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            made.append(frame.f_code.co_name)
+
+    mode = Operators()
+    with within(layer, mode.__enter__, lambda: mode.__exit__(None, None, None)):
+        runner.run(inputs)
+    with within(layer, lambda: sys.setprofile(count), lambda: sys.setprofile(None)):
+        runner.run(inputs)
+    assert 0 < mode.count <= operators
+    assert len(made) <= calls, Counter(made).most_common(12)
+
+
+def test_layers_share_what_a_step_lays_out(runner, monkeypatch) -> None:
+    """However many layers there are, a step divides its sequences and checks them once."""
+    made = []
+    divided = PagedLayout._divided
+
+    def counted(self: PagedLayout, *args: Any) -> Any:
+        made.append(args)
+        return divided(self, *args)
+
+    monkeypatch.setattr(PagedLayout, "_divided", counted)
+    runner.run(decoding([40, 7, 33, 20]))
+    assert len(made) == 1
+
+
+def test_a_batch_gives_what_its_sequences_give_alone(runner) -> None:
+    """Sequences that are decoded together get the logits that each gets by itself."""
+    contexts = [40, 7, 33, 20]
+    for layer in runner.model.modules():
+        if getattr(layer, "kv_cache", None) is not None:
+            layer.kv_cache.normal_(generator=torch.Generator().manual_seed(0))
+    together = runner.run(decoding(contexts))
+    for index in range(len(contexts)):
+        inputs = decoding(contexts)
+        for name in ("input_ids", "positions", "slot_mapping", "block_tables", "context_lens"):
+            setattr(inputs, name, getattr(inputs, name)[index : index + 1])
+        inputs.query_start_loc, inputs.rows = [0, 1], [0]
+        torch.testing.assert_close(runner.run(inputs)[0], together[index], rtol=1e-5, atol=1e-5)
