@@ -118,7 +118,7 @@ class Load:
         self._folder: Path | None = None  # of the first handle that says
         self._overwritten: list[Location] = []  # what had memory when the load began
         self._failure: BaseException | None = None
-        self._filled: dict[nn.Module, Node] = {}  # owners of tensors that were read
+        self._filled: dict[Node, None] = {}  # owners of tensors that were read
         self._unfilled: dict[nn.Module, dict[str, set[str]]] = {}  # of owners that wait to process
         self._processed: set[nn.Module] = set()
 
@@ -176,7 +176,8 @@ class Load:
     def _takes_part(self, module: nn.Module, weights: Weights) -> bool:
         if isinstance(weights, Group):
             self._nodes[module] = weights.node
-        elif module not in self._nodes and self._tree is None:  # an override calls its children
+        elif module not in self._nodes:  # an override calls its children, or one that it has added
+            self._tree = self._below = None
             for node in self._walk():
                 self._nodes.setdefault(node.module, node)
         return module in self._nodes
@@ -247,7 +248,7 @@ class Load:
     # Names
 
     def target(self, location: Location) -> Target:
-        """Look up what names of the tensor at ``location`` have in common, until it is read."""
+        """Look up what all names of the tensor at ``location`` share, until it is materialized."""
         tensor = location.find()
         if tensor is None:
             return Target(location, None, location.path, (), {})
@@ -358,15 +359,15 @@ class Load:
 
     def _read_group(self, fills: Fills, readers: Readers, *, processes: bool) -> None:
         readers.read(self._jobs(fills))
-        complete = [node for fill in fills.items() for node in self._mark_loaded(*fill, processes)]
-        for node in complete:
+        marked = (node for fill in fills.items() for node in self._mark_loaded(*fill, processes))
+        for node in {node.module: node for node in marked}.values():
             if is_complete(node.module):
                 self._process(node)
 
     def _jobs(self, fills: Fills) -> Iterator[tuple[Weight, Destination]]:
         for location, assigned in fills.items():
             held = self._allocation.materialize(location, self._modules, self._walk)
-            if held:
+            if held and any(each.tied_to is None for each in assigned):
                 self._overwritten.append(location)
             for each in assigned:
                 if each.tied_to is not None:
@@ -406,7 +407,7 @@ class Load:
             if loaded is None:
                 loaded = state.loaded[local] = set()
             loaded.update(slots)
-            self._filled[owner.module] = owner
+            self._filled[owner] = None
             if processes if holder is location else owner.processes_alone:
                 if owner.module not in self._unfilled:
                     self._unfilled[owner.module] = own_slots(owner.module)
@@ -434,7 +435,7 @@ class Load:
     def _above_filled(self) -> Iterable[Node]:
         """Return the modules of the tensors that were read, and those above them."""
         nodes: dict[nn.Module, Node] = {}
-        for filled in self._filled.values():
+        for filled in self._filled:
             node: Node | None = filled
             while node is not None:
                 nodes[node.module] = node

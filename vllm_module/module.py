@@ -26,6 +26,7 @@ from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
 from vllm_module.routes import Child, Skip, find, routes_of
 from vllm_module.tree import LoadState, Location
+from vllm_module.weights import Weight
 
 
 class vLLMModule(nn.Module):
@@ -56,8 +57,6 @@ class vLLMModule(nn.Module):
     skipped_weights: Mapping[str, str] = MappingProxyType({})
     conversions: Mapping[str, Conversion] = MappingProxyType({})
 
-    overrides_load_weights = False  # whether the class, or one above it, does
-
     def load_weights(self, weights: Weights) -> set[str]:
         """Load a whole checkpoint and return the names of the parameters and buffers it fills.
 
@@ -85,6 +84,8 @@ class vLLMModule(nn.Module):
         routes = routes_of(node)  # by whole name, or by first component with the dot behind it
         groups: dict[str, Group] = {}  # by child; the slots of a fused one share its group
         targets: dict[tuple[str, str], Target] = {}  # by child and attribute
+        # By child, so that all tensors of one are read and processed before those of the next.
+        placed: dict[str, list[tuple[str, Weight, Target, str | None]]] = {}
         for name, weight, full_name in weights:
             route, rest = routes.get(name), ""
             if route is None:
@@ -101,11 +102,15 @@ class vLLMModule(nn.Module):
                 load.skip(full_name, route.reason)
             else:
                 child, attr, slot = route or ("", name, None)  # without a route it is refused
+                attr = attr or rest
                 target = targets.get((child, attr))
                 if target is None:
                     holder = node.child(child) if child else node
                     target = targets[child, attr] = load.target(Location(holder, attr))
-                load.assign(full_name, weight, target, slot)
+                placed.setdefault(child, []).append((full_name, weight, target, slot))
+        for assigned in placed.values():
+            for each in assigned:
+                load.assign(*each)
         for group in groups.values():
             child_module = group.node.module
             if isinstance(child_module, vLLMModule):
@@ -137,6 +142,12 @@ class vLLMModule(nn.Module):
         that :meth:`process_weights_after_loading` stays free for the layers.
         """
         self.process_weights_after_loading()
+
+    @property
+    def overrides_load_weights(self) -> bool:
+        """Whether a ``load_weights`` other than this class's is called for the module."""
+        inherits = type(self).load_weights is vLLMModule.load_weights
+        return not inherits or "load_weights" in self.__dict__
 
     def update_weights(self, weights: Weights) -> set[str]:
         """Load part of a checkpoint into the memory that the parameters already have.
@@ -201,7 +212,6 @@ class vLLMModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "load_weights" in vars(cls):
-            cls.overrides_load_weights = True
             cls.load_weights = _within_load(cls.load_weights)  # type: ignore[method-assign]
 
 

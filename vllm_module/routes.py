@@ -36,7 +36,8 @@ class Place(NamedTuple):
     """The name is that of a tensor, or of a slot of it.
 
     ``child`` and ``attr`` are where it is: ``child`` is empty for the module's own, and else a
-    layer without children of its own, which leaves the loading to this class.
+    layer without children of its own, which leaves the loading to this class. ``attr`` is empty
+    for all names of an own slot: the rest of each is the tensor's.
     """
 
     child: str
@@ -109,7 +110,7 @@ def _built(node: Node) -> Routes:
 
 
 class _Declared(NamedTuple):
-    """What a child declares; ``tensors`` is empty unless names can lead to them from above."""
+    """What a child declares; ``tensors`` are those that the module above may route names to."""
 
     attr: str
     shard_names: tuple[str, ...] = ()
@@ -121,22 +122,20 @@ def _declared(attr: str, child: Any) -> _Declared:
     # Not loads_itself: a call for each of many experts would show in every small update.
     if "load_state" not in child.__dict__:
         return _Declared(attr)
-    beside = child.stored_beside
-    return _Declared(
-        attr,
-        tuple(child.shard_names),
-        tuple(beside.items()) if beside else (),
-        tensor_names(child) if _is_simple(child) else (),
-    )
+    beside, slots = child.stored_beside, tuple(child.shard_names)
+    tensors = tensor_names(child) if _is_simple(child) else ()
+    if slots and not set(slots).isdisjoint(tensors):
+        tensors = ()  # which the child refuses when it builds its own table
+    return _Declared(attr, slots, tuple(beside.items()) if beside else (), tensors)
 
 
 def _is_simple(module: Any) -> bool:
-    """Tell whether names need not be handed to a layer that loads itself."""
+    """Tell whether the module above may route names to the tensors of ``module`` by itself."""
     return not (
         module._modules
         or module.weight_aliases
         or module.skipped_weights
-        or type(module).overrides_load_weights
+        or module.overrides_load_weights
     )
 
 
@@ -159,13 +158,15 @@ def _declared_routes(
             _add(routes, f"{slot}.", Child(attr, f"{slot}."))
         for tensor, name in beside:
             _add(routes, name, Child(attr, tensor))
-    own = _places("", tensors, shard_names)
-    for name, place in own.items():
-        _add(routes, name, place)
+    for slot in shard_names:
+        _add(routes, f"{slot}.", Place("", "", slot))
+    for tensor in tensors:
+        _add(routes, tensor, Place("", tensor, None))
     for name, reason in skipped:
         _add(routes, name, Skip(reason))
         _add(routes, f"{name}.", Skip(reason))
     targets = [target for _, target in aliases]
+    own = _places("", tensors, shard_names)
     claims += _add_aliases(routes, own, aliases)
     _check_claims(kind, (*claims, *targets), claims)
     return routes | _shortcuts(routes, own, children)
@@ -183,7 +184,11 @@ def _shortcuts(
     routes: Routes, own: Mapping[str, Place], children: Sequence[_Declared]
 ) -> dict[str, Place]:
     """Return whole names that the table leads to a tensor, here or in a child, in several steps."""
-    found = {name: place for name, place in own.items() if find(routes, name) == (place, "")}
+    found = {}
+    for name, place in own.items():
+        route, rest = find(routes, name)
+        if isinstance(route, Place) and route._replace(attr=route.attr or rest) == place:
+            found[name] = place
     for attr, slots, beside, tensors in children:
         places = _places(attr, tensors, slots)
         names = [f"{attr}.{name}" for name in places] + [*places] + [name for _, name in beside]
@@ -223,20 +228,20 @@ def _add_aliases(
     found: dict[str, Route] = {}  # added at the end, because no alias leads to another
     known = []
     for alias, target in aliases:
-        before = len(found)
-        for name, place in own.items():
-            if name == target or name.startswith(f"{target}."):
-                found[alias + name.removeprefix(target)] = place
-            elif place.slot is not None and place.attr == target:  # "q_proj.kernel"
-                found[f"{place.slot}.{alias}"] = place
+        if target in own:
+            found[alias] = own[target]
+        for place in own.values():
+            name = f"{place.slot}.{alias}"  # "q_proj.kernel"
+            if place.slot and place.attr == target and find(routes, name)[1] == alias:
+                found.setdefault(name, place)
         # Whether a target below a child is a tensor, or has tensors below it, the child knows.
         for dot in ("", "."):
             route, rest = find(routes, target + dot)
             if isinstance(route, Child):
                 found[alias + dot] = Child(route.attr, route.prefix + rest)
-            elif isinstance(route, Skip) and not rest:
+            elif route is not None and not rest:  # an own tensor or slot, or a rule
                 found[alias + dot] = route
-        if len(found) > before:
+        if alias in found or f"{alias}." in found:
             known.append(alias)
     for name, each in found.items():
         _add(routes, name, each)
@@ -298,8 +303,6 @@ def no_place(location: Location, slot: str | None) -> str:
     module = type(node.module).__name__
     if location.is_made:
         return f"{location.path} is made of full-precision weights while they are loaded"
-    if slot is None and attr.rpartition(".")[0] in getattr(node.module, "shard_names", ()):
-        slot, _, attr = attr.rpartition(".")
     declared = attr in node.module._parameters or attr in node.module._buffers
     if declared or slot is not None:
         with_slot = f" with a slot {slot!r}" if slot else ""

@@ -243,12 +243,12 @@ def stored_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def modules_below(root: nn.Module) -> list[nn.Module]:
-    """Return ``root`` and every module below: one that two modules hold is there twice."""
-    modules, seen = [root], set[nn.Module]()
+    """Return ``root`` and every module below: what two paths lead to is there twice, or more."""
+    modules, seen, twice = [root], set[nn.Module](), set[nn.Module]()
     for module in modules:  # which grows
-        if module not in seen and module._modules:
+        if module not in twice and module._modules:
             modules += [child for child in module._modules.values() if child is not None]
-        seen.add(module)
+        (twice if module in seen else seen).add(module)
     return modules
 
 

@@ -18,6 +18,7 @@ from vllm_module.parameters import (
     BasevLLMParameter,
     ColumnvLLMParameter,
     Dim,
+    Experts,
     ModelWeightParameter,
     PerTensorScaleParameter,
     Slot,
@@ -203,3 +204,40 @@ def test_impossible_slots_are_refused(slot: tuple[Any, ...]) -> None:
     """A slot without features or parts, or padded to fewer than it has, is refused."""
     with pytest.raises(ShardingError, match="impossible slot"):
         Slot(*slot)
+
+
+class Lenient(ModelWeightParameter):
+    """Accepts a checkpoint with rows behind those that it has, or with this rank's rows only."""
+
+    def accepts(self, slot: str | None, shape: torch.Size) -> bool:
+        return shape[0] >= 4 or shape == self.shape
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "kept"), [(1, 6, [0, 1, 2, 3]), (2, 6, [2, 3]), (2, 2, [0, 1])]
+)
+def test_a_class_that_accepts_other_shapes_cuts_what_it_keeps(
+    size: int, rows: int, kept: list[int]
+) -> None:
+    """A tensor that is longer is cut, and one that is as long as this rank's shard is kept."""
+    dims = Dim.cut(4, size), Dim.whole(1)
+    last = Lenient(*dims, tp_rank=size - 1, tp_size=size, dtype=torch.float32)
+    real = last.materialize_on("cpu")
+    for source, target in real.cut(torch.arange(rows).view(rows, 1).float(), None):
+        read_into(source, target)
+    assert real.flatten().tolist() == kept
+
+
+def test_experts_may_have_one_number_each() -> None:
+    """A parameter without other dimensions than that of the experts is filled expert by expert."""
+    kind = {"tp_rank": 0, "tp_size": 1, "dtype": torch.float32}
+    real = BasevLLMParameter(experts=Experts(3, 0, 1), **kind).materialize_on("cpu")
+    for slot in real.slots:
+        for source, target in real.cut(torch.tensor(float(slot)), slot):
+            read_into(source, target)
+    assert real.tolist() == [0, 1, 2]
+
+
+def test_slots_may_be_given_as_a_list() -> None:
+    """A dimension of a list of slots is that of their tuple."""
+    assert Dim([Slot("q", 2), Slot("k", 2)]) == Dim((Slot("q", 2), Slot("k", 2)))  # type: ignore[arg-type]  # as an untyped caller may

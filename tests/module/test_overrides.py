@@ -157,3 +157,57 @@ def test_a_parameter_made_while_loading_is_loaded() -> None:
         model = Lazy()
         assert model.load_weights(weights) == {"w"}
         assert model.w.tolist() == [1, 1]
+
+
+class Logged:
+    """Logs calls of load_weights; it is no vLLMModule."""
+
+    def load_weights(self, weights):
+        self.calls += 1
+        return super().load_weights(weights)
+
+
+class LoggedNorm(Logged, RMSNorm):
+    calls = 0
+
+
+@pytest.mark.parametrize("on_object", [False, True])
+def test_an_override_of_a_mixin_or_of_one_object_is_called_too(on_object: bool) -> None:
+    """No shortcut is taken past a load_weights that is not the base class's."""
+    norm = RMSNorm(2) if on_object else LoggedNorm(2)
+    model = Around(norm)
+    if on_object:
+        norm.calls, load_weights = 0, norm.load_weights
+
+        def logged(weights):
+            norm.calls += 1
+            return load_weights(weights)
+
+        norm.load_weights = logged
+    model.load_weights({"inner.weight": torch.ones(2)})
+    assert norm.calls == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_override_may_stream_some_and_call_children_with_others(streamed: bool) -> None:
+    """A child that is called after tensors were read still takes part in the load."""
+
+    class Mixed(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = RMSNorm(2), nn.ModuleList([RMSNorm(2), RMSNorm(3)])
+
+        def load_weights(self, weights):
+            for name, weight in weights:
+                if name.startswith("second.0."):
+                    self.second[0].load_weights([(name.removeprefix("second.0."), weight)])
+                else:
+                    super().load_weights(iter([(name, weight)]))
+
+    weights = {"first": torch.ones(2), "second.0": torch.ones(2), "second.1": torch.ones(3)}
+    weights = {f"{name}.weight": tensor for name, tensor in weights.items()}
+    model = Mixed()
+    assert model.load_weights(iter(weights.items()) if streamed else weights) == set(weights)
+    del weights["second.0.weight"]
+    with pytest.raises(MissingWeightError, match=r"second\.0\.weight"):
+        Mixed().load_weights(weights)

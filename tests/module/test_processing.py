@@ -400,3 +400,53 @@ def test_an_error_inside_of_a_property_is_seen() -> None:
     for work in (lambda: model.load_weights({}), model.expected_weights):
         with pytest.raises(AttributeError, match="'missing'"):
             work()
+
+
+def test_siblings_are_processed_one_after_the_other_whatever_the_order_of_names() -> None:
+    """Law 7: a checkpoint that interleaves layers materializes one at a time nevertheless."""
+
+    class Layer(vLLMModule):
+        def __init__(self, unprocessed: set[vLLMModule]) -> None:
+            super().__init__()
+            self.unprocessed = unprocessed
+            self.weight = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
+
+        def process_weights_after_loading(self) -> None:
+            self.unprocessed.discard(self)
+            assert all(layer.weight.is_meta and layer.bias.is_meta for layer in self.unprocessed)
+
+    class Layers(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            unprocessed: set[vLLMModule] = set()
+            for name in "abc":
+                self.add_module(name, Layer(unprocessed))
+            unprocessed.update(self.children())
+
+    names = [f"{layer}.{tensor}" for tensor in ("bias", "weight") for layer in "abc"]
+    Layers().load_weights({name: torch.ones(2) for name in names})
+
+
+def test_an_update_processes_all_modules_above_that_it_names() -> None:
+    """Two modules that hold one layer both compute again from what is updated under both names."""
+
+    class Above(vLLMModule):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer, self.processed = layer, 0
+
+        def process_weights_after_loading(self) -> None:
+            self.processed += 1
+
+    class Root(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = RMSNorm(2)
+            self.a, self.b = Above(layer), Above(layer)
+
+    model = Root()
+    weights = {f"{name}.layer.weight": torch.ones(2) for name in "ab"}
+    model.load_weights(weights)
+    model.update_weights(weights)
+    assert (model.a.processed, model.b.processed) == (2, 2)

@@ -13,6 +13,7 @@ from torch import nn
 from vllm_module import WeightLoadError, vLLMModule
 from vllm_module.errors import DuplicateWeightError, UnexpectedWeightError
 from vllm_module.layers import MergedColumnParallelLinear, RMSNorm
+from vllm_module.parameters import ColumnvLLMParameter, Dim, ModelWeightParameter, Slot
 from vllm_module.testing import random_weights
 from vllm_module.testing.checkpoints import assert_same_state, state
 
@@ -300,3 +301,89 @@ def test_a_path_is_not_weights() -> None:
     """If a folder is passed, the error says what to call."""
     with pytest.raises(TypeError, match="open_checkpoint"):
         RMSNorm(2).load_weights("some/folder")
+
+
+class Slots(vLLMModule):
+    """A layer whose slots have paths for names, beside a child and a rule that are shorter."""
+
+    shard_names = ("0.up", "old.up")
+    skipped_weights = {"old": "a rule"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        dims = Dim((Slot("0.up", 2), Slot("old.up", 2))), Dim.whole(2)
+        self.weight = ModelWeightParameter(*dims, tp_rank=0, tp_size=1, dtype=torch.float32)
+        self.add_module("0", tree.MLP())
+
+
+def test_a_longer_slot_wins_over_a_child_and_a_rule_for_names_it_lacks_too() -> None:
+    """A name below an own slot is that slot's, and refused if the slot has no such tensor."""
+    names = ["0.up.bias", "old.up.bias"]
+    report = Slots().plan_weights({name: torch.zeros(2) for name in names}).report
+    assert [problem.name for problem in report.unexpected] == names
+    assert all("without 'bias' with a slot" in problem.detail for problem in report.unexpected)
+    assert Slots().plan_weights({"old.down": torch.zeros(2)}).report.skipped == {
+        "old.down": "a rule"
+    }
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_slot_of_a_parameter_that_an_override_adds_is_found(streamed: bool) -> None:
+    """A layer may add a parameter once it sees a name of it, in a stream too."""
+
+    class Lazy(Slots):
+        def load_weights(self, weights):
+            def seen():
+                for name, weight in weights:
+                    if name.endswith("bias"):
+                        dim = Dim((Slot("0.up", 2), Slot("old.up", 2)))
+                        kind = {"tp_rank": 0, "tp_size": 1, "dtype": torch.float32}
+                        self.bias = getattr(self, "bias", ColumnvLLMParameter(dim, **kind))
+                    yield name, weight
+
+            return super().load_weights(seen() if streamed else list(seen()))
+
+    model = nn.ModuleDict({"layer": Lazy()})["layer"]
+    weights = {f"{slot}.weight": torch.ones(2, 2) for slot in Slots.shard_names}
+    biases = {f"{slot}.bias": torch.ones(2) for slot in Slots.shard_names}
+    assert model.update_weights(weights | biases) == {"weight", "bias"}
+
+
+def test_a_slot_that_has_the_name_of_a_tensor_is_refused_below_a_module_too() -> None:
+    """A layer without children declares names that collide: the load says so."""
+
+    class Colliding(vLLMModule):
+        shard_names = ("weight",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+
+    class Above(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Colliding()
+
+    with pytest.raises(ValueError, match=r"Colliding: .* claim the checkpoint name weight"):
+        Above().load_weights({"layer.weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("names", [["one"], ["other"], ["one", "other"]])
+def test_a_plain_module_that_one_module_holds_twice_loads_under_either_name(
+    names: list[str],
+) -> None:
+    """The tensors of a child that has two names are loaded, and processed, by any of them."""
+
+    class Twice(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = self.other = nn.Sequential(nn.Linear(2, 2, bias=False))
+            self.processed = 0
+
+        def process_weights_after_loading(self) -> None:
+            self.processed += 1
+
+    model = Twice()
+    model.load_weights({f"{name}.0.weight": torch.ones(2, 2) for name in names})
+    model.check_ready()
+    assert model.processed == 1

@@ -110,6 +110,7 @@ class Dim:
     starts: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", tuple(self.slots))  # a list has no hash
         names = [slot.name for slot in self.slots]
         distinct = all(names) and len(set(names)) == len(names)
         if not names or (len(names) > 1 and not distinct and self.groups is None):

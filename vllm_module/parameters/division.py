@@ -28,7 +28,8 @@ class Cut(NamedTuple):
     """How one piece is cut out of a checkpoint tensor, and where in the parameter it belongs.
 
     Attributes:
-        stored: narrows the checkpoint's tensor, one dimension after the other.
+        stored: narrows the checkpoint's tensor, one dimension after the other, where its length is
+            another one.
         starts: where the piece begins in each dimension of the parameter.
         shape: of the piece in the parameter. It lacks the first dimension if the checkpoint's
             tensor is for one expert, and has no dimension of them.
@@ -47,8 +48,10 @@ class Cut(NamedTuple):
 
     def source(self, weight: Weight) -> Weight:
         """Return the piece of ``weight``, the checkpoint's tensor."""
+        shape = weight.shape  # another one than usual, if a subclass accepts it
         for dim, start, length in self.stored:
-            weight = weight.narrow(dim, start, length)
+            if length != shape[dim]:
+                weight = weight.narrow(dim, start, length)
         return weight
 
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,8 @@ class Cut(NamedTuple):
         # One view: a chain of narrow costs a load of many small tensors more than copying them.
         strides = parameter.stride()
         offset = parameter.storage_offset() + sum(map(mul, self.starts, strides))
-        return parameter.as_strided(self.shape, strides[-len(self.shape) :], offset)
+        kept = strides[len(strides) - len(self.shape) :]
+        return parameter.as_strided(self.shape, kept, offset)
 
 
 class Division:
@@ -163,7 +167,6 @@ class Division:
 
     def _cut(self, index: Index, chosen: Index) -> Cut:
         """Return the cut of the slots ``chosen`` out of the tensor that is stored at ``index``."""
-        stored_shape = self._shape_of(index)
         order = _TRANSPOSED if self._transposed else _AS_HELD
         stored: list[Narrow] = []
         starts, shape = [], []  # of the target
@@ -188,10 +191,9 @@ class Division:
                 shape.append(end.offset + end.length)
                 continue
             _, start, length, offset, _ = self.shards[dim][at]
-            if length != stored_shape[source_dim]:
-                if index[dim] is None:
-                    start = declared.stored_start(at, start)
-                stored.append((source_dim, start, length))
+            if index[dim] is None:
+                start = declared.stored_start(at, start)
+            stored.append((source_dim, start, length))
             starts.append(offset)
             shape.append(length)
             if pairs := declared.slots[at].pairs:
