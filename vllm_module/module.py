@@ -26,7 +26,6 @@ from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
 from vllm_module.routes import Child, Skip, find, routes_of
 from vllm_module.tree import LoadState, Location
-from vllm_module.weights import Weight
 
 
 class vLLMModule(nn.Module):
@@ -84,8 +83,6 @@ class vLLMModule(nn.Module):
         routes = routes_of(node)  # by whole name, or by first component with the dot behind it
         groups: dict[str, Group] = {}  # by child; the slots of a fused one share its group
         targets: dict[tuple[str, str], Target] = {}  # by child and attribute
-        # By child, so that all tensors of one are read and processed before those of the next.
-        placed: dict[str, list[tuple[str, Weight, Target, str | None]]] = {}
         for name, weight, full_name in weights:
             route, rest = routes.get(name), ""
             if route is None:
@@ -107,10 +104,7 @@ class vLLMModule(nn.Module):
                 if target is None:
                     holder = node.child(child) if child else node
                     target = targets[child, attr] = load.target(Location(holder, attr))
-                placed.setdefault(child, []).append((full_name, weight, target, slot))
-        for assigned in placed.values():
-            for each in assigned:
-                load.assign(*each)
+                load.assign(full_name, weight, target, slot)
         for group in groups.values():
             child_module = group.node.module
             if isinstance(child_module, vLLMModule):
