@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,26 @@ from vllm_module.weights import Destination, Weight, read_into
 
 _COMPARED_BYTES = 16 << 20  # of a tied tensor at a time, so that no second copy is held whole
 _PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class Target(NamedTuple):
+    """A tensor that names are assigned to.
+
+    Attributes:
+        location: where it is.
+        tensor: as the module holds it; ``None`` if there is none.
+        path: its full name in the tree.
+        slots: the names of its slots.
+        claims: the first name for each slot, and the path it was for. Places of a tied tensor share
+            them.
+
+    """
+
+    location: Location
+    tensor: torch.Tensor | None
+    path: str
+    slots: Collection[str]
+    claims: dict[str, tuple[str, str]]
 
 
 class Assignment(NamedTuple):

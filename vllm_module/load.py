@@ -7,13 +7,13 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, Union
+from typing import Any, Literal, TypeAlias, Union
 
 import torch
 from torch import nn
 
 from vllm_module.allocation import Allocation
-from vllm_module.assignment import Assignment, misfit, missing
+from vllm_module.assignment import Assignment, Target, misfit, missing
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable, printable_name, shorten
@@ -43,26 +43,6 @@ _MOST_NAMED = 8  # tensors that the message of an error says were overwritten, n
 # The load that this thread is doing. A context variable, because an overridden load_weights may
 # pass a plain generator to super(): nothing that travels with the weights would survive that.
 _current: ContextVar[Load | None] = ContextVar("load", default=None)
-
-
-class Target(NamedTuple):
-    """A tensor that names are assigned to.
-
-    Attributes:
-        location: where it is.
-        tensor: as the module holds it; ``None`` if there is none.
-        path: its full name in the tree.
-        slots: the names of its slots.
-        claims: the first name for each slot, and the path it was for. Places of a tied tensor share
-            them.
-
-    """
-
-    location: Location
-    tensor: torch.Tensor | None
-    path: str
-    slots: Collection[str]
-    claims: dict[str, tuple[str, str]]
 
 
 Fills: TypeAlias = dict[Location, list[Assignment]]  # by tensor, what all of its slots share

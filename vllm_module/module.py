@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from vllm_module import readiness, tree
+from vllm_module.assignment import Target
 from vllm_module.conversions import Conversion
-from vllm_module.load import Group, Load, Target, Weights
+from vllm_module.load import Group, Load, Weights
 from vllm_module.plan import LoadPlan
 from vllm_module.report import LoadReport
 from vllm_module.routes import Child, Skip, find, routes_of
