@@ -111,7 +111,7 @@ SPEEDS: Mapping[str, tuple[str, str, Rows]] = {
     f"Generate, {title}": (
         "tokens/s over transformers'",
         "engine",
-        {f"{OURS}, {size}": (size, case, "ratio") for size in ("3M", "58M", "0.6B")},
+        {f"{OURS}, {size}": (size, case, "ratio") for size in ("3M", "58M")},
     )
     for title, case in {
         "1 request": "1 request",
