@@ -42,7 +42,8 @@ class Products(NamedTuple):
         return self.one if rows == 1 else self.few if rows <= _FEW else self.many
 
 
-_products: ContextVar[Products] = ContextVar("products", default=Products())  # noqa: B039 - frozen
+# A NamedTuple cannot be changed, so all contexts may share the default that ruff warns of.
+_products: ContextVar[Products] = ContextVar("products", default=Products())  # noqa: B039
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -102,6 +102,26 @@ class Assignment(NamedTuple):
                     "to false in config.json if they are meant to, else drop the wrong one "
                     "from the checkpoint"
                 )
+
+
+Fills: TypeAlias = dict[Location, list[Assignment]]  # by tensor, what fills its slots
+
+
+def in_reading_order(assigned: Iterable[Assignment]) -> Iterable[tuple[nn.Module | None, Fills]]:
+    """Return assignments in the order in which a load reads them: one tensor after the other.
+
+    The tensors of a module that processes its weights as soon as it has them are together, so that
+    it does so before the next one takes memory. All others come with ``None``.
+    """
+    fills: Fills = {}
+    for each in assigned:
+        fills.setdefault(each.location, []).append(each)
+    groups: dict[nn.Module | None, Fills] = {}
+    for location, fill in fills.items():
+        owner = location.node.owner
+        module = owner.module if owner.processes_alone else None
+        groups.setdefault(module, {})[location] = fill
+    return groups.items()
 
 
 def misfit(

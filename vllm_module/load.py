@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from vllm_module.allocation import Allocation
-from vllm_module.assignment import Assignment, Target, misfit, missing
+from vllm_module.assignment import (
+    Assignment,
+    Fills,
+    Target,
+    in_reading_order,
+    misfit,
+    missing,
+)
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable, printable_name, shorten
@@ -43,9 +50,6 @@ _MOST_NAMED = 8  # tensors that the message of an error says were overwritten, n
 # The load that this thread is doing. A context variable, because an overridden load_weights may
 # pass a plain generator to super(): nothing that travels with the weights would survive that.
 _current: ContextVar[Load | None] = ContextVar("load", default=None)
-
-
-Fills: TypeAlias = dict[Location, list[Assignment]]  # by tensor, what all of its slots share
 
 
 class Group(list[tuple[str, Weight, str]]):
@@ -324,14 +328,7 @@ class Load:
             guard(self.root)  # no forward pass meanwhile
             self.written = True
             with torch.no_grad(), Readers() as readers:
-                fills: Fills = {}
-                for each in assigned:
-                    fills.setdefault(each.location, []).append(each)
-                # A module that processes its weights does so before the next takes memory.
-                groups: dict[nn.Module | None, Fills] = {}
-                for location, fill in fills.items():
-                    groups.setdefault(_processing_module(location), {})[location] = fill
-                for module, group in groups.items():
+                for module, group in in_reading_order(assigned):
                     self._read_group(group, readers, processes=module is not None)
         except BaseException as error:
             self._failure = error  # an override that catches it does not make the load whole
@@ -484,8 +481,3 @@ def _described(value: object) -> str:
     if not isinstance(value, tuple | list):
         return f"an object of type {kind}"
     return f"a {kind} of {len(value)} ({', '.join(type(each).__name__ for each in value[:4])})"
-
-
-def _processing_module(location: Location) -> nn.Module | None:
-    owner = location.node.owner
-    return owner.module if owner.processes_alone else None

@@ -132,6 +132,7 @@ def test_ranks_share_a_model_and_layers_a_cut(
             calls[name] += 1
             return original(*arguments)
 
+        # Counted: how often it is called shows in no output.
         monkeypatch.setattr(cls, name, call)
 
     counted(ModelSource, "build")

@@ -100,6 +100,7 @@ def when_reading(action: Callable[[], Any]) -> None:
             action()
         return runs_to(self, address)
 
+    # No signal from outside could be timed to the middle of a load.
     SafetensorsHandle.runs_to = read  # type: ignore[method-assign]
 
 

@@ -191,6 +191,7 @@ def refused(*arguments: Any) -> None:
 
 @contextlib.contextmanager
 def instead(owner: Any, name: str, function: Any) -> Iterator[None]:
+    # Several hosts, and memory that the system refuses, are not to be had in a test.
     right = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -255,8 +256,10 @@ def failing(action: Callable[[Path], Any], *, hosts: bool = False) -> Any:
                 action(directory)
             read_part(self, batch, buffer)
 
+        # No signal from outside could be timed to one batch of many.
         CooperativeCheckpoint._read_part = read  # type: ignore[method-assign]
         if hosts:
+            # Ranks that cannot map each other's memory are as on several hosts.
             OfferedMemory._map = refused  # type: ignore[assignment, method-assign]
         if action is stop:
             shared_ring._STALL = 1.0
@@ -296,6 +299,7 @@ def choosing(directory: Path, rank: int) -> Any:
         chosen.append(url)
         return enter(self)
 
+    # What was chosen shows in no result: the weights are the same either way.
     CooperativeCheckpoint.__enter__ = entered  # type: ignore[method-assign]
     for url in (str(folder), f"counted://{folder}"):
         get_model(model_config=ModelConfig(model=url))

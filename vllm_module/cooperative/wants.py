@@ -12,11 +12,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from vllm_module.assignment import Assignment
+from vllm_module.assignment import in_reading_order
 from vllm_module.cooperative.region import Box, Region, volume
 from vllm_module.distributed.shared_ring import RingShape
 from vllm_module.plan import LoadPlan
-from vllm_module.tree import Location
 from vllm_module.weights import Handle
 
 # A region that is cut inside its rows into segments of this length is read well by itself.
@@ -48,10 +47,8 @@ class Wants(NamedTuple):
         passes: dict[int, int] = {}
         ends: dict[int, int] = {}  # of the region before, in the same tensor
         names = hashlib.sha256()
-        fills: dict[Location, list[Assignment]] = {}  # a load fills one tensor after the other
-        for assignment in plan.assignments:
-            fills.setdefault(assignment.location, []).append(assignment)
-        for assignment in chain.from_iterable(fills.values()):
+        fills = (fill for _, group in in_reading_order(plan.assignments) for fill in group.values())
+        for assignment in chain.from_iterable(fills):
             weight = assignment.weight
             if not isinstance(weight, Region):
                 continue  # an override has read it
