@@ -23,6 +23,7 @@ FOLDERS = ("design", "docs", "examples", "kernels", "models", "tests", "vllm_mod
 DATA = {  # in the wheel, beside the modules
     "vllm_module/cli/pictures/plan.html",
     "vllm_module/cli/pictures/plan.js",
+    "vllm_module/kernels/choices.json",
     "vllm_module/py.typed",
 }
 FILES = (

@@ -1,0 +1,62 @@
+"""Candidates of a kernel: the default, what was measured, and trials."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_module.kernels import choices
+from vllm_module.kernels.choices import choose, trying
+
+CANDIDATES = {"first": 1, "second": 2}
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def measured(monkeypatch) -> None:
+    """Stand for a GPU of one name, for which something was measured: there is none here."""
+    table = {"GPU": {"kernel": {"measured": "second", "gone": "third"}}}
+    monkeypatch.setattr(choices, "_measured", lambda: table)
+    monkeypatch.setattr(choices, "_gpu", lambda device: "GPU")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "device", "chosen"),
+    [
+        ("kernel", "measured", CUDA, 2),
+        ("kernel", "other", CUDA, 1),
+        ("other", "measured", CUDA, 1),
+        ("kernel", "measured", torch.device("cpu"), 1),
+    ],
+)
+def test_what_was_measured_is_chosen(kernel, case, device, chosen, measured) -> None:
+    """The first candidate runs, unless another was measured for this GPU, kernel and case."""
+    assert choose(kernel, case, CANDIDATES, device) == chosen
+
+
+def test_a_trial_comes_before_what_was_measured(measured) -> None:
+    """Inside of trying, the given candidates run; afterwards the chosen ones again."""
+    with trying({"kernel": "first"}):
+        assert choose("kernel", "measured", CANDIDATES, CUDA) == 1
+        with trying({"other": "second"}):
+            assert choose("kernel", "measured", CANDIDATES, CUDA) == 1
+    assert choose("kernel", "measured", CANDIDATES, CUDA) == 2
+
+
+def test_unknown_candidates_are_refused(measured) -> None:
+    """A name that is no candidate is refused, whoever gave it."""
+    with pytest.raises(ValueError, match="kernel has no candidate 'third' for 'gone': expected"):
+        choose("kernel", "gone", CANDIDATES, CUDA)
+    with pytest.raises(ValueError, match="no candidate 'none'"), trying({"kernel": "none"}):
+        choose("kernel", "other", CANDIDATES, CUDA)
+
+
+def test_the_table_is_gpu_kernel_case_candidate() -> None:
+    """The committed table has three levels, and names at the last one."""
+    table = json.loads(Path(choices.__file__).with_name("choices.json").read_text())
+    for kernels in table.values():
+        for cases in kernels.values():
+            assert all(isinstance(name, str) for name in cases.values())
