@@ -12,6 +12,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,21 @@ from triton.runtime.jit import JITFunction
 from vllm_module import readiness
 from vllm_module.distributed import SimulatedGroup, tensor_parallel
 from vllm_module.hf_config import parse_config
+from vllm_module.kernels.rms_norm import rms_norm
 from vllm_module.layers import RotaryEmbedding
 from vllm_module.model_source import build_model
 from vllm_module.quantization import rules_for
 from vllm_module.registry import config_class
+from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
-from vllm_module.runtime.warm_up import warm_up_steps
+from vllm_module.runtime.warm_up import warm_up_batches, warm_up_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from compiling import launching
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-PAGE, PAGES = 16, 64
+PAGE, PAGES, STEPS = 16, 64, 15
 LIMITS = {"max_num_batched_tokens": 1100, "max_num_seqs": 40, "max_model_len": 900}
 
 
@@ -158,6 +161,14 @@ def some_step(rng: random.Random) -> StepInputs:
     return step(sequences, rng.choice([0, 0, 1, 5]))
 
 
+def some_batch(rng: random.Random) -> EmbeddingInputs:
+    """Return a batch of an encoder that the limits allow."""
+    lengths = [rng.randint(1, LIMITS["max_model_len"])]
+    while (length := rng.randint(1, 200)) + sum(lengths) <= LIMITS["max_num_batched_tokens"]:
+        lengths.append(length)
+    return EmbeddingInputs([0] * sum(lengths), lengths, "mean")
+
+
 def variant(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any]) -> str:
     """Return what Triton compiles a launch for: dtypes, constants, and what divides by 16."""
     parts: list[object] = []
@@ -221,32 +232,49 @@ def faults(entries: dict[str, Any]) -> dict[str, str]:
 
 
 def variants(
-    entries: dict[str, Any],
-    steps: int,
-    cache_dtype: str = "bfloat16",
-    quantization: str | None = None,
+    entries: dict[str, Any], cache_dtype: str = "bfloat16", quantization: str | None = None
 ) -> dict[str, Any]:
     """Return what is compiled while a model is warmed up, and later, by random steps.
 
-    ``left`` is the number of variants that the largest prompt alone does not compile.
+    ``left`` is the number of variants that the longest prompt alone does not compile.
     """
     model = on_meta(entries, torch.bfloat16, quantization=quantization)
-    served = Served(model, cache_dtype=getattr(torch, cache_dtype))
+    most, rng = LIMITS["max_model_len"], random.Random(0)
+    run: Callable[[Any], object]
+    if hasattr(model, "compute_logits"):
+        run = Served(model, cache_dtype=getattr(torch, cache_dtype)).run
+        longest: Any = step([(most, most)])
+        warm_up: Any = warm_up_steps(**LIMITS, page_size=PAGE, num_pages=PAGES, host_pages=0)
+        some: Any = some_step
+    else:
+        run, some = partial(embed, model, META), some_batch
+        longest, warm_up = (
+            EmbeddingInputs([0] * most, [most], "mean"),
+            warm_up_batches(*LIMITS.values()),
+        )
     met: set[str] = set()
-    rng = random.Random(0)
     with launching(lambda *launch: met.add(variant(*launch))):
-        served.run(step([(LIMITS["max_model_len"],) * 2]))
+        run(longest)
         first = set(met)
-        for inputs in warm_up_steps(**LIMITS, page_size=PAGE, num_pages=PAGES, host_pages=0):
-            served.run(inputs)
+        for inputs in warm_up:
+            run(inputs)
         warm = set(met)
-        for _ in range(steps):
-            served.run(some_step(rng))
-    return {
-        "warm": Counter(each.split()[0] for each in warm),
-        "later": sorted(met - warm),
-        "left": len(warm - first),
-    }
+        for _ in range(STEPS):
+            run(some(rng))
+    kernels = Counter(each.split()[0] for each in warm)
+    return {"warm": kernels, "later": sorted(met - warm), "left": len(warm - first)}
+
+
+def sees_alignment() -> bool:
+    """Tell whether a tensor that begins beside a multiple of 16 bytes is another variant."""
+    met: set[str] = set()
+    weight = torch.empty(65, dtype=torch.bfloat16, device=META)
+    with launching(lambda *launch: met.add(variant(*launch))):
+        for first in (0, 1):
+            rms_norm(
+                torch.empty(2, 64, dtype=torch.bfloat16, device=META), weight[first:][:64], 0.1
+            )
+    return len(met) == 2
 
 
 def main() -> None:
@@ -257,8 +285,9 @@ def main() -> None:
         {
             "hosts": hosts(given["configurations"]),
             "faults": faults(given["configurations"]["llama"]),
+            "alignment": sees_alignment(),
             "variants": {
-                name: variants(entries, given["steps"], **options)
+                name: variants(entries, **options)
                 for name, (entries, options) in given["models"].items()
             },
         },
