@@ -28,6 +28,7 @@ from vllm_module.runtime.worker import Worker
 
 HERE = Path(__file__).parent
 ARCHITECTURES = runpy.run_path(str(HERE.parent / "models" / "configurations.py"))
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 LARGE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -62,15 +63,12 @@ def on_meta() -> Any:
     configurations = {name: entries(name) for name in ARCHITECTURES["CONFIGS"]}
     rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
     configurations["proportional"] = configurations["llama"] | {"rope_parameters": rope}
+    bert = AutoConfig.for_model("bert", vocab_size=130, num_attention_heads=4, **SMALL)
+    configurations["bert"] = bert.to_diff_dict() | {"architectures": ["BertModel"]}
     models = {}
     for name, (architecture, options) in SERVED.items():
-        if architecture == "bert":
-            config = AutoConfig.for_model("bert", vocab_size=130).to_diff_dict()
-            config |= {"architectures": ["BertModel"], "num_attention_heads": 4}
-        else:
-            config = configurations[architecture]
-            config = config | ({} if architecture == "deepseek-v3" else HEADS)
-        models[name] = config | LARGE, options
+        config = configurations[architecture] | LARGE
+        models[name] = config | (HEADS if architecture.startswith("qwen3") else {}), options
     given = {"configurations": configurations, "models": models}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -86,7 +84,7 @@ def on_meta() -> Any:
 
 
 def test_no_step_uses_the_host(on_meta: Any) -> None:
-    """A step of any architecture and rope type makes no tensor on the host and waits for none."""
+    """A step of a rank of any architecture makes no tensor of the host, and waits for none."""
     assert on_meta["hosts"] == {}
 
 
@@ -156,7 +154,7 @@ def test_a_warm_up_stores_nothing(model: vLLMModule) -> None:
 def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
-    """A worker runs the steps with its pages and limits, and then captures, unless told not to."""
+    """A worker runs the steps within its limits and then captures; after a sleep it only captures."""
     calls: list[Any] = []
 
     def move(*pairs: Any) -> None:
@@ -174,9 +172,13 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     worker.config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=9, enforce_eager=eager)
     worker.device, worker.model, worker.cache_dtype = torch.device("cuda:0"), None, torch.float32
     worker.source = SimpleNamespace(config=SimpleNamespace(vocab_size=7))
+    worker._shape = None
     worker.start(num_pages=2, host_pages=1, max_model_len=40)
     assert calls[:2] == [([(0, 0)], [(0, 1)], [(0, 0)]), 1]
     assert 9 in calls
     captured = [call for call in calls if isinstance(call, tuple) and call[0] == "capture"]
     assert captured == ([] if eager else [("capture", 3, 3)])
     assert eager or calls[-1] == captured[0]
+    calls.clear()
+    worker.start(num_pages=2, host_pages=1, max_model_len=40)
+    assert calls == captured, "kernels are compiled already, and graphs have to be captured"

@@ -90,17 +90,16 @@ class Worker:
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache; on a GPU, compile kernels and capture graphs of decoding steps."""
-        size = self.config.block_size
+        config, size, on_gpu = self.config, self.config.block_size, self.device.type == "cuda"
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
-        self.runner = ModelRunner(self.model, self.device, self.config.enable_torch_compile)
+        self.runner = ModelRunner(self.model, self.device, config.enable_torch_compile)
+        if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
+            limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
+            for inputs in warm_up_steps(*limits, size, num_pages, host_pages):
+                self.run(inputs)
         self._shape = num_pages, host_pages, max_model_len
-        if self.device.type != "cuda":
-            return
-        tokens, sequences = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        for inputs in warm_up_steps(tokens, sequences, max_model_len, size, num_pages, host_pages):
-            self.run(inputs)
-        if not self.config.enforce_eager:
-            self.runner.capture(sequences, -(-max_model_len // size))
+        if on_gpu and not config.enforce_eager:
+            self.runner.capture(config.max_num_seqs, -(-max_model_len // size))
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``.
