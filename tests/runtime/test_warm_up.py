@@ -154,7 +154,7 @@ def test_a_warm_up_stores_nothing(model: vLLMModule) -> None:
 def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
-    """A worker runs the steps within its limits and then captures; after a sleep it only captures."""
+    """A worker runs the steps within its limits and then captures; after sleep it only captures."""
     calls: list[Any] = []
 
     def move(*pairs: Any) -> None:
