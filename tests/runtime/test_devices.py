@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.runtime import executor as executors
 from vllm_module.runtime import ranks as rank_module
 from vllm_module.runtime.executor import Executor
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.ranks import Ranks, own_device
 
 DEVICES = 3
@@ -285,3 +287,28 @@ def test_a_failed_engine_aborts_before_it_destroys(
     ranks.close()
     assert done == ["abort"] * (failed and "nccl" in backends) + ["destroy"]
     assert ranks.aborted == ("abort" in done)
+
+
+def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All captures use one stream of the model's device: torch's own is of the first capture's."""
+
+    class Model:
+        def __call__(self, ids: torch.Tensor, *_: object) -> torch.Tensor:
+            return ids
+
+        compute_logits = __call__
+
+    def graph(_: object, pool: object, stream: object) -> Any:
+        captures.append((pool, stream))
+        return contextlib.nullcontext()
+
+    captures: list[tuple[object, object]] = []
+    made = SimpleNamespace(pool=lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device, model = torch.device("meta"), Model()
+    ModelRunner(model, device).capture(4, 2)  # type: ignore[arg-type]
+    stream = "stream", device
+    assert captures == [(None, stream), ("pool", stream), ("pool", stream)]

@@ -182,7 +182,8 @@ class ModelRunner:
         self._block_tables = torch.full((most, max_pages), -1, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(most + 1, dtype=torch.int32, device=device)
-        pool = None
+        # torch's own stream is that of the first capture in the process, maybe on another device.
+        pool, stream = None, torch.cuda.Stream(device)
         for size in reversed(sizes):
             metadata = AttentionMetadata(
                 slot_mapping=self._slot_mapping[:size],
@@ -195,7 +196,7 @@ class ModelRunner:
             self._forward(*arguments)  # compiles kernels and allocates the libraries' workspaces
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool):
+            with torch.cuda.graph(graph, pool, stream):
                 hidden = self._forward(*arguments)
             pool = pool or graph.pool()
             self._graphs[size] = graph, hidden
