@@ -166,6 +166,7 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
 
     cache = SimpleNamespace(move=move)
     runner = SimpleNamespace(run=run, capture=lambda *given: calls.append(("capture", *given)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(workers, "KVCache", lambda *_: cache)
     monkeypatch.setattr(workers, "ModelRunner", lambda *_: runner)
     worker = Worker.__new__(Worker)  # a model would have to be on the GPU

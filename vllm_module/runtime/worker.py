@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -15,6 +17,8 @@ from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs, described_result
 from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
+
+_log = logging.getLogger(__name__)
 
 _CPU_CACHE = 1 << 30  # bytes, unless kv_cache_memory_bytes is given
 CACHE_DTYPES = {
@@ -94,9 +98,12 @@ class Worker:
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
         self.runner = ModelRunner(self.model, self.device, config.enable_torch_compile)
         if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
+            begin = time.monotonic()
             limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
             for inputs in warm_up_steps(*limits, size, num_pages, host_pages):
                 self.run(inputs)
+            torch.cuda.synchronize()
+            _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len
         if on_gpu and not config.enforce_eager:
             self.runner.capture(config.max_num_seqs, -(-max_model_len // size))
