@@ -42,6 +42,7 @@ from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
 from vllm_module.runtime.warm_up import warm_up_batches, warm_up_steps
+from vllm_module.tree import materialized
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from compiling import launching
@@ -98,12 +99,32 @@ def on_meta(
     place: Any = {"rank": 0, "size": 1} if size == 1 else {"group": size}
     with tensor_parallel(**place):
         model = build_model(config, dtype, CPU, rules).eval()
+    load_anything(model)
+    model.sleep()  # moves to meta what a load fills
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(META)
     for module in readiness.modules_that_load(model):
         readiness.unguard(module)
     return model
+
+
+@torch.no_grad()
+def load_anything(model: Any) -> None:
+    """Give every parameter a value that is accepted, and compute what is computed from them."""
+    loaded: dict[Any, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in loaded:
+                loaded[parameter] = materialized(parameter, CPU)
+                narrow = parameter.dtype.itemsize == 1  # zero has the same bits in all of them
+                value = loaded[parameter].data
+                value.view(torch.uint8).zero_() if narrow else value.fill_(1)
+            module._parameters[name] = loaded[parameter]
+    for module in reversed(list(readiness.modules_that_load(model))):
+        module.process_weights()
 
 
 class Watched:
