@@ -183,7 +183,8 @@ class ModelRunner:
         self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(most + 1, dtype=torch.int32, device=device)
         # torch's own stream is that of the first capture in the process, maybe on another device.
-        pool, stream = None, torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no hints
+        pool = None
         for size in reversed(sizes):
             metadata = AttentionMetadata(
                 slot_mapping=self._slot_mapping[:size],
