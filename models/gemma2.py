@@ -81,10 +81,14 @@ class Gemma2Model(LlamaModel):
     norm_class = Gemma2RMSNorm
     layer_class = Gemma2DecoderLayer
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        scale = torch.tensor(config.hidden_size**0.5, device="cpu")
+        # Rounded, as in training; and a number, so that no step has a tensor of the host.
+        self.embedding_scale = scale.to(self.embed_tokens.weight.dtype).item()
+
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = super().embed_input_ids(input_ids)
-        # Rounded, as in training; on the CPU, from where kernels take it as a number.
-        return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device="cpu")
+        return super().embed_input_ids(input_ids) * self.embedding_scale
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):

@@ -62,7 +62,7 @@ def runners(model: vLLMModule, cached: torch.Tensor) -> tuple[ModelRunner, Model
     captured = []
 
     @contextmanager
-    def graph(it: Graph, pool: str | None) -> Iterator[None]:
+    def graph(it: Graph, pool: str | None, stream: object) -> Iterator[None]:
         assert pool == ("pool" if captured else None)
         yield
         it.call = recorder.calls[-1]
@@ -72,6 +72,7 @@ def runners(model: vLLMModule, cached: torch.Tensor) -> tuple[ModelRunner, Model
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "graph", graph)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
         runner = ModelRunner(recorder, CPU)  # type: ignore[arg-type]
         runner.capture(9, 5)
     recorder.calls.clear()

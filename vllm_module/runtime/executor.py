@@ -18,7 +18,7 @@ from vllm_module.messages import describe_error
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs
 from vllm_module.runtime.model_runner import StepInputs
-from vllm_module.runtime.ranks import Ranks, join, meeting_place, own_device
+from vllm_module.runtime.ranks import Ranks, as_called, current, join, meeting_place, own_device
 from vllm_module.runtime.worker import Worker
 from vllm_module.waiting import at_most, until
 from vllm_module.weights import Weight, receive_weights, send_weights
@@ -80,13 +80,12 @@ class Executor:
             self._ranks = Ranks(size, device, _serve, arguments)
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self._end = weakref.finalize(self, self._ranks.close)
-        if self.size > 1:
-            device_config = DeviceConfig(device=str(self._ranks.device))
+        device_config = DeviceConfig(device=str(self._ranks.device))
         if self.rank:
             load_config = load_config.model_copy(update={"show_progress": False})
         group = self._ranks.group
         place: Any = {"group": group} if group else {"rank": 0, "size": 1}
-        with self._or_end(), tensor_parallel(**place):
+        with self._or_end(), tensor_parallel(**place), current(self._ranks.device):
             self.worker = Worker(model, load_config, device_config, config)
         # Chosen by rank 0 for all: layers that ranks repeat must round alike on each.
         self.products = Products()
@@ -134,9 +133,11 @@ class Executor:
         with self._or_end(), at_most(self._step_timeout):
             self._tell(name, inputs, self.products)
             with products(self.products):
-                result: torch.Tensor = getattr(self.worker, name)(inputs)
+                result: torch.Tensor = self._do(name, inputs)
             if self.size > 1 and result.is_cuda:  # reading it would wait outside of Python
                 until(torch.cuda.current_stream(result.device).record_event().query)
+                if self._ranks.aborted:  # then nothing waits for what has not come
+                    raise RankError("another rank ended")
             return result
 
     def check(self) -> None:
@@ -156,10 +157,12 @@ class Executor:
         any weight has changed by then, no step runs until an update loads a whole checkpoint.
         """
         whole = self._refusal is not None
+        if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
+            weights = as_called(weights, own_device(torch.device("cuda")))
         with self._or_refuse():
             if self.size == 1:
                 self._tell("update_weights", whole)
-                self.worker.update_weights(weights, whole=whole)
+                self._do("update_weights", weights, whole=whole)
             else:
                 self._send(weights, whole)
 
@@ -187,15 +190,19 @@ class Executor:
         """Free the cache, and end the other ranks' processes or let them stop following."""
         self._closed = self._closed or "it was closed"
         self._end()
-        worker: Worker | None = getattr(self, "worker", None)  # None if it failed to load
-        if worker is not None:
-            worker.close()
+        if hasattr(self, "worker"):  # it has none if it failed to load
+            self._do("close")
+
+    def _do(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of this rank's worker, whose device is current inside, in any thread."""
+        with current(self._ranks.device):
+            return getattr(self.worker, name)(*arguments, **options)
 
     def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank's worker and return all results, by rank."""
         if self.size == 1:
             self._tell(name, *arguments)
-            return [getattr(self.worker, name)(*arguments)]
+            return [self._do(name, *arguments)]
         with self._or_end(), at_most(self._timeout):
             self._tell(name, *arguments)
         with self._or_end(unless_refused=True):
@@ -203,7 +210,7 @@ class Executor:
 
     def _together(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Do this rank's part of :meth:`_everywhere`. What a worker raises ends no rank."""
-        work = partial(getattr(self.worker, name), *arguments)
+        work = partial(self._do, name, *arguments)
         group, refusals = self._ranks.control, (Exception,)
         return together(work, timeout=self._timeout, group=group, refusals=refusals)
 
@@ -214,7 +221,7 @@ class Executor:
         with self._or_end(), at_most(self._timeout):
             self._tell("update_weights", whole)
         with self._or_end(unless_refused=True), at_most(self._timeout):
-            take = partial(self.worker.update_weights, whole=whole)
+            take = partial(self._do, "update_weights", whole=whole)
             send_weights(weights, group=self._ranks.control, also=take)
 
     def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
@@ -222,12 +229,12 @@ class Executor:
         if name in ("run", "embed"):
             inputs, chosen = arguments
             with products(chosen):
-                getattr(self.worker, name)(inputs)
+                self._do(name, inputs)
             return
         try:
             if name == "update_weights":
                 with receive_weights(src=0, group=self._ranks.control) as weights:
-                    self.worker.update_weights(weights, whole=arguments[0])
+                    self._do("update_weights", weights, whole=arguments[0])
             else:
                 self._together(name, arguments)
         except Exception as error:
@@ -314,5 +321,5 @@ def _serve(
     device = own_device(device_config.torch_device, rank)
     join(rank, size, meeting_place(size, port), device, threads)
     # Rank 0 raises these errors, too: do not print them twice.
-    with suppress(WeightLoadError, RankError):
+    with suppress(WeightLoadError, RankError), current(device):
         Executor(source, load_config, DeviceConfig(device=str(device)), config).follow()

@@ -33,6 +33,7 @@ from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.template_process import TemplateProcess
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
+from vllm_module.runtime.warm_up import warm_up_batches
 from vllm_module.weights import Weight, resolve
 
 _log = logging.getLogger(__name__)
@@ -223,6 +224,10 @@ class LLM:
                 config,
                 self.get_tokenizer,
             )
+            if worker.device.type == "cuda":
+                tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
+                for inputs in warm_up_batches(tokens, sequences, length):
+                    self.executor.embed(inputs)
 
     def _describe(self, config: EngineConfig) -> str:
         """Return what was loaded, and the memory that it takes, as one line."""

@@ -182,6 +182,8 @@ class ModelRunner:
         self._block_tables = torch.full((most, max_pages), -1, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(most + 1, dtype=torch.int32, device=device)
+        # torch's own stream is that of the first capture in the process, maybe on another device.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no hints
         pool = None
         for size in reversed(sizes):
             metadata = AttentionMetadata(
@@ -195,7 +197,7 @@ class ModelRunner:
             self._forward(*arguments)  # compiles kernels and allocates the libraries' workspaces
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool):
+            with torch.cuda.graph(graph, pool, stream):
                 hidden = self._forward(*arguments)
             pool = pool or graph.pool()
             self._graphs[size] = graph, hidden

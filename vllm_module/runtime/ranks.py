@@ -7,11 +7,11 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from vllm_module.errors import RankError
 from vllm_module.messages import describe_error
 from vllm_module.runtime.processes import Processes
 from vllm_module.waiting import WaitLimitError, at_most, finish, interruptibly, uninterrupted
+
+T = TypeVar("T")
 
 _FRAME = 1 << 15  # bytes: most steps travel in one message
 _LAST_WORDS = 1 << 12  # bytes of the message that a failing rank sends
@@ -49,7 +51,8 @@ class Ranks:
     Attributes:
         rank, size: in ``group``, the tensor-parallel group of torch.distributed.
         control: a group that carries messages between CPUs and has no timeout.
-        device: this rank's device.
+        device: this rank's device; of CUDA, with its index.
+        aborted: whether collectives on devices were aborted, so that what they computed is wrong.
 
     Raises:
         ValueError: there are fewer devices than ranks, far more ranks than CPUs, or ``size`` is
@@ -66,6 +69,7 @@ class Ranks:
         arguments: Callable[[], tuple[Any, ...]],
     ) -> None:
         self.rank, self.size, self.device = 0, 1, device
+        self.aborted = False
         self.group: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
         self._pid, self._threads = os.getpid(), torch.get_num_threads()
@@ -79,7 +83,7 @@ class Ranks:
                 # The store may still hold keys of another engine.
                 store = _stores.PrefixStore(f"engine {next(_joined)}", store)
                 self._owns_world = True  # before it is there: joining may be interrupted
-                _init(rank, world, store, device)
+                _init(rank, world, store, self.device)
             present = tensor_parallel_group()
             if _leads_world and isinstance(present, ProcessGroup):
                 present = SimulatedGroup(0, 1)  # that world is of another engine
@@ -88,6 +92,8 @@ class Ranks:
                 present = ProcessGroup()
             if present.size > 1:
                 self._join(present, size)
+            else:
+                self.device = own_device(device)
         except BaseException as error:
             raised = self._hung(error) if isinstance(error, WaitLimitError) else error
             self.close()
@@ -173,6 +179,8 @@ class Ranks:
 
     def _close(self) -> None:
         global _leads_world
+        if self._parted:
+            self._abort()  # or destroying the group would wait for the others
         if self._processes is not None:
             self._processes.end()
             torch.set_num_threads(self._threads)
@@ -209,6 +217,16 @@ class Ranks:
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
 
+    def _abort(self) -> None:
+        """Abort collectives on devices, which would wait for a rank that has ended or hangs.
+
+        On the host, gloo waits for nobody longer than it is told.
+        """
+        world = dist.group.WORLD
+        if self._owns_world and world is not None and "cuda" in dist.get_backend_config(world):
+            self.aborted = True  # before anybody sees that a collective is over
+            world.abort()
+
     def _start(
         self, size: int, work: Callable[..., None], arguments: Callable[[], tuple[Any, ...]]
     ) -> None:
@@ -235,7 +253,7 @@ class Ranks:
         store = meeting_place(size)
         threads = max(1, self._threads // size)
         given = size, store.port, threads, *values
-        self._processes = Processes(size - 1, work, given, _release_device)
+        self._processes = Processes(size - 1, work, given, self._abort)
         _leads_world = self._owns_world = True  # before it is there: joining may be interrupted
         join(0, size, store, self.device, threads)
 
@@ -310,36 +328,54 @@ def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -
     _init(rank, size, store, device)
 
 
-def own_device(device: torch.device, local_rank: int) -> torch.device:
-    """Return ``device``; of ``cuda``, the device with index ``local_rank``, and make it current.
+def own_device(device: torch.device, local_rank: int | None = None) -> torch.device:
+    """Return ``device``; of ``cuda``, the device with index ``local_rank``.
 
+    Without ``local_rank``, that is the one which is current where this is called: threads differ.
     Raises ``ValueError`` if there are not enough devices.
     """
     if str(device) != "cuda":
         return device
+    if local_rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ValueError(
             f"{local_rank + 1} ranks need a CUDA device each, and there are {count}: lower "
             "tensor_parallel_size, or use more hosts by torchrun"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", local_rank)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current one of this thread inside, if it is a CUDA device.
+
+    Streams, events, graphs and synchronization are of the current device, which is the first one in
+    a new thread.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def as_called(items: Iterator[T], device: torch.device) -> Iterator[T]:
+    """Yield what ``items`` yields, with ``device`` current while it computes the next."""
+    while True:
+        with current(device):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+        del item  # or it would be in memory while the next is computed
 
 
 def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
+    def create() -> None:
+        with current(device):  # in a thread of its own
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
     # On CUDA too, ranks exchange messages over gloo.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    create = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size)
     interruptibly(create)
-
-
-def _release_device() -> None:
-    """Abort collectives on a device, which would wait for a rank that has ended."""
-    world = dist.group.WORLD
-    if world is not None and "cuda" in dist.get_backend_config(world):
-        world.abort()
 
 
 def _is_of_others(error: BaseException) -> bool:

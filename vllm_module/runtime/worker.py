@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -13,7 +15,10 @@ from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs, described_result
+from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
+
+_log = logging.getLogger(__name__)
 
 _CPU_CACHE = 1 << 30  # bytes, unless kv_cache_memory_bytes is given
 CACHE_DTYPES = {
@@ -88,13 +93,20 @@ class Worker:
         return max(0, int(free - reserved - step) // self.page_bytes)
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
-        """Allocate the KV cache; on a GPU, capture the CUDA graphs of decoding steps."""
-        size = self.config.block_size
+        """Allocate the KV cache; on a GPU, compile kernels and capture graphs of decoding steps."""
+        config, size, on_gpu = self.config, self.config.block_size, self.device.type == "cuda"
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
-        self.runner = ModelRunner(self.model, self.device, self.config.enable_torch_compile)
+        self.runner = ModelRunner(self.model, self.device, config.enable_torch_compile)
+        if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
+            begin = time.monotonic()
+            limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
+            for inputs in warm_up_steps(*limits, size, num_pages, host_pages):
+                self.run(inputs)
+            torch.cuda.synchronize()
+            _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len
-        if self.device.type == "cuda" and not self.config.enforce_eager:
-            self.runner.capture(self.config.max_num_seqs, -(-max_model_len // size))
+        if on_gpu and not config.enforce_eager:
+            self.runner.capture(config.max_num_seqs, -(-max_model_len // size))
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``.

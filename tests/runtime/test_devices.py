@@ -1,0 +1,314 @@
+"""Every call into a worker runs under its own device, by stand-ins for CUDA, ranks and workers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_module import DeviceConfig, LoadConfig
+from vllm_module.config import EngineConfig
+from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+from vllm_module.runtime import executor as executors
+from vllm_module.runtime import ranks as rank_module
+from vllm_module.runtime.executor import Executor
+from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.ranks import Ranks, own_device
+
+DEVICES = 3
+
+
+class Cuda:
+    """The current device of each thread, as torch.cuda has it: the first, in a new thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def current_device(self) -> int:
+        return getattr(self._local, "index", 0)
+
+    def set_device(self, device: Any) -> None:
+        raise AssertionError(f"the device of the caller's thread becomes {device}, and stays it")
+
+    def device(self, device: torch.device) -> Any:
+        return _Current(self, device.index)
+
+    def make_current(self, index: int) -> None:
+        self._local.index = index
+
+
+class _Current:
+    def __init__(self, cuda: Cuda, index: int | None) -> None:
+        self._cuda, self._index = cuda, index
+
+    def __enter__(self) -> None:
+        self._before = self._cuda.current_device()
+        if self._index is not None:
+            self._cuda.make_current(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        self._cuda.make_current(self._before)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    stand_in = Cuda()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: DEVICES)
+    for name in ("current_device", "set_device", "device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(stand_in, name))
+    return stand_in
+
+
+class StandIn:
+    """A worker that notes the current device of each call, and in which thread it is."""
+
+    def __init__(self, source: Any, load_config: Any, device_config: Any, config: Any) -> None:
+        self.device, self.config = device_config.torch_device, config
+        self.source, self.page_bytes = SimpleNamespace(dtype=torch.bfloat16), 1
+        self.calls: dict[str, int] = {}
+        self.refused: str | None = None
+        self._note("load")
+
+    def _note(self, name: str) -> None:
+        self.calls[name] = torch.cuda.current_device()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def called(*_: object, **__: object) -> Any:
+            self._note(name)
+            return 1 if name == "pages" else None
+
+        return called
+
+    def update_weights(self, weights: Any, *, whole: bool) -> None:
+        self._note("update_weights")
+        for _ in weights:
+            assert torch.cuda.current_device() == self.device.index
+        if self.refused:
+            raise WeightLoadError(self.refused)
+
+    def refusal(self) -> str | None:
+        self._note("refusal")
+        return self.refused
+
+
+ENTRIES = {
+    "load", "pages", "start", "run", "embed", "update_weights", "sleep", "wake_up", "close",
+    "refusal",
+}  # fmt: skip
+
+
+def engine(device: str) -> Executor:
+    source: Any = SimpleNamespace()
+    return Executor(source, LoadConfig(), DeviceConfig(device=device), EngineConfig())
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run ``work`` in a new thread, and raise what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "own"),
+    [("cuda:1", 0, 1), ("cuda:1", 2, 1), ("cuda", 2, 2), ("cuda", 0, 0)],
+)
+@pytest.mark.parametrize("threads", [False, True])
+def test_every_entry_runs_under_the_device_of_the_worker(
+    monkeypatch: pytest.MonkeyPatch, cuda: Cuda, device: str, before: int, own: int, threads: bool
+) -> None:
+    """In any thread the worker's device is current, and afterwards the caller's is again.
+
+    Without an index, it is the device that was current where the engine was made.
+    """
+    monkeypatch.setattr(executors, "Worker", StandIn)
+    nothing: Any = None
+    cuda.make_current(before)
+    made = engine(device)
+    worker: Any = made.worker
+    assert worker.device == torch.device("cuda", own)
+    yielded = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "ab":
+            yielded.append(torch.cuda.current_device())
+            yield name, torch.empty(0)
+
+    def refused_update() -> None:
+        worker.refused = "no"
+        with pytest.raises(WeightLoadError, match="no"):
+            made.update_weights(iter(()))
+        with pytest.raises(ModelNotReadyError, match="no"):
+            made.run(nothing)
+        worker.refused = None
+
+    for call in (
+        lambda: made.start(1),
+        lambda: made.run(nothing),
+        lambda: made.embed(nothing),
+        lambda: made.update_weights(weights()),
+        made.sleep,
+        made.wake_up,
+        refused_update,
+        made.close,
+    ):
+
+        def under_another(call: Any = call) -> None:
+            if threads:
+                cuda.make_current(1)
+            there = cuda.current_device()
+            call()
+            assert cuda.current_device() == there
+
+        in_thread(under_another) if threads else under_another()
+        assert cuda.current_device() == before
+    assert set(worker.calls) == ENTRIES
+    assert set(worker.calls.values()) == {own}
+    # What the caller computes while its iterator is read runs under the caller's device.
+    assert yielded == [1 if threads else before] * 2
+
+
+def test_every_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> None:
+    """A rank that is started runs under the device of its number, and joins the group under it."""
+    noted: list[tuple[str, torch.device, int]] = []
+
+    class Recorded:
+        def __init__(self, source: Any, load: Any, device_config: Any, config: Any) -> None:
+            noted.append(("make", device_config.torch_device, cuda.current_device()))
+
+        def follow(self) -> None:
+            noted.append(("follow", torch.device("cuda"), cuda.current_device()))
+
+    def initialize(*_: object, **__: object) -> None:
+        noted.append(("join", torch.device("cuda"), cuda.current_device()))
+
+    monkeypatch.setattr(executors, "Executor", Recorded)
+    monkeypatch.setattr(executors, "meeting_place", lambda *_: None)
+    monkeypatch.setattr(rank_module.dist, "init_process_group", initialize)
+    threads = torch.get_num_threads()
+    given: Any = None, LoadConfig(), DeviceConfig(device="cuda"), EngineConfig()
+    executors._serve(2, 3, 0, threads, *given)
+    assert [(name, current) for name, _, current in noted] == [
+        ("join", 2),
+        ("make", 2),
+        ("follow", 2),
+    ]
+    assert noted[1][1] == torch.device("cuda:2")
+    assert cuda.current_device() == 0
+    assert own_device(torch.device("cuda"), 1) == torch.device("cuda:1")
+    assert own_device(torch.device("cpu"), 1) == torch.device("cpu")
+    with pytest.raises(ValueError, match="4 ranks need a CUDA device each, and there are 3"):
+        own_device(torch.device("cuda"), 3)
+
+
+class Aborted:
+    """Ranks of two, whose collectives are aborted while the first waits for a result."""
+
+    rank, size, group, ended = 0, 2, None, False
+    device = torch.device("cuda:0")
+
+    def __init__(self, *_: object) -> None:
+        self.aborted = self.aborts = False
+
+    def tell(self, message: object) -> None:
+        """Send nothing."""
+
+    def query(self) -> bool:
+        self.aborted = self.aborts
+        return True
+
+    def part(self, error: BaseException) -> BaseException:
+        return error
+
+    def close(self) -> None:
+        """End nothing."""
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_what_an_aborted_collective_leaves_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, cuda: Cuda, aborts: bool
+) -> None:
+    """A step raises if a rank ended meanwhile: an abort ends the wait, and leaves wrong logits."""
+    monkeypatch.setattr(executors, "Worker", StandIn)
+    monkeypatch.setattr(executors, "Ranks", Aborted)
+    made = engine("cuda")
+    ranks: Any = made._ranks
+    ranks.aborts = aborts
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=ranks.query))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    result: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
+    made.worker.run = lambda inputs: result  # type: ignore[method-assign]
+    step: Any = None
+    if not aborts:
+        assert made.run(step) is result
+        return
+    with pytest.raises(RankError, match="another rank ended"):
+        made.run(step)
+    with pytest.raises(RankError, match="the engine has ended"):
+        made.run(step)
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "gloo"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_failed_engine_aborts_before_it_destroys(
+    monkeypatch: pytest.MonkeyPatch, backends: str, failed: bool
+) -> None:
+    """Of collectives on a device, destroying a group would wait for the rank that hangs."""
+    done: list[str] = []
+    world = SimpleNamespace(abort=lambda: done.append("abort"))
+    stand_in = SimpleNamespace(
+        group=SimpleNamespace(WORLD=world),
+        is_initialized=lambda: True,
+        get_backend_config=lambda group: backends,
+        destroy_process_group=lambda *group: done.append("destroy"),
+        DistError=RuntimeError,
+    )
+    ranks = Ranks(1, torch.device("cpu"), lambda: None, tuple)
+    monkeypatch.setattr(rank_module, "dist", stand_in)
+    ranks._owns_world = True
+    if failed:
+        ranks.part(ValueError("a step failed"))
+    ranks.close()
+    assert done == ["abort"] * (failed and "nccl" in backends) + ["destroy"]
+    assert ranks.aborted == ("abort" in done)
+
+
+def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All captures use one stream of the model's device: torch's own is of the first capture's."""
+
+    class Model:
+        def __call__(self, ids: torch.Tensor, *_: object) -> torch.Tensor:
+            return ids
+
+        compute_logits = __call__
+
+    def graph(_: object, pool: object, stream: object) -> Any:
+        captures.append((pool, stream))
+        return contextlib.nullcontext()
+
+    captures: list[tuple[object, object]] = []
+    made = SimpleNamespace(pool=lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device, model = torch.device("meta"), Model()
+    ModelRunner(model, device).capture(4, 2)  # type: ignore[arg-type]
+    stream = "stream", device
+    assert captures == [(None, stream), ("pool", stream), ("pool", stream)]

@@ -1,0 +1,185 @@
+"""No step of a served model uses the host, and none compiles a kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from vllm_module import vLLMModule
+from vllm_module.config import EngineConfig
+from vllm_module.runtime import worker as workers
+from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.warm_up import warm_up_batches, warm_up_steps
+from vllm_module.runtime.worker import Worker
+
+HERE = Path(__file__).parent
+ARCHITECTURES = runpy.run_path(str(HERE.parent / "models" / "configurations.py"))
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+LARGE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 2048,
+}
+HEADS = {"head_dim": 64, "moe_intermediate_size": 256, "mlp_only_layers": []}
+# Architecture, and how it is quantized and cached.
+SERVED = {
+    "dense": ("qwen3", {}),
+    "FP8 cache": ("qwen3", {"cache_dtype": "float8_e4m3fn"}),
+    **{f"FP8 per {by}": ("qwen3", {"quantization": f"fp8_per_{by}"}) for by in ("tensor", "block")},
+    "experts": ("qwen3-moe", {}),
+    "experts, FP8 per channel": ("qwen3-moe", {"quantization": "fp8_per_channel"}),
+    "latent": ("deepseek-v3", {}),
+    "encoder, FP8 per channel": ("bert", {"quantization": "fp8_per_channel"}),
+}
+FAULTS = 11
+
+
+def entries(name: str) -> dict[str, Any]:
+    """Return the config.json of an architecture of the tests."""
+    config = ARCHITECTURES["CONFIGS"][name]
+    made = AutoConfig.for_model(**config).to_diff_dict()
+    made["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    return {**made, **ARCHITECTURES["FILES"].get(name, {})}
+
+
+@pytest.fixture(scope="module")
+def on_meta() -> Any:
+    """Run every architecture on meta tensors, in another process: in this one Triton interprets."""
+    configurations = {name: entries(name) for name in ARCHITECTURES["CONFIGS"]}
+    rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
+    configurations["proportional"] = configurations["llama"] | {"rope_parameters": rope}
+    bert = AutoConfig.for_model("bert", vocab_size=130, num_attention_heads=4, **SMALL)
+    configurations["bert"] = bert.to_diff_dict() | {"architectures": ["BertModel"]}
+    models = {}
+    for name, (architecture, options) in SERVED.items():
+        config = configurations[architecture] | LARGE
+        models[name] = config | (HEADS if architecture.startswith("qwen3") else {}), options
+    given = {"configurations": configurations, "models": models}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, HERE / "on_meta.py"],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_step_uses_the_host(on_meta: Any) -> None:
+    """A step of a rank of any architecture makes no tensor of the host, and waits for none."""
+    assert on_meta["hosts"] == {}
+
+
+def test_any_use_of_the_host_is_found(on_meta: Any) -> None:
+    """Tensors of the host, copies and waits are found where a layer is made to use them."""
+    assert len(on_meta["faults"]) == FAULTS
+    assert [name for name, found in on_meta["faults"].items() if found == "nothing"] == []
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_nothing_is_compiled_while_serving(on_meta: Any, name: str) -> None:
+    """Random steps launch no variant of a kernel that the warm-up has not launched."""
+    variants = on_meta["variants"][name]
+    assert variants["later"] == []
+    assert variants["left"] > 1, "one long prompt compiles everything: the test shows nothing"
+
+
+def test_alignment_makes_another_variant(on_meta: Any) -> None:
+    """Variants differ if a tensor does not begin at a multiple of 16 bytes, as Triton's do."""
+    assert on_meta["alignment"]
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 50), st.integers(1, 20), st.booleans())
+def test_a_warm_up_stays_within_the_limits(
+    tokens: int, sequences: int, length: int, page: int, swaps: bool
+) -> None:
+    """For any limits, steps have as many tokens, sequences and positions as are allowed."""
+    steps = list(warm_up_steps(tokens, sequences, length, page, 3, 2 * swaps))
+    for step in steps:
+        assert 1 <= len(step.input_ids) == len(step.positions) <= tokens
+        assert 1 <= len(step.context_lens) == len(step.block_tables) <= sequences
+        assert max(step.positions) < max(step.context_lens) <= length
+        assert step.query_start_loc[-1] == len(step.input_ids)
+        assert step.max_query_len == max(
+            after - start
+            for start, after in zip(step.query_start_loc, step.query_start_loc[1:], strict=False)
+        )
+        assert len(step.rows) <= max(sequences, 1)
+        for pages, context in zip(step.block_tables, step.context_lens, strict=True):
+            assert len(pages) * page >= context
+            assert set(pages) == {0}
+    assert max(len(step.input_ids) for step in steps) == min(tokens, sequences * length)
+    assert [bool(step.swapped_out and step.swapped_in) for step in steps[:2]] == [swaps, False]
+    batches = list(warm_up_batches(tokens, sequences, length))
+    for batch in batches:
+        assert sum(batch.lengths) == len(batch.input_ids)
+        assert len(batch.lengths) <= sequences
+        assert max(batch.lengths) <= length
+
+
+def test_a_warm_up_stores_nothing(model: vLLMModule) -> None:
+    """The steps run, and the cache holds what it held before, except for the copied page."""
+    device = torch.device("cpu")
+    cache = KVCache(model, 3, 4, device, torch.float32, host_pages=2)
+    runner = ModelRunner(model, device)
+    layers = [layer for layer in model.modules() if getattr(layer, "kv_cache", None) is not None]
+    for layer in layers:
+        layer.kv_cache.fill_(1)
+    for step in warm_up_steps(20, 3, 30, 4, 3, 2):
+        cache.move(step.swapped_out, step.copied, step.swapped_in)
+        assert runner.run(step).isfinite().all()
+    assert all(bool((layer.kv_cache == 1).all()) for layer in layers)
+    cache.close()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_gpu_is_warmed_up_before_graphs_are_captured(
+    monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    """A worker runs the steps within its limits and then captures; after sleep it only captures."""
+    calls: list[Any] = []
+
+    def move(*pairs: Any) -> None:
+        calls.append(pairs)
+
+    def run(inputs: Any) -> torch.Tensor:
+        calls.append(len(inputs.input_ids))
+        return torch.empty(len(inputs.rows), 7)
+
+    cache = SimpleNamespace(move=move)
+    runner = SimpleNamespace(run=run, capture=lambda *given: calls.append(("capture", *given)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(workers, "KVCache", lambda *_: cache)
+    monkeypatch.setattr(workers, "ModelRunner", lambda *_: runner)
+    worker = Worker.__new__(Worker)  # a model would have to be on the GPU
+    worker.config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=9, enforce_eager=eager)
+    worker.device, worker.model, worker.cache_dtype = torch.device("cuda:0"), None, torch.float32
+    worker.source = SimpleNamespace(config=SimpleNamespace(vocab_size=7))
+    worker._shape = None
+    worker.start(num_pages=2, host_pages=1, max_model_len=40)
+    assert calls[:2] == [([(0, 0)], [(0, 1)], [(0, 0)]), 1]
+    assert 9 in calls
+    captured = [call for call in calls if isinstance(call, tuple) and call[0] == "capture"]
+    assert captured == ([] if eager else [("capture", 3, 3)])
+    assert eager or calls[-1] == captured[0]
+    calls.clear()
+    worker.start(num_pages=2, host_pages=1, max_model_len=40)
+    assert calls == captured, "kernels are compiled already, and graphs have to be captured"

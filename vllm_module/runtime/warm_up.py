@@ -1,0 +1,90 @@
+"""The steps that compile every variant of a kernel before the first request needs one.
+
+Kernels are compiled when they are first launched, which takes seconds. A variant is chosen by a
+model's own shapes and by ranges of three numbers: the tokens of a step, its sequences, and the
+pages of its longest sequence. No range lies between two powers of two, so that steps of every power
+meet every variant. Nothing is stored in the cache, and only its first pages are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from vllm_module.runtime.embedding import EmbeddingInputs
+from vllm_module.runtime.model_runner import StepInputs
+
+
+def warm_up_steps(
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    page_size: int,
+    num_pages: int,
+    host_pages: int,
+) -> Iterator[StepInputs]:
+    """Yield the steps that meet every variant which steps within these limits can meet.
+
+    The first step also copies a page in each direction in which pages are copied: run it before
+    any page is allocated.
+    """
+    most_pages = -(-max_model_len // page_size)
+    step = _step([1], [1], 1)
+    step.swapped_out = step.swapped_in = [(0, 0)] if host_pages else []
+    step.copied = [(0, 1)] if num_pages > 1 else []
+    yield step
+    for pages in _powers(most_pages):  # one new token on cached pages
+        yield _step([1], [min(pages * page_size, max_model_len)], pages)
+    for sequences in _powers(min(max_num_seqs, max_num_batched_tokens)):  # batches that decode
+        yield _step([1] * sequences, [1] * sequences, most_pages)
+    for tokens in _powers(min(max_num_batched_tokens, max_num_seqs * max_model_len)):  # prompts
+        counts = _lengths(tokens, max_model_len)
+        yield _step(counts, counts, -(-counts[0] // page_size), max_num_seqs)
+
+
+def warm_up_batches(
+    max_num_batched_tokens: int, max_num_seqs: int, max_length: int
+) -> Iterator[EmbeddingInputs]:
+    """Yield the batches of an encoder that meet every variant, as :func:`warm_up_steps` does."""
+    most = max(max_num_batched_tokens, max_length)  # a prompt of any length is a batch
+    for tokens in _powers(min(most, max_num_seqs * max_length)):
+        yield EmbeddingInputs([0] * tokens, _lengths(tokens, max_length), "mean")
+
+
+def _step(
+    new: list[int], contexts: list[int], pages: int, most_rows: int | None = None
+) -> StepInputs:
+    """Return a step that stores nothing and reads the first page in place of every other.
+
+    Args:
+        new, contexts: of each sequence, its tokens in this step, and all of them.
+        pages: in each block table.
+        most_rows: logits are of so many tokens at most; by default of all.
+
+    """
+    counts = list(zip(new, contexts, strict=True))
+    positions = [at for count, context in counts for at in range(context - count, context)]
+    return StepInputs(
+        input_ids=[0] * len(positions),
+        positions=positions,
+        slot_mapping=[-1] * len(positions),
+        block_tables=[[0] * pages for _ in new],
+        context_lens=contexts,
+        query_start_loc=[0, *accumulate(new)],
+        rows=list(range(len(positions)))[:most_rows],
+        max_query_len=max(new),
+        swapped_out=[],
+        copied=[],
+        swapped_in=[],
+    )
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two up to ``most``, and ``most``."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+def _lengths(tokens: int, most: int) -> list[int]:
+    """Return lengths of up to ``most`` that add up to ``tokens``."""
+    whole, rest = divmod(tokens, most)
+    return [most] * whole + [rest] * (rest > 0)
