@@ -14,7 +14,7 @@ from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ShardingError
 from vllm_module.quantization import online
 from vllm_module.testing import LAWS, Law, assert_order_independent, tp_sizes
-from vllm_module.weights import file_bytes, reading
+from vllm_module.weights import file_bytes, pieces, reading
 
 SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
 LAYERS = SUBJECTS["LAYERS"]
@@ -81,7 +81,7 @@ def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits are the same when several threads read pieces and batches of a few bytes."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 24)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 24)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 16)
     monkeypatch.setattr(online, "_PIECE", 24)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from vllm_module.weights.handle import Destination, Handle, Weight, read_into
     from vllm_module.weights.hub import resolve
     from vllm_module.weights.os_pages import prefer_huge_pages
-    from vllm_module.weights.reading import PIECE_BYTES, Readers, read_all, reader_threads
+    from vllm_module.weights.pieces import PIECE_BYTES
+    from vllm_module.weights.reading import Readers, read_all, reader_threads
     from vllm_module.weights.regular_file import read_file
     from vllm_module.weights.strict_json import read_json
 else:
@@ -22,7 +23,7 @@ else:
             "Checkpoint": "vllm_module.weights.checkpoint",
             "Destination": "vllm_module.weights.handle",
             "Handle": "vllm_module.weights.handle",
-            "PIECE_BYTES": "vllm_module.weights.reading",
+            "PIECE_BYTES": "vllm_module.weights.pieces",
             "Readers": "vllm_module.weights.reading",
             "Weight": "vllm_module.weights.handle",
             "open_checkpoint": "vllm_module.weights.checkpoint",

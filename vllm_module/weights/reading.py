@@ -9,13 +9,11 @@ from threading import Thread
 
 import torch
 
-from vllm_module.weights.handle import Destination, Handle, Weight, read_into, read_together
+from vllm_module.weights.handle import Destination, Weight, read_into, read_together
+from vllm_module.weights.pieces import Job, cut, nbytes_of
 
-PIECE_BYTES = 16 << 20  # a larger weight is read in pieces of at most this size
 _BATCH_BYTES = 2 << 20  # smaller ones are queued together: each turn of the queue costs tens of µs
 _MAX_THREADS = 4
-
-_Job = tuple[Handle, Destination]
 
 
 def reader_threads() -> int:
@@ -29,30 +27,6 @@ def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
         readers.read(jobs)
 
 
-def _nbytes(weight: Handle) -> int:
-    return weight.shape.numel() * weight.dtype.itemsize
-
-
-def _cut(weight: Handle, destination: Destination) -> list[_Job]:
-    """Cut a weight and its destination into pieces of at most PIECE_BYTES."""
-    nbytes = _nbytes(weight)
-    if (
-        nbytes <= PIECE_BYTES
-        or not isinstance(destination, torch.Tensor)
-        or weight.shape != destination.shape  # read_into refuses it
-    ):
-        return [(weight, destination)]
-    dim = next(dim for dim, size in enumerate(weight.shape) if size > 1)
-    size = weight.shape[dim]
-    step = max(1, size * PIECE_BYTES // nbytes)
-    pieces = []
-    for start in range(0, size, step):
-        length = min(step, size - start)
-        target = destination.narrow(dim, start, length)
-        pieces += _cut(weight.narrow(dim, start, length), target)
-    return pieces
-
-
 class Readers:
     """Threads that read weights beside the calling one while a ``with`` block lasts.
 
@@ -61,7 +35,7 @@ class Readers:
 
     def __init__(self) -> None:
         self._most_threads = reader_threads() - 1
-        self._queue: Queue[list[_Job] | None] = Queue(2 * self._most_threads + 1)
+        self._queue: Queue[list[Job] | None] = Queue(2 * self._most_threads + 1)
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
         self._stopped = False
@@ -90,15 +64,15 @@ class Readers:
         """
         assert not self._stopped, "these readers failed before"
         try:
-            batch: list[_Job] = []
+            batch: list[Job] = []
             free_bytes = _BATCH_BYTES
             for weight, destination in jobs:
                 if isinstance(weight, torch.Tensor):
                     read_into(weight, destination)
                     continue
-                for piece in _cut(weight, destination):
+                for piece in cut(weight, destination):
                     batch.append(piece)
-                    free_bytes -= _nbytes(piece[0])
+                    free_bytes -= nbytes_of(piece[0])
                     if free_bytes <= 0:
                         self._queue_batch(batch)
                         batch, free_bytes = [], _BATCH_BYTES
@@ -112,7 +86,7 @@ class Readers:
             self._queue.join()
         self._raise_error()
 
-    def _queue_batch(self, batch: list[_Job]) -> None:
+    def _queue_batch(self, batch: list[Job]) -> None:
         """Queue a batch for the threads or, if the queue is full, read it in this thread."""
         self._raise_error()
         while len(self._threads) < self._most_threads:
