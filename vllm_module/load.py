@@ -327,7 +327,7 @@ class Load:
                 assigned = [each for each in assigned if each.tied_to not in waiting]
             guard(self.root)  # no forward pass meanwhile
             self.written = True
-            with torch.no_grad(), Readers() as readers:
+            with torch.no_grad(), Readers(state_of(self.root).device) as readers:
                 for module, group in in_reading_order(assigned):
                     self._read_group(group, readers, processes=module is not None)
         except BaseException as error:
