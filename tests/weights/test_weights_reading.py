@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import runpy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -20,15 +21,21 @@ from vllm_module.weights.cut_rows import Run
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.handle import SafetensorsHandle
 
+STAND_IN = runpy.run_path(str(Path(__file__).with_name("delayed_device.py")))
 
-@pytest.fixture(params=[1, 2, 8], ids="cpus={}".format, autouse=True)
+
+@pytest.fixture(params=[1, 2, 8, "onto a device"], ids="cpus={}".format, autouse=True)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make pieces and batches small and vary the number of CPUs; all threads end."""
-    monkeypatch.setattr("os.cpu_count", lambda: request.param)
-    monkeypatch.setattr(reading, "_BATCH_BYTES", 512)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1024)
     before = threading.active_count()
-    yield
+    if request.param == "onto a device":
+        with STAND_IN["loading_onto_a_device"](piece=1024, batch=512):
+            yield
+    else:
+        monkeypatch.setattr("os.cpu_count", lambda: request.param)
+        monkeypatch.setattr(reading, "_BATCH_BYTES", 512)
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 1024)
+        yield
     assert threading.active_count() == before
 
 

@@ -9,7 +9,7 @@ from vllm_module.lazy import lazy_names
 if TYPE_CHECKING:
     from vllm_module.weights.buckets import receive_weights, send_weights
     from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
-    from vllm_module.weights.handle import Destination, Handle, Weight, read_into
+    from vllm_module.weights.handle import Destination, Handle, TensorHandle, Weight, read_into
     from vllm_module.weights.hub import resolve
     from vllm_module.weights.os_pages import prefer_huge_pages
     from vllm_module.weights.pieces import PIECE_BYTES
@@ -25,6 +25,7 @@ else:
             "Handle": "vllm_module.weights.handle",
             "PIECE_BYTES": "vllm_module.weights.pieces",
             "Readers": "vllm_module.weights.reading",
+            "TensorHandle": "vllm_module.weights.handle",
             "Weight": "vllm_module.weights.handle",
             "open_checkpoint": "vllm_module.weights.checkpoint",
             "prefer_huge_pages": "vllm_module.weights.os_pages",
@@ -45,6 +46,7 @@ __all__ = [
     "Destination",
     "Handle",
     "Readers",
+    "TensorHandle",
     "Weight",
     "open_checkpoint",
     "prefer_huge_pages",

@@ -42,6 +42,41 @@ class Handle(Protocol):
 Weight: TypeAlias = Handle | torch.Tensor
 
 
+class TensorHandle:
+    """A tensor in memory that threads read as they read a handle; ``name`` is for messages."""
+
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor = name, tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The tensor's."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's."""
+        return self.tensor.dtype
+
+    def narrow(self, dim: int, start: int, length: int) -> TensorHandle:
+        """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does."""
+        return TensorHandle(self.name, self.tensor.narrow(dim, start, length))
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        """Copy to ``destination``: the same shape; any strides, dtype and device."""
+        check_destination(self.shape, destination, self)
+        copy_weight(self.tensor, destination, self)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.tensor
+
+    def __repr__(self) -> str:
+        return f"{self.name}: a tensor in memory"
+
+
 class Sink(Protocol):
     """A destination that converts a weight instead of copying it."""
 

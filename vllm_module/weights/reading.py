@@ -69,6 +69,14 @@ class Readers:
             self._staging.close(failed=self._stopped)
         self._errors.clear()  # of other threads that failed too: their frames keep tensors alive
 
+    def stages(self, weight: torch.Tensor, destination: Destination) -> bool:
+        """Tell whether a tensor in host memory is copied to the device as a handle is read to it.
+
+        Such a tensor is to be given to :meth:`read` as a ``TensorHandle``.
+        """
+        staging = self._staging
+        return staging is not None and weight.is_cpu and destination.device == staging.device.device
+
     def read(self, jobs: Iterable[tuple[Weight, Destination]]) -> None:
         """Read each weight into its destination, with all threads; return when all are read.
 
