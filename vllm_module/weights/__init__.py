@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_module.weights.pieces import PIECE_BYTES
     from vllm_module.weights.reading import Readers, read_all, reader_threads
     from vllm_module.weights.regular_file import read_file
+    from vllm_module.weights.staging import staging_buffers
     from vllm_module.weights.strict_json import read_json
 else:
     __getattr__, __dir__ = lazy_names(
@@ -37,6 +38,7 @@ else:
             "receive_weights": "vllm_module.weights.buckets",
             "resolve": "vllm_module.weights.hub",
             "send_weights": "vllm_module.weights.buckets",
+            "staging_buffers": "vllm_module.weights.staging",
         },
     )
 
@@ -58,4 +60,5 @@ __all__ = [
     "receive_weights",
     "resolve",
     "send_weights",
+    "staging_buffers",
 ]

@@ -69,6 +69,11 @@ def device_to_stage(device: torch.device | None) -> CudaDevice | None:
     return CudaDevice(device) if device is not None and device.type == "cuda" else None
 
 
+def staging_buffers(threads: int) -> int:
+    """Return how many pinned buffers of ``PIECE_BYTES`` so many reading threads share, at most."""
+    return threads + _MORE_BUFFERS
+
+
 class _Buffer:
     """Pinned memory, and the event after which nothing is copied out of it any more."""
 
@@ -80,7 +85,7 @@ class _Buffer:
 class Staging:
     """The pinned buffers and the streams by which the threads of a load read onto a device.
 
-    There are ``threads + 2`` buffers of ``PIECE_BYTES`` at most. A thread fills one and launches
+    There are :func:`staging_buffers` of them at most. A thread fills one and launches
     the copies out of it; meanwhile it fills another one. A buffer is filled again once its copies
     are done. Each thread has a stream. What a weight is copied for, such as a cast or a conversion,
     is done in that stream too: on the device, and after the copy.
@@ -89,7 +94,7 @@ class Staging:
     def __init__(self, device: CudaDevice, threads: int) -> None:
         self.device = device
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
-        self._unmade = threads + _MORE_BUFFERS
+        self._unmade = staging_buffers(threads)
         self._lock = Lock()
         self._streams: list[torch.cuda.Stream] = []
 
