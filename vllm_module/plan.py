@@ -110,13 +110,14 @@ class LoadPlan(NamedTuple):
         for each, count in zip(self.assignments, counts or repeat(1), strict=False):
             for source, target in each.jobs():
                 nbytes = source.shape.numel() * source.dtype.itemsize
-                is_memory = isinstance(target, torch.Tensor)
+                memory = target if isinstance(target, torch.Tensor) else None
                 pieces += count * max(1, -(-nbytes // PIECE_BYTES))
-                if is_memory and source.dtype == target.dtype and target.is_contiguous():
-                    continue
-                held = [min(nbytes, PIECE_BYTES) if is_memory else nbytes] * min(count, threads)
-                host = on_cpu and (is_memory or isinstance(target, Reordered))
-                (staged if host else converted).extend(held)
+                if memory is not None:
+                    if source.dtype == memory.dtype and memory.is_contiguous():
+                        continue
+                    nbytes = min(nbytes, PIECE_BYTES)
+                on_host = on_cpu and (memory is not None or isinstance(target, Reordered))
+                (staged if on_host else converted).extend([nbytes] * min(count, threads))
         tensors = (*self.module.parameters(), *self.module.buffers())
         model = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         staging, converting = (sum(heapq.nlargest(threads, sizes)) for sizes in (staged, converted))

@@ -42,7 +42,7 @@ class CudaDevice:
 
     def new_stream(self) -> torch.cuda.Stream:
         """Return a stream of work, done in order and beside that of other streams."""
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # as PyTorch has it
 
     def empty(
         self, stream: torch.cuda.Stream, shape: torch.Size, dtype: torch.dtype
@@ -59,7 +59,8 @@ class CudaDevice:
 
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return an event that happens when all work so far in ``stream`` is done."""
-        event = torch.cuda.Event(blocking=True)  # a thread that waits leaves the CPU to others
+        # A thread that waits leaves the CPU to others.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # as PyTorch has it
         event.record(stream)
         return event
 
