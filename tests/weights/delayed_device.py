@@ -60,6 +60,9 @@ class Event:
     def __init__(self, stream: Stream) -> None:
         self.stream, self.until = stream, stream.given
 
+    def query(self) -> bool:
+        return self.stream.done >= self.until
+
     def synchronize(self) -> None:
         self.stream.do(self.until)
 

@@ -96,13 +96,13 @@ def wrong(into: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> li
 
 
 def test_every_destination_is_filled_in_bounded_memory(device, checkpoint, tensors) -> None:
-    """Casts, columns and other orders too; there are two buffers more than threads at most."""
+    """Casts, columns and other orders too; there are two buffers more than threads, and no more."""
     into: dict[str, torch.Tensor] = {}
     for _ in range(3):
         device.pinned_bytes = 0
         read_all(jobs(checkpoint, into))
         assert wrong(into, tensors) == []
-        assert 0 < device.pinned_bytes <= (reading.reader_threads(torch.device("cuda")) + 2) * PIECE
+        assert device.pinned_bytes == (reading.reader_threads(torch.device("cuda")) + 2) * PIECE
 
 
 @pytest.mark.parametrize(

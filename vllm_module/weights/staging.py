@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from queue import SimpleQueue
 from threading import Lock
 
 import torch
@@ -82,6 +82,15 @@ class _Buffer:
         self.memory = memory
         self.copied: torch.cuda.Event | None = None
 
+    def is_copied(self) -> bool:
+        """Tell whether nothing is copied out of it any more."""
+        return self.copied is None or self.copied.query()
+
+    def wait(self) -> None:
+        """Wait until nothing is copied out of it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
 
 class Staging:
     """The pinned buffers and the streams by which the threads of a load read onto a device.
@@ -94,26 +103,30 @@ class Staging:
 
     def __init__(self, device: CudaDevice, threads: int) -> None:
         self.device = device
-        self._free: SimpleQueue[_Buffer] = SimpleQueue()
+        self._free: deque[_Buffer] = deque()
         self._unmade = staging_buffers(threads)
         self._lock = Lock()
         self._streams: list[torch.cuda.Stream] = []
 
     def take(self) -> _Buffer:
-        """Return a buffer that nothing is copied out of; wait for one if there is none."""
+        """Return a buffer that nothing is copied out of.
+
+        It is the one that was given back first. A new one is made where that is still copied, and
+        where there are all buffers, its copies are waited for.
+        """
         with self._lock:
-            make = self._free.empty() and self._unmade > 0
-            self._unmade -= make
-        if make:
-            return _Buffer(self.device.pinned(pieces.PIECE_BYTES))
-        buffer = self._free.get()  # the one that was given back first
-        if buffer.copied is not None:
-            buffer.copied.synchronize()
+            if self._unmade and not (self._free and self._free[0].is_copied()):
+                buffer = _Buffer(self.device.pinned(pieces.PIECE_BYTES))
+                self._unmade -= 1
+                return buffer
+            buffer = self._free.popleft()  # there are more than threads, and each has one at most
+        buffer.wait()
         return buffer
 
     def give_back(self, buffer: _Buffer) -> None:
-        """Let the buffer be filled again once what it was given back with is copied."""
-        self._free.put(buffer)
+        """Let the buffer be filled again once its event has happened."""
+        with self._lock:
+            self._free.append(buffer)
 
     def new_stream(self) -> torch.cuda.Stream:
         """Return a stream for one thread, which the caller's stream will wait for."""
