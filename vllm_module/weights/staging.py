@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -80,11 +81,11 @@ class _Buffer:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.copied: torch.cuda.Event | None = None
+        self.copied: Any = None  # an event, whose methods have no types
 
     def is_copied(self) -> bool:
         """Tell whether nothing is copied out of it any more."""
-        return self.copied is None or self.copied.query()
+        return self.copied is None or bool(self.copied.query())
 
     def wait(self) -> None:
         """Wait until nothing is copied out of it."""
@@ -95,7 +96,7 @@ class _Buffer:
 class Staging:
     """The pinned buffers and the streams by which the threads of a load read onto a device.
 
-    There are :func:`staging_buffers` of them at most. A thread fills one and launches
+    There are :func:`staging_buffers` of ``PIECE_BYTES`` at most. A thread fills one and launches
     the copies out of it; meanwhile it fills another one. A buffer is filled again once its copies
     are done. Each thread has a stream. What a weight is copied for, such as a cast or a conversion,
     is done in that stream too: on the device, and after the copy.
