@@ -38,7 +38,7 @@ from vllm_module.tree import (
     stored_tensors,
     walk,
 )
-from vllm_module.weights import Destination, Readers, Weight, read_into
+from vllm_module.weights import Destination, Readers, TensorHandle, Weight, read_into
 
 # What a user gives, or what a module hands to a module below it.
 Weights: TypeAlias = Union[Mapping[str, Weight], Iterable[tuple[str, Weight]], "Group"]
@@ -327,7 +327,7 @@ class Load:
                 assigned = [each for each in assigned if each.tied_to not in waiting]
             guard(self.root)  # no forward pass meanwhile
             self.written = True
-            with torch.no_grad(), Readers() as readers:
+            with torch.no_grad(), Readers(state_of(self.root).device) as readers:
                 for module, group in in_reading_order(assigned):
                     self._read_group(group, readers, processes=module is not None)
         except BaseException as error:
@@ -335,13 +335,13 @@ class Load:
             raise
 
     def _read_group(self, fills: Fills, readers: Readers, *, processes: bool) -> None:
-        readers.read(self._jobs(fills))
+        readers.read(self._jobs(fills, readers))
         marked = (node for fill in fills.items() for node in self._mark_loaded(*fill, processes))
         for node in {node.module: node for node in marked}.values():
             if is_complete(node.module):
                 self._process(node)
 
-    def _jobs(self, fills: Fills) -> Iterator[tuple[Weight, Destination]]:
+    def _jobs(self, fills: Fills, readers: Readers) -> Iterator[tuple[Weight, Destination]]:
         for location, assigned in fills.items():
             held = self._allocation.materialize(location, self._modules, self._walk)
             if held and any(each.tied_to is None for each in assigned):
@@ -352,6 +352,9 @@ class Load:
                 for weight, destination in each.jobs():
                     if not isinstance(weight, torch.Tensor):
                         yield weight, destination
+                        continue
+                    if readers.stages(weight, destination):
+                        yield TensorHandle(each.name, weight), destination
                         continue
                     try:
                         read_into(weight, destination)

@@ -14,7 +14,7 @@ from vllm_module.assignment import Assignment
 from vllm_module.parameters import Reordered
 from vllm_module.report import LoadReport
 from vllm_module.tree import Location, Node, is_typed
-from vllm_module.weights import PIECE_BYTES, Weight, reader_threads
+from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
 
 
 class PlannedRead(NamedTuple):
@@ -32,7 +32,8 @@ class PlannedMemory(NamedTuple):
     Attributes:
         model: on the device, for all parameters and buffers; a tied tensor counts once.
         staging: in host memory, for what is read there before it is copied or converted.
-        quantizing: on the device, beside the model, for full precision that is being quantized.
+        quantizing: on the device, beside the model, for full precision that is being quantized. On
+            a GPU, what is cast or put in order there counts too.
 
     """
 
@@ -97,28 +98,32 @@ class LoadPlan(NamedTuple):
         """Return the most memory that the load takes where parameters are on ``device``.
 
         Each reading thread holds one piece at a time. A piece of a handle is read directly into a
-        parameter in host memory that has its dtype, and takes no other memory then. ``counts``
-        tells for how many tensors that are :meth:`alike` each assignment stands; for 1 unless
-        given.
+        parameter in host memory that has its dtype, and takes no other memory then. Onto another
+        device it is read through pinned buffers of ``PIECE_BYTES``. ``counts`` tells for how many
+        tensors that are :meth:`alike` each assignment stands; for 1 unless given.
         """
-        on_cpu = torch.device(device).type == "cpu"
-        threads = reader_threads()
+        device = torch.device(device)
+        on_cpu, threads = device.type == "cpu", reader_threads(device)
+        pieces = 0
         staged: list[int] = []
         converted: list[int] = []
         for each, count in zip(self.assignments, counts or repeat(1), strict=False):
             for source, target in each.jobs():
-                held = [source.shape.numel() * source.dtype.itemsize] * min(count, threads)
-                if isinstance(target, Reordered):
-                    staged += held
-                elif not isinstance(target, torch.Tensor):
-                    converted += held
-                    staged += [] if on_cpu else held
-                elif not (on_cpu and source.dtype == target.dtype and target.is_contiguous()):
-                    staged += [min(nbytes, PIECE_BYTES) for nbytes in held]
+                nbytes = source.shape.numel() * source.dtype.itemsize
+                memory = target if isinstance(target, torch.Tensor) else None
+                pieces += count * max(1, -(-nbytes // PIECE_BYTES))
+                if memory is not None:
+                    if source.dtype == memory.dtype and memory.is_contiguous():
+                        continue
+                    nbytes = min(nbytes, PIECE_BYTES)
+                on_host = on_cpu and (memory is not None or isinstance(target, Reordered))
+                (staged if on_host else converted).extend([nbytes] * min(count, threads))
         tensors = (*self.module.parameters(), *self.module.buffers())
         model = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        at_once = [sum(heapq.nlargest(threads, sizes)) for sizes in (staged, converted)]
-        return PlannedMemory(model, *at_once)
+        staging, converting = (sum(heapq.nlargest(threads, sizes)) for sizes in (staged, converted))
+        if not on_cpu:
+            staging = min(pieces, staging_buffers(threads)) * PIECE_BYTES
+        return PlannedMemory(model, staging, converting)
 
 
 def _kind(location: Location) -> Hashable:

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ShardingError
 from vllm_module.quantization import online
-from vllm_module.testing import LAWS, Law, assert_order_independent, tp_sizes
-from vllm_module.weights import file_bytes, reading
+from vllm_module.testing import (
+    LAWS,
+    Law,
+    assert_accounting_exact,
+    assert_order_independent,
+    assert_reload_in_place,
+    tp_sizes,
+)
+from vllm_module.weights import file_bytes, pieces, reading
 
+STAND_IN = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "delayed_device.py"))
 SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
 LAYERS = SUBJECTS["LAYERS"]
 
@@ -81,9 +89,20 @@ def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits are the same when several threads read pieces and batches of a few bytes."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 24)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 24)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 16)
     monkeypatch.setattr(online, "_PIECE", 24)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
     LAYERS[name].hold(assert_order_independent)
+
+
+@pytest.mark.usefixtures("fewer_cases")
+@pytest.mark.parametrize(
+    "law", [assert_accounting_exact, assert_order_independent, assert_reload_in_place]
+)
+@pytest.mark.parametrize("name", ["layouts quantized while loading"])
+def test_a_load_onto_a_device_keeps_the_law(name: str, law: Law) -> None:
+    """The law holds where copies to the device are done as late as its streams and events allow."""
+    with STAND_IN["loading_onto_a_device"]():
+        LAYERS[name].hold(law)

@@ -28,6 +28,7 @@ from vllm_module.testing.sources import WatchedSource
 from vllm_module.weights import open_checkpoint
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+pytestmark = pytest.mark.usefixtures("onto")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from vllm_module.layers import RMSNorm
 from vllm_module.testing.checkpoints import assert_same_state, state
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+pytestmark = pytest.mark.usefixtures("onto")
 
 
 class Around(vLLMModule):

@@ -13,7 +13,7 @@ from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import MissingWeightError, ModelNotReadyError
 from vllm_module.testing import failing_reads
 from vllm_module.testing.checkpoints import assert_same_state, state
-from vllm_module.weights import reader_threads
+from vllm_module.weights import PIECE_BYTES, reader_threads, staging_buffers
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -85,5 +85,11 @@ def test_a_plan_says_how_much_memory_the_load_takes() -> None:
     plan = model.plan_weights(handles)
     whole = sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers()))
     assert plan.memory("cpu") == (whole, 0, 0)
-    sizes = sorted(r.source.shape.numel() * r.source.dtype.itemsize for r in plan.reads())
-    assert plan.memory("cuda:1") == (whole, sum(sizes[-reader_threads() :]), 0)
+    buffers = staging_buffers(reader_threads(torch.device("cuda")))
+    assert plan.memory("cuda:1") == (whole, buffers * PIECE_BYTES, 0)
+    cast = {name: each.double() for name, each in tree.checkpoint().items()}
+    plan = model.plan_weights(unreadable(cast))
+    sizes = sorted(8 * read.source.shape.numel() for read in plan.reads())
+    few, many = (sum(sizes[-reader_threads(torch.device(on)) :]) for on in ("cpu", "cuda"))
+    assert plan.memory("cpu") == (whole, few, 0)
+    assert plan.memory("cuda") == (whole, buffers * PIECE_BYTES, many)

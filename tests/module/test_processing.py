@@ -23,6 +23,7 @@ from vllm_module.quantization import ONLINE, EightBitMethod, Scheme
 from vllm_module.testing import random_weights
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
+pytestmark = pytest.mark.usefixtures("onto")
 
 
 class Leaf(MergedColumnParallelLinear):

@@ -20,7 +20,7 @@ from torch import nn
 
 from vllm_module import vLLMModule
 from vllm_module.errors import ModelNotReadyError, WeightReadError
-from vllm_module.weights import file_bytes, open_checkpoint, os_pages, read_all, reading
+from vllm_module.weights import file_bytes, open_checkpoint, os_pages, pieces, read_all, reading
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.regular_file import ReadLease
 
@@ -64,7 +64,7 @@ HARMLESS = [delete, replace]
 @pytest.fixture(params=["preadv", "mapped", "staged"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Read long segments; short ones out of a mapping; short ones without a lease."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 4096)
     monkeypatch.setattr(file_bytes, "_WINDOW", 8192)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 8192)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import runpy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,20 +16,26 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.weights import Checkpoint, open_checkpoint, read_all, reading
+from vllm_module.weights import Checkpoint, open_checkpoint, pieces, read_all, reading
 from vllm_module.weights.cut_rows import Run
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.handle import SafetensorsHandle
 
+STAND_IN = runpy.run_path(str(Path(__file__).with_name("delayed_device.py")))
 
-@pytest.fixture(params=[1, 2, 8], ids="cpus={}".format, autouse=True)
+
+@pytest.fixture(params=[1, 2, 8, "onto a device"], ids="cpus={}".format, autouse=True)
 def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make pieces and batches small and vary the number of CPUs; all threads end."""
-    monkeypatch.setattr("os.cpu_count", lambda: request.param)
-    monkeypatch.setattr(reading, "_BATCH_BYTES", 512)
-    monkeypatch.setattr(reading, "PIECE_BYTES", 1024)
     before = threading.active_count()
-    yield
+    if request.param == "onto a device":
+        with STAND_IN["loading_onto_a_device"](piece=1024, batch=512):
+            yield
+    else:
+        monkeypatch.setattr("os.cpu_count", lambda: request.param)
+        monkeypatch.setattr(reading, "_BATCH_BYTES", 512)
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 1024)
+        yield
     assert threading.active_count() == before
 
 
@@ -83,7 +90,7 @@ def test_jobs_are_taken_only_as_they_can_be_read(tensors, checkpoint, monkeypatc
             ahead.append(made - len(done))
             yield checkpoint["w5"], torch.zeros(1, 1, 900)
 
-    monkeypatch.setattr(reading, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(FileBytes, "read_runs", counted)
     read_all(jobs())
     assert len(done) == 200

@@ -173,7 +173,7 @@ def plan_ranks(
                 sum(map(mul, counts, nbytes)),
                 memory["cpu"].model,
                 {device: each.staging for device, each in memory.items()},
-                memory["cpu"].quantizing,
+                max(each.quantizing for each in memory.values()),
                 page,
                 paths,
             )

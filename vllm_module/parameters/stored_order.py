@@ -13,7 +13,7 @@ class StoredOrder(NamedTuple):
     """How the part of a stored tensor that a rank keeps becomes what its parameter holds.
 
     Dimensions are counted as stored. Bytes are read as they lie in the file, which is fast, and
-    then put in order in host memory.
+    then put in order on the parameter's device.
 
     Attributes:
         groups: the dimension whose slots are stored in groups, how many entries each group has of
@@ -56,8 +56,13 @@ class Reordered(NamedTuple):
     target: torch.Tensor
     order: StoredOrder
 
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.device
+
     def receive(self, weight: Weight) -> None:
         """Read ``weight`` whole, and copy it to the target in the target's order."""
         if not isinstance(weight, torch.Tensor):
             weight = weight.read()
-        read_into(self.order.restore(weight), self.target)
+        read_into(self.order.restore(weight.to(self.device)), self.target)

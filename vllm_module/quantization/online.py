@@ -33,6 +33,10 @@ class QuantizedRegion(NamedTuple):
     block: tuple[int, int]
     order: StoredOrder | None
 
+    @property
+    def device(self) -> torch.device:
+        return self.quantized.device
+
     def receive(self, weight: Weight) -> None:
         if not isinstance(weight, torch.Tensor):
             device = self.quantized.device

@@ -9,11 +9,13 @@ from vllm_module.lazy import lazy_names
 if TYPE_CHECKING:
     from vllm_module.weights.buckets import receive_weights, send_weights
     from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
-    from vllm_module.weights.handle import Destination, Handle, Weight, read_into
+    from vllm_module.weights.handle import Destination, Handle, TensorHandle, Weight, read_into
     from vllm_module.weights.hub import resolve
     from vllm_module.weights.os_pages import prefer_huge_pages
-    from vllm_module.weights.reading import PIECE_BYTES, Readers, read_all, reader_threads
+    from vllm_module.weights.pieces import PIECE_BYTES
+    from vllm_module.weights.reading import Readers, read_all, reader_threads
     from vllm_module.weights.regular_file import read_file
+    from vllm_module.weights.staging import staging_buffers
     from vllm_module.weights.strict_json import read_json
 else:
     __getattr__, __dir__ = lazy_names(
@@ -22,8 +24,9 @@ else:
             "Checkpoint": "vllm_module.weights.checkpoint",
             "Destination": "vllm_module.weights.handle",
             "Handle": "vllm_module.weights.handle",
-            "PIECE_BYTES": "vllm_module.weights.reading",
+            "PIECE_BYTES": "vllm_module.weights.pieces",
             "Readers": "vllm_module.weights.reading",
+            "TensorHandle": "vllm_module.weights.handle",
             "Weight": "vllm_module.weights.handle",
             "open_checkpoint": "vllm_module.weights.checkpoint",
             "prefer_huge_pages": "vllm_module.weights.os_pages",
@@ -35,6 +38,7 @@ else:
             "receive_weights": "vllm_module.weights.buckets",
             "resolve": "vllm_module.weights.hub",
             "send_weights": "vllm_module.weights.buckets",
+            "staging_buffers": "vllm_module.weights.staging",
         },
     )
 
@@ -44,6 +48,7 @@ __all__ = [
     "Destination",
     "Handle",
     "Readers",
+    "TensorHandle",
     "Weight",
     "open_checkpoint",
     "prefer_huge_pages",
@@ -55,4 +60,5 @@ __all__ = [
     "receive_weights",
     "resolve",
     "send_weights",
+    "staging_buffers",
 ]

@@ -42,8 +42,47 @@ class Handle(Protocol):
 Weight: TypeAlias = Handle | torch.Tensor
 
 
+class TensorHandle:
+    """A tensor in memory that threads read as they read a handle; ``name`` is for messages."""
+
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor = name, tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The tensor's."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's."""
+        return self.tensor.dtype
+
+    def narrow(self, dim: int, start: int, length: int) -> TensorHandle:
+        """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does."""
+        return TensorHandle(self.name, self.tensor.narrow(dim, start, length))
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        """Copy to ``destination``: the same shape; any strides, dtype and device."""
+        check_destination(self.shape, destination, self)
+        copy_weight(self.tensor, destination, self)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.tensor
+
+    def __repr__(self) -> str:
+        return f"{self.name}: a tensor in memory"
+
+
 class Sink(Protocol):
     """A destination that converts a weight instead of copying it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the result is kept. A weight that is not read yet may be read there first."""
 
     def receive(self, weight: Weight) -> None:
         """Read the whole of ``weight`` and keep the result of the conversion."""
@@ -62,8 +101,8 @@ def read_into(weight: Weight, destination: Destination) -> None:
     if not isinstance(destination, torch.Tensor):
         destination.receive(weight)
     elif isinstance(weight, torch.Tensor):
-        _check_destination(weight.shape, destination, "a tensor in memory")
-        _copy(weight, destination, "a tensor in memory")
+        check_destination(weight.shape, destination, "a tensor in memory")
+        copy_weight(weight, destination, "a tensor in memory")
     else:
         weight.read_into(destination)
 
@@ -188,7 +227,7 @@ class SafetensorsHandle:
         It is contiguous, in host memory and of the same dtype, and no bool, whose bytes are checked
         first. Raises as the function ``read_into`` does if the shapes differ.
         """
-        _check_destination(self.shape, destination, self)
+        check_destination(self.shape, destination, self)
         direct = destination.dtype == self.dtype != torch.bool
         return direct and destination.is_cpu and destination.is_contiguous()
 
@@ -210,7 +249,7 @@ class SafetensorsHandle:
                 f"{self} holds bytes other than 0 and 1, which are no bools; the file is damaged, "
                 "or was written wrongly: download it again"
             )
-        _copy(staged, destination, self)
+        copy_weight(staged, destination, self)
 
     def read(self) -> torch.Tensor:
         """Read into a new tensor in host memory."""
@@ -229,7 +268,7 @@ class SafetensorsHandle:
         )
 
 
-def _check_destination(shape: torch.Size, destination: torch.Tensor, what: object) -> None:
+def check_destination(shape: torch.Size, destination: torch.Tensor, what: object) -> None:
     """Refuse what ``copy_`` accepts: another shape that broadcasts, and the meta device."""
     if shape != destination.shape:
         raise MisshapenWeightError(
@@ -242,14 +281,19 @@ def _check_destination(shape: torch.Size, destination: torch.Tensor, what: objec
         )
 
 
-def _copy(source: torch.Tensor, destination: torch.Tensor, what: object) -> None:
+def copy_weight(
+    source: torch.Tensor, destination: torch.Tensor, what: object, *, non_blocking: bool = False
+) -> None:
     """Copy ``source`` into ``destination``, or raise before copying if the cast loses a value.
 
-    ``what`` names the source in messages.
+    ``what`` names the source in messages. The destination's device casts. With ``non_blocking`` the
+    copy out of pinned memory may last longer than this call; the memory must stay as it is then.
     """
+    source = source.detach() if source.requires_grad else source
     if source.dtype != destination.dtype:
+        source = source.to(destination.device, non_blocking=non_blocking)
         _check_cast(source, destination.dtype, what)
-    destination.copy_(source.detach() if source.requires_grad else source)
+    destination.copy_(source, non_blocking=non_blocking)
 
 
 def _check_cast(source: torch.Tensor, dtype: torch.dtype, what: object) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from queue import Empty, Full, Queue
 from threading import Thread
 
 import torch
 
-from vllm_module.weights.handle import Destination, Handle, Weight, read_into, read_together
+from vllm_module.weights.handle import Destination, Weight, read_into, read_together
+from vllm_module.weights.pieces import Job, cut, nbytes_of
+from vllm_module.weights.staging import StagedReader, Staging, device_to_stage
 
-PIECE_BYTES = 16 << 20  # a larger weight is read in pieces of at most this size
 _BATCH_BYTES = 2 << 20  # smaller ones are queued together: each turn of the queue costs tens of µs
 _MAX_THREADS = 4
+# A copy to a device takes less time than reading into host memory. It was not measured; eight
+# threads of 6 GB/s would fill a bus of 50.
+_MAX_THREADS_TO_DEVICE = 8
 
-_Job = tuple[Handle, Destination]
 
-
-def reader_threads() -> int:
-    """Return how many threads read at once, the calling one included."""
-    return min(_MAX_THREADS, os.cpu_count() or 1)
+def reader_threads(device: torch.device | None = None) -> int:
+    """Return how many threads read at once onto ``device``, the calling one included."""
+    on_host = device is None or device.type == "cpu"
+    return min(_MAX_THREADS if on_host else _MAX_THREADS_TO_DEVICE, os.cpu_count() or 1)
 
 
 def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
@@ -29,39 +32,24 @@ def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
         readers.read(jobs)
 
 
-def _nbytes(weight: Handle) -> int:
-    return weight.shape.numel() * weight.dtype.itemsize
-
-
-def _cut(weight: Handle, destination: Destination) -> list[_Job]:
-    """Cut a weight and its destination into pieces of at most PIECE_BYTES."""
-    nbytes = _nbytes(weight)
-    if (
-        nbytes <= PIECE_BYTES
-        or not isinstance(destination, torch.Tensor)
-        or weight.shape != destination.shape  # read_into refuses it
-    ):
-        return [(weight, destination)]
-    dim = next(dim for dim, size in enumerate(weight.shape) if size > 1)
-    size = weight.shape[dim]
-    step = max(1, size * PIECE_BYTES // nbytes)
-    pieces = []
-    for start in range(0, size, step):
-        length = min(step, size - start)
-        target = destination.narrow(dim, start, length)
-        pieces += _cut(weight.narrow(dim, start, length), target)
-    return pieces
-
-
 class Readers:
     """Threads that read weights beside the calling one while a ``with`` block lasts.
 
     They start when the first batch is queued, and all have ended when the block ends.
+
+    Args:
+        device: that most destinations are on. If it is a CUDA device, weights are read through
+            pinned memory (see :class:`~vllm_module.weights.staging.Staging`).
+
     """
 
-    def __init__(self) -> None:
-        self._most_threads = reader_threads() - 1
-        self._queue: Queue[list[_Job] | None] = Queue(2 * self._most_threads + 1)
+    def __init__(self, device: torch.device | None = None) -> None:
+        threads = reader_threads(device)
+        self._most_threads = threads - 1
+        staged = device_to_stage(device)
+        self._staging = None if staged is None else Staging(staged, threads)
+        self._read_batch = self._new_reader()  # of the calling thread
+        self._queue: Queue[list[Job] | None] = Queue(2 * self._most_threads + 1)
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
         self._stopped = False
@@ -77,10 +65,22 @@ class Readers:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        if self._staging is not None:
+            self._staging.close(failed=self._stopped)
         self._errors.clear()  # of other threads that failed too: their frames keep tensors alive
+
+    def stages(self, weight: torch.Tensor, destination: Destination) -> bool:
+        """Tell whether a tensor in host memory is copied to the device as a handle is read to it.
+
+        Such a tensor is to be given to :meth:`read` as a ``TensorHandle``.
+        """
+        staging = self._staging
+        return staging is not None and weight.is_cpu and destination.device == staging.device.device
 
     def read(self, jobs: Iterable[tuple[Weight, Destination]]) -> None:
         """Read each weight into its destination, with all threads; return when all are read.
+
+        On a device, the caller's stream waits until they have arrived there.
 
         ``jobs`` may be a generator that allocates each destination: at most a queue's worth of jobs
         is taken ahead of the reading. The calling thread reads too, and copies tensors in memory.
@@ -90,19 +90,19 @@ class Readers:
         """
         assert not self._stopped, "these readers failed before"
         try:
-            batch: list[_Job] = []
+            batch: list[Job] = []
             free_bytes = _BATCH_BYTES
             for weight, destination in jobs:
                 if isinstance(weight, torch.Tensor):
                     read_into(weight, destination)
                     continue
-                for piece in _cut(weight, destination):
+                for piece in cut(weight, destination):
                     batch.append(piece)
-                    free_bytes -= _nbytes(piece[0])
+                    free_bytes -= nbytes_of(piece[0])
                     if free_bytes <= 0:
                         self._queue_batch(batch)
                         batch, free_bytes = [], _BATCH_BYTES
-            read_together(batch)
+            self._read_batch(batch)
             self._empty_queue()
         except BaseException:
             self._stopped = True
@@ -111,8 +111,10 @@ class Readers:
             self._empty_queue()  # after an exception batches are left in it
             self._queue.join()
         self._raise_error()
+        if self._staging is not None:
+            self._staging.deliver()
 
-    def _queue_batch(self, batch: list[_Job]) -> None:
+    def _queue_batch(self, batch: list[Job]) -> None:
         """Queue a batch for the threads or, if the queue is full, read it in this thread."""
         self._raise_error()
         while len(self._threads) < self._most_threads:
@@ -126,7 +128,7 @@ class Readers:
         try:
             self._queue.put_nowait(batch)
         except Full:
-            read_together(batch)
+            self._read_batch(batch)
 
     def _empty_queue(self) -> None:
         """Read queued batches in this thread or, once stopped, drop them."""
@@ -137,7 +139,7 @@ class Readers:
                 return
             try:
                 if not self._stopped:
-                    read_together(batch or [])
+                    self._read_batch(batch or [])
             except BaseException:
                 self._stopped = True
                 raise
@@ -149,12 +151,16 @@ class Readers:
         if self._errors:
             raise self._errors.pop()
 
+    def _new_reader(self) -> Callable[[list[Job]], None]:
+        return read_together if self._staging is None else StagedReader(self._staging).read
+
     def _work(self) -> None:
+        read = self._new_reader()
         with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
             while (batch := self._queue.get()) is not None:
                 try:
                     if not self._stopped:
-                        read_together(batch)
+                        read(batch)
                 except BaseException as error:
                     if not self._stopped:
                         self._errors.append(error)

@@ -216,6 +216,7 @@ class _RecordedSink:
 
     def __init__(self, sink: Sink, path: str, trace: RankTrace) -> None:
         self._sink, self._path, self._trace = sink, path, trace
+        self.device = sink.device
 
     def receive(self, weight: Weight) -> None:
         with self._trace.span("quantize", self._path, self._path):

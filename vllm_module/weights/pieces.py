@@ -1,0 +1,38 @@
+"""The pieces that a large weight is read in."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from vllm_module.weights.handle import Destination, Handle
+
+PIECE_BYTES = 16 << 20  # a larger weight is read in pieces of at most this size
+
+Job: TypeAlias = tuple[Handle, Destination]
+
+
+def nbytes_of(weight: Handle) -> int:
+    """Return the bytes of a weight that is not read yet."""
+    return weight.shape.numel() * weight.dtype.itemsize
+
+
+def cut(weight: Handle, destination: Destination) -> list[Job]:
+    """Cut a weight and its destination into pieces of at most PIECE_BYTES."""
+    nbytes = nbytes_of(weight)
+    if (
+        nbytes <= PIECE_BYTES
+        or not isinstance(destination, torch.Tensor)
+        or weight.shape != destination.shape  # read_into refuses it
+    ):
+        return [(weight, destination)]
+    dim = next(dim for dim, size in enumerate(weight.shape) if size > 1)
+    size = weight.shape[dim]
+    step = max(1, size * PIECE_BYTES // nbytes)
+    pieces = []
+    for start in range(0, size, step):
+        length = min(step, size - start)
+        target = destination.narrow(dim, start, length)
+        pieces += cut(weight.narrow(dim, start, length), target)
+    return pieces
