@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module.kernels import (
     dtypes,
@@ -29,13 +30,14 @@ from vllm_module.kernels import (
     grouped_matmul_mxfp4,
     mla_attention,
     paged_attention_decode,
-    scaled_matmul,
+    scaled_matmul_configurations,
 )
 from vllm_module.kernels.act_and_mul import (
     act_and_mul_quantize_triton,
     act_and_mul_triton,
     swiglu_oai_and_mul_triton,
 )
+from vllm_module.kernels.choices import trying
 from vllm_module.kernels.combine_experts import combine_experts_triton
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.copy_blocks import copy_blocks_triton
@@ -56,7 +58,14 @@ from vllm_module.kernels.topk_routing import topk_routing_triton
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Of PTX: disassembling the machine code takes far longer than compiling it.
-_COUNTED = ("wgmma.mma_async", "mma.sync", "cp.async.cg", "ld.global.v4", "st.global.v4")
+_COUNTED = (
+    "wgmma.mma_async",
+    "mma.sync",
+    "cp.async.cg",
+    "cp.async.bulk.tensor",
+    "ld.global.v4",
+    "st.global.v4",
+)
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -93,6 +102,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
         is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or is_one:
             signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -307,6 +318,16 @@ def multiplied(
     )
 
 
+def tried(kernel: str, candidate: str, launch: Callable[[], object]) -> Callable[[], object]:
+    """Launch a candidate of a kernel, whatever was chosen."""
+
+    def launches() -> None:
+        with trying({kernel: candidate}):
+            launch()
+
+    return launches
+
+
 def routed(
     experts: int, top_k: int, scoring: str = "softmax", groups: int = 1, biased: bool = False
 ) -> Callable[[], object]:
@@ -452,6 +473,23 @@ HOPPER: dict[str, Callable[[], object]] = {
         for tile in TILES
         for kind, rows in (("fp8", 1), ("fp8", 128), ("fp8 weight", 1), ("fp8 weight", 128))
     },
+    **{
+        f"multiply fp8, {m}{', by block' * (rows > 1)}, {name}": tried(
+            "scaled_matmul", name, multiplied(m, 6144, 4096, "fp8 given", rows)
+        )
+        for m, name in (
+            (16, "wide tiles"),
+            (64, "wide tiles"),
+            (128, "more splits"),
+            (256, "small descriptors"),
+            (512, "descriptors"),
+            (8192, "persistent"),
+        )
+        for rows in (1, 128)
+    },
+    "multiply fp8 weight, 16, wide tiles": tried(
+        "scaled_matmul", "wide tiles", multiplied(16, 6144, 4096, "fp8 weight")
+    ),
     "multiply fp8 weight by block": multiplied(8192, 6144, 4096, "fp8 weight", 128),
     "multiply fp8 given, 8192": multiplied(8192, 6144, 4096, "fp8 given"),
     "multiply fp8 given, 8, by block": multiplied(8, 6144, 14336, "fp8 given", 128),
@@ -509,7 +547,7 @@ HOPPER |= {
 def main(capability: int) -> None:
     """Compile every case and print a list with an entry for each kernel."""
     # The choice of tiles depends on the capability, and a meta tensor's device has none.
-    products = (scaled_matmul, grouped_matmul, grouped_matmul_mxfp4)
+    products = (scaled_matmul_configurations, grouped_matmul, grouped_matmul_mxfp4)
     for module in (dtypes, mla_attention, paged_attention_decode, *products):
         module.capability = lambda _: divmod(capability, 10)
     results = []

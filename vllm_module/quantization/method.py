@@ -64,7 +64,7 @@ class QuantizeMethod(ABC):
         """Return what every product needs of the parameters, by the name of a buffer.
 
         Called after each load, and after a state dict. The layer copies it into the buffers, whose
-        memory stays, so that ``apply`` computes nothing from scales and a CUDA graph sees an update.
+        memory stays: ``apply`` computes nothing from scales, and a CUDA graph sees an update.
         """
         return {}
 
