@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module.kernels import (
     dtypes,
-    grouped_matmul,
+    grouped_matmul_configurations,
     grouped_matmul_mxfp4,
     mla_attention,
     paged_attention_decode,
@@ -487,6 +487,25 @@ HOPPER: dict[str, Callable[[], object]] = {
         )
         for rows in (1, 128)
     },
+    **{
+        f"grouped {kind}, {tile}{', by block' * (rows > 1)}, {name}": tried(
+            "grouped_matmul", name, grouped(tile, kind, rows)
+        )
+        for tile, name, kind, rows in (
+            (16, "wide tiles", "wide", 1),
+            (32, "wide tiles", "fp8", 128),
+            (32, "more stages", "fp8", 128),
+            (128, "small tiles", "wide", 1),
+            (128, "small tiles", "fp8", 128),
+            (128, "three stages", "wide", 1),
+            (16, "tiles, descriptors", "fp8", 1),
+            (64, "tiles, descriptors", "fp8", 128),
+            (128, "tiles, descriptors", "fp8 weight", 1),
+            (128, "tiles, descriptors", "fp8", 128),
+            (128, "small tiles, descriptors", "fp8", 128),
+            (128, "tiles, descriptors", "wide", 1),
+        )
+    },
     "multiply fp8 weight, 16, wide tiles": tried(
         "scaled_matmul", "wide tiles", multiplied(16, 6144, 4096, "fp8 weight")
     ),
@@ -547,7 +566,7 @@ HOPPER |= {
 def main(capability: int) -> None:
     """Compile every case and print a list with an entry for each kernel."""
     # The choice of tiles depends on the capability, and a meta tensor's device has none.
-    products = (scaled_matmul_configurations, grouped_matmul, grouped_matmul_mxfp4)
+    products = (scaled_matmul_configurations, grouped_matmul_configurations, grouped_matmul_mxfp4)
     for module in (dtypes, mla_attention, paged_attention_decode, *products):
         module.capability = lambda _: divmod(capability, 10)
     results = []
