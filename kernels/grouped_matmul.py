@@ -45,7 +45,8 @@ def grouped_matmul(
     weight of the expert ``e`` with ``offsets[e] <= r < offsets[e + 1]``. Rows from
     ``offsets[count]`` on are zeros. The launch depends on shapes alone, so a CUDA graph can replay
     it. Eight-bit weights are multiplied as by
-    :func:`~vllm_module.kernels.scaled_matmul.scaled_matmul`.
+    :func:`~vllm_module.kernels.scaled_matmul.scaled_matmul`, and a row's bits depend on the bucket
+    of the number of rows in the same way.
 
     Args:
         x: ``[tokens, input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.

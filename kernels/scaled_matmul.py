@@ -35,6 +35,10 @@ def scaled_matmul(
     to FP8 too: by the static scale, or by a scale for each token and block of the weight's columns.
     On other devices, with INT8 weights or without ``quantize_input``, the input is not quantized.
 
+    On a GPU, sums are cut by the bucket of the number of tokens (:func:`configurations
+    <vllm_module.kernels.scaled_matmul_configurations.configurations>` lists the buckets): a token's
+    bits depend on its own input and on the bucket of its batch.
+
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.
         weight: ``[output, input]``, float8_e4m3fn or int8.

@@ -125,7 +125,8 @@ def _candidates(
     if tokens <= 128:
         if first.splits * 1024 <= K:
             found["more splits"] = first._replace(splits=first.splits * 2)
-        if tokens <= 64 and one_scale and first.depth == 128:
+        # Widened weights leave registers for fewer tokens.
+        if tokens <= (64 if dtype == _FP8 else 32) and one_scale and first.depth == 128:
             stages = 5 if dtype == _FP8 else 4
             found["wide tiles"] = first._replace(columns=128, stages=stages)
     if dtype == _FP8 and capability == (9, 0) and K % 16 == 0:

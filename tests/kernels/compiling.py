@@ -1,7 +1,8 @@
 """Compile kernels as they would be launched, on a machine without the GPU.
 
 ``python tests/kernels/compiling.py 90`` compiles every case below for compute capability 9.0 and
-prints, as JSON, what each compiled kernel needs.
+prints, as JSON, what each compiled kernel needs. With ``--candidates``, it compiles every candidate
+of products instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from vllm_module.kernels.combine_experts import combine_experts_triton
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
+from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
@@ -53,6 +56,7 @@ from vllm_module.kernels.rms_norm import (
 )
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
+from vllm_module.kernels.scaled_matmul_configurations import configurations
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.topk_routing import topk_routing_triton
 
@@ -480,7 +484,6 @@ HOPPER: dict[str, Callable[[], object]] = {
         for m, name in (
             (16, "wide tiles"),
             (64, "wide tiles"),
-            (128, "more splits"),
             (256, "small descriptors"),
             (512, "descriptors"),
             (8192, "persistent"),
@@ -497,7 +500,6 @@ HOPPER: dict[str, Callable[[], object]] = {
             (32, "more stages", "fp8", 128),
             (128, "small tiles", "wide", 1),
             (128, "small tiles", "fp8", 128),
-            (128, "three stages", "wide", 1),
             (16, "tiles, descriptors", "fp8", 1),
             (64, "tiles, descriptors", "fp8", 128),
             (128, "tiles, descriptors", "fp8 weight", 1),
@@ -563,14 +565,43 @@ HOPPER |= {
 }
 
 
-def main(capability: int) -> None:
+def candidates() -> dict[str, Callable[[], object]]:
+    """Return every candidate of products with a weight of an 8B model, and with experts' weights.
+
+    They are more than a test has time for.
+    """
+    found = {}
+    for kind, rows in product(("fp8 given", "fp8 weight"), (1, 128)):
+        multiplied_in = E4M3 if kind == "fp8 given" else torch.bfloat16
+        block = (1, 4096) if rows == 1 else (128, 128)
+        for each in configurations(6144, 4096, block, multiplied_in):
+            if each.config.way != "torch":
+                launch = multiplied(each.tokens, 6144, 4096, kind, rows)
+                name = f"multiply {kind}, {each.tokens}, {rows} x {rows}, {each.name}"
+                found[name] = tried("scaled_matmul", each.name, launch)
+    for kind, rows in (("fp8", 1), ("fp8", 128), ("fp8 weight", 1), ("int8", 1), ("wide", 1)):
+        multiplied_in = E4M3 if kind == "fp8" else torch.bfloat16
+        block = (1, 2880) if rows == 1 else (128, 128)
+        for each in grouped_configurations((128, 1536, 2880), block, multiplied_in):
+            launch = grouped(each.rows // 128, kind, rows)
+            name = f"grouped {kind}, {each.rows // 128}, {rows} x {rows}, {each.name}"
+            found[name] = tried("grouped_matmul", each.name, launch)
+    return found
+
+
+def main(capability: int, *, every_candidate: bool) -> None:
     """Compile every case and print a list with an entry for each kernel."""
     # The choice of tiles depends on the capability, and a meta tensor's device has none.
-    products = (scaled_matmul_configurations, grouped_matmul_configurations, grouped_matmul_mxfp4)
+    products = (
+        scaled_matmul_configurations,
+        grouped_matmul_configurations,
+        grouped_matmul_mxfp4,
+    )
     for module in (dtypes, mla_attention, paged_attention_decode, *products):
         module.capability = lambda _: divmod(capability, 10)
+    cases = CASES | HOPPER if capability == 90 else CASES
     results = []
-    for name, launch in (CASES | HOPPER if capability == 90 else CASES).items():
+    for name, launch in (candidates() if every_candidate else cases).items():
         with compiling(capability) as done:
             launch()
         results += [asdict(one) | {"case": name} for one in done]
@@ -578,4 +609,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), every_candidate="--candidates" in sys.argv)
