@@ -31,7 +31,7 @@ class QuantizeMethod(ABC):
 
     Attributes:
         parameter_names: names of the parameters that ``create_weights`` returns.
-        buffer_names: names of the layer's buffers that ``compute_buffers`` returns.
+        buffer_names: names of the layer's buffers that ``compute_buffers`` may return.
         processes: whether ``process_weights_after_loading`` does anything.
         weight_aliases: other names of the parameters in checkpoints, each with the parameter's.
         replaceable: whether a layer that has this method may be given another. False for a method
@@ -64,7 +64,8 @@ class QuantizeMethod(ABC):
         """Return what every product needs of the parameters, by the name of a buffer.
 
         Called after each load, and after a state dict. The layer copies it into the buffers, whose
-        memory stays: ``apply`` computes nothing from scales, and a CUDA graph sees an update.
+        memory stays: ``apply`` computes nothing from scales, and a CUDA graph sees an update. When
+        the layer is quantized, parameters are on meta, and this gives the shapes of the buffers.
         """
         return {}
 
@@ -174,9 +175,12 @@ class QuantizableLayer(vLLMModule):
         kept = {name: p for name, p in self._parameters.items() if name not in names}
         self._parameters = {**method.create_weights(self), **kept}
         for name in own.buffer_names:
-            del self._buffers[name]
-        for name in method.buffer_names:
-            self.register_buffer(name, None, persistent=False)
+            self._buffers.pop(name, None)
+        device = self.load_state.device
+        with torch.inference_mode(False):  # so that every load may write to them
+            for name, value in method.compute_buffers(self).items():
+                empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+                self.register_buffer(name, empty, persistent=False)
         self.quant_method = method
         # What the layer itself declares stays.
         replaced = own.conversions(self).keys()
@@ -190,7 +194,7 @@ class QuantizableLayer(vLLMModule):
         method = self.quant_method
         names = method.parameter_names if self.is_quantized else ()
         quantized: set[torch.Tensor | None] = {self._parameters[name] for name in names}
-        quantized |= {self._buffers[name] for name in method.buffer_names}
+        quantized |= {self._buffers.get(name) for name in method.buffer_names}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             new = fn(tensor)
@@ -242,7 +246,5 @@ class QuantizableLayer(vLLMModule):
     def _compute_buffers(self) -> None:
         for name, value in self.quant_method.compute_buffers(self).items():
             buffer = self._buffers[name]
-            if buffer is None or buffer.device != value.device:
-                with torch.inference_mode(False):  # so that a later load may write to it
-                    buffer = self._buffers[name] = torch.empty_like(value, requires_grad=False)
+            assert buffer is not None, name
             buffer.copy_(value.detach())
