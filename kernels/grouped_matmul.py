@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
-from vllm_module.kernels.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
+from vllm_module.kernels.dtypes import FLOATS, can_convert
+from vllm_module.kernels.grouped_matmul_configurations import Config, config_of
+from vllm_module.kernels.grouped_tile import grouped_tile, tiles_of
 from vllm_module.kernels.linear import linear
 from vllm_module.kernels.operators import (
     checks_values,
@@ -45,7 +45,8 @@ def grouped_matmul(
     weight of the expert ``e`` with ``offsets[e] <= r < offsets[e + 1]``. Rows from
     ``offsets[count]`` on are zeros. The launch depends on shapes alone, so a CUDA graph can replay
     it. Eight-bit weights are multiplied as by
-    :func:`~vllm_module.kernels.scaled_matmul.scaled_matmul`.
+    :func:`~vllm_module.kernels.scaled_matmul.scaled_matmul`, and a row's bits depend on the bucket
+    of the number of rows in the same way.
 
     Args:
         x: ``[tokens, input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.
@@ -225,12 +226,13 @@ def grouped_matmul_triton(
             x_scale = input_scale.expand(len(x), groups)
             quantize_static_triton(wide, x, x_scale, 1, block_columns)
     y = torch.empty(length, N, dtype=dtype, device=x.device)
-    config = _config(length, (count, N, K), (block_rows, block_columns), x)
+    config = config_of(length, (count, N, K), (block_rows, block_columns), x)
     span = K if groups <= 1 else block_columns  # input features that steps divide
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_groups[(tiles,)](
         x,
         weight,
+        _descriptor(weight, config, K if groups <= 1 else block_columns),
         scale,
         x_scale,
         bias,
@@ -263,51 +265,11 @@ def grouped_matmul_triton(
     return y
 
 
-class Config(NamedTuple):
-    """How a product is cut into programs, and a program into steps.
-
-    Attributes:
-        rows: rows of a tile, all of one expert.
-        columns: output features of a tile.
-        depth: input features of a step.
-
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def _config(
-    length: int, shape: tuple[int, int, int], block: tuple[int, int], x: torch.Tensor
-) -> Config:
-    """Return the configuration for ``length`` rows of ``x``, by the rows of an expert.
-
-    Up to 32 rows, reading the weights takes the time: there are 64 KiB of them in flight. Beyond,
-    tensor cores and the L2 cache limit the speed.
-    """
-    count, N, K = shape
-    fp8, grouped = x.dtype == _FP8, block[1] < K
-    slow = x.dtype == torch.float32 or K % 16 != 0  # an odd K is loaded byte by byte
-    rows = rows_of_a_tile(length, count)
-    depth = 32 if slow else 128 if fp8 or rows <= 32 else 64
-    if grouped:
-        depth = max(32, min(depth, next_power_of_2(block[1])))
-    if rows <= 32:
-        return Config(rows, 64, depth, 4, 4)
-    if slow or (grouped and block[0] % 128 and block[0] < N):
-        return Config(64, 64, depth, 4, 3)
-    if rows == 64 or capability(x) < (9, 0):
-        return Config(64, 128, depth, 4, 4)
-    return Config(128, 128, depth, 8, 4)
-
-
 @triton.jit(do_not_specialize=["length"])
 def _multiply_groups(
     x_ptr,
     weight_ptr,
+    weight_desc,
     scale_ptr,
     x_scale_ptr,
     bias_ptr,
@@ -346,6 +308,7 @@ def _multiply_groups(
 
     STEPS is the number of steps over input features that share a scale; 0 if all share one. With
     SWAP the weight is the left operand: it can then be widened in registers, and rows may be few.
+    The descriptor, if any, is of the rows of all weights.
     """
     expert, n, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
@@ -362,6 +325,7 @@ def _multiply_groups(
         written(y_ptrs, None, sums, None, None, exist, n, N, 0, SWAP, BLOCK_N)
         return
 
+    weight_row_of_tile = expert * N + n
     expert = expert.to(tl.int64)
     weight_ptr += expert * weight_expert
     ptrs = weight_ptr + clamped(n, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
@@ -375,14 +339,20 @@ def _multiply_groups(
     for step in range(steps):
         if STEPS:
             group = step // STEPS
-            k = group * block_columns + step % STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
+            first = group * block_columns + step % STEPS * BLOCK_K
+            k = first + tl.arange(0, BLOCK_K)
             inside = (k < tl.minimum(K, (group + 1) * block_columns))[None, :]
         else:
-            group, k = 0, step * BLOCK_K + tl.arange(0, BLOCK_K)
+            group, first = 0, step * BLOCK_K
+            k = first + tl.arange(0, BLOCK_K)
             inside = (k < K)[None, :]
         k = k.to(tl.int64)[None, :]
         x = loaded(x_ptrs + k * x_column, inside, EVEN)
-        weight = loaded(ptrs + k * weight_column, inside, EVEN)
+        if weight_desc is None:
+            weight = loaded(ptrs + k * weight_column, inside, EVEN)
+        else:
+            # Of features that are not inside, x is zero; beyond the last one, the weight is too.
+            weight = weight_desc.load([weight_row_of_tile, first])
         x_scale, scale = None, None
         if STEPS:
             if x_scale_ptr is not None:
@@ -397,6 +367,28 @@ def _multiply_groups(
             x_scale = tl.load(x_scale_ptr)
         scale = block_scale(scale_ptr, n, N, scale_row, block_rows, False, SWAP, BLOCK_N)
     written(y_ptrs, bias_ptr, sums, x_scale, scale, exist, n, N, bias_column, SWAP, BLOCK_N)
+
+
+def _descriptor(weight: torch.Tensor, config: Config, span: int) -> object:
+    """Return a descriptor of the rows of all experts' weights, or ``None`` where pointers load.
+
+    ``span`` is the number of input features that steps divide.
+    """
+    count, outputs, inputs = weight.shape
+    # A descriptor has 32 bits for a row; rows and steps are whole 16 bytes apart.
+    if (
+        not config.described
+        or weight.stride(2) != 1
+        or weight.stride(0) != outputs * weight.stride(1)
+        or weight.stride(1) * weight.itemsize % 16
+        or (span < inputs and span * weight.itemsize % 16)
+        or weight.data_ptr() % 16
+        or count * outputs >= 2**31
+    ):
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [config.columns, config.depth])
 
 
 def _length(x: torch.Tensor, rows: torch.Tensor | None) -> int:

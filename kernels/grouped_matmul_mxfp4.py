@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS, capability
-from vllm_module.kernels.grouped_matmul import Config, by_expert, expect_groups
+from vllm_module.kernels.grouped_matmul import by_expert, expect_groups
+from vllm_module.kernels.grouped_matmul_configurations import Config
 from vllm_module.kernels.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.product_tile import added, clamped, loaded, written

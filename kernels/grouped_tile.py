@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
+ROWS = (16, 32, 64, 128)  # of a tile
+
 
 def rows_of_a_tile(length: int, count: int) -> int:
-    """Return rows for each tile, 16 to 128: as many as an expert has on average."""
-    return min(max(16, next_power_of_2(-(-length // max(1, count)))), 128)
+    """Return rows for each tile, one of ROWS: as many as an expert has on average."""
+    return min(max(ROWS[0], next_power_of_2(-(-length // max(1, count)))), ROWS[-1])
 
 
 def tiles_of(length: int, count: int, rows: int) -> int:

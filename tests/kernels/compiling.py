@@ -1,7 +1,8 @@
 """Compile kernels as they would be launched, on a machine without the GPU.
 
 ``python tests/kernels/compiling.py 90`` compiles every case below for compute capability 9.0 and
-prints, as JSON, what each compiled kernel needs.
+prints, as JSON, what each compiled kernel needs. With ``--candidates``, it compiles every candidate
+of products instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +24,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module.kernels import (
     dtypes,
-    grouped_matmul,
+    grouped_matmul_configurations,
     grouped_matmul_mxfp4,
     mla_attention,
     paged_attention_decode,
-    scaled_matmul,
+    scaled_matmul_configurations,
 )
 from vllm_module.kernels.act_and_mul import (
     act_and_mul_quantize_triton,
     act_and_mul_triton,
     swiglu_oai_and_mul_triton,
 )
+from vllm_module.kernels.choices import trying
 from vllm_module.kernels.combine_experts import combine_experts_triton
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
+from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
@@ -51,12 +56,20 @@ from vllm_module.kernels.rms_norm import (
 )
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
+from vllm_module.kernels.scaled_matmul_configurations import configurations
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.topk_routing import topk_routing_triton
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Of PTX: disassembling the machine code takes far longer than compiling it.
-_COUNTED = ("wgmma.mma_async", "mma.sync", "cp.async.cg", "ld.global.v4", "st.global.v4")
+_COUNTED = (
+    "wgmma.mma_async",
+    "mma.sync",
+    "cp.async.cg",
+    "cp.async.bulk.tensor",
+    "ld.global.v4",
+    "st.global.v4",
+)
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -93,6 +106,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
         is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or is_one:
             signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -307,6 +322,16 @@ def multiplied(
     )
 
 
+def tried(kernel: str, candidate: str, launch: Callable[[], object]) -> Callable[[], object]:
+    """Launch a candidate of a kernel, whatever was chosen."""
+
+    def launches() -> None:
+        with trying({kernel: candidate}):
+            launch()
+
+    return launches
+
+
 def routed(
     experts: int, top_k: int, scoring: str = "softmax", groups: int = 1, biased: bool = False
 ) -> Callable[[], object]:
@@ -452,6 +477,40 @@ HOPPER: dict[str, Callable[[], object]] = {
         for tile in TILES
         for kind, rows in (("fp8", 1), ("fp8", 128), ("fp8 weight", 1), ("fp8 weight", 128))
     },
+    **{
+        f"multiply fp8, {m}{', by block' * (rows > 1)}, {name}": tried(
+            "scaled_matmul", name, multiplied(m, 6144, 4096, "fp8 given", rows)
+        )
+        for m, name in (
+            (16, "wide tiles"),
+            (64, "wide tiles"),
+            (256, "small descriptors"),
+            (512, "descriptors"),
+            (8192, "persistent"),
+        )
+        for rows in (1, 128)
+    },
+    **{
+        f"grouped {kind}, {tile}{', by block' * (rows > 1)}, {name}": tried(
+            "grouped_matmul", name, grouped(tile, kind, rows)
+        )
+        for tile, name, kind, rows in (
+            (16, "wide tiles", "wide", 1),
+            (32, "wide tiles", "fp8", 128),
+            (32, "more stages", "fp8", 128),
+            (128, "small tiles", "wide", 1),
+            (128, "small tiles", "fp8", 128),
+            (16, "tiles, descriptors", "fp8", 1),
+            (64, "tiles, descriptors", "fp8", 128),
+            (128, "tiles, descriptors", "fp8 weight", 1),
+            (128, "tiles, descriptors", "fp8", 128),
+            (128, "small tiles, descriptors", "fp8", 128),
+            (128, "tiles, descriptors", "wide", 1),
+        )
+    },
+    "multiply fp8 weight, 16, wide tiles": tried(
+        "scaled_matmul", "wide tiles", multiplied(16, 6144, 4096, "fp8 weight")
+    ),
     "multiply fp8 weight by block": multiplied(8192, 6144, 4096, "fp8 weight", 128),
     "multiply fp8 given, 8192": multiplied(8192, 6144, 4096, "fp8 given"),
     "multiply fp8 given, 8, by block": multiplied(8, 6144, 14336, "fp8 given", 128),
@@ -506,14 +565,43 @@ HOPPER |= {
 }
 
 
-def main(capability: int) -> None:
+def candidates() -> dict[str, Callable[[], object]]:
+    """Return every candidate of products with a weight of an 8B model, and with experts' weights.
+
+    They are more than a test has time for.
+    """
+    found = {}
+    for kind, rows in product(("fp8 given", "fp8 weight"), (1, 128)):
+        multiplied_in = E4M3 if kind == "fp8 given" else torch.bfloat16
+        block = (1, 4096) if rows == 1 else (128, 128)
+        for each in configurations(6144, 4096, block, multiplied_in):
+            if each.config.way != "torch":
+                launch = multiplied(each.tokens, 6144, 4096, kind, rows)
+                name = f"multiply {kind}, {each.tokens}, {rows} x {rows}, {each.name}"
+                found[name] = tried("scaled_matmul", each.name, launch)
+    for kind, rows in (("fp8", 1), ("fp8", 128), ("fp8 weight", 1), ("int8", 1), ("wide", 1)):
+        multiplied_in = E4M3 if kind == "fp8" else torch.bfloat16
+        block = (1, 2880) if rows == 1 else (128, 128)
+        for each in grouped_configurations((128, 1536, 2880), block, multiplied_in):
+            launch = grouped(each.rows // 128, kind, rows)
+            name = f"grouped {kind}, {each.rows // 128}, {rows} x {rows}, {each.name}"
+            found[name] = tried("grouped_matmul", each.name, launch)
+    return found
+
+
+def main(capability: int, *, every_candidate: bool) -> None:
     """Compile every case and print a list with an entry for each kernel."""
     # The choice of tiles depends on the capability, and a meta tensor's device has none.
-    products = (scaled_matmul, grouped_matmul, grouped_matmul_mxfp4)
+    products = (
+        scaled_matmul_configurations,
+        grouped_matmul_configurations,
+        grouped_matmul_mxfp4,
+    )
     for module in (dtypes, mla_attention, paged_attention_decode, *products):
         module.capability = lambda _: divmod(capability, 10)
+    cases = CASES | HOPPER if capability == 90 else CASES
     results = []
-    for name, launch in (CASES | HOPPER if capability == 90 else CASES).items():
+    for name, launch in (candidates() if every_candidate else cases).items():
         with compiling(capability) as done:
             launch()
         results += [asdict(one) | {"case": name} for one in done]
@@ -521,4 +609,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), every_candidate="--candidates" in sys.argv)

@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes as formats
 from vllm_module.kernels import grouped_matmul as kernel
+from vllm_module.kernels.choices import trying
 from vllm_module.kernels.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_reference,
     grouped_matmul_triton,
+)
+from vllm_module.kernels.grouped_matmul_configurations import (
+    Config,
+    config_of,
+    grouped_configurations,
 )
 from vllm_module.kernels.grouped_tile import tiles_of
 from vllm_module.kernels.quantize import dequantize, quantize, quantize_static
@@ -78,16 +84,16 @@ def launched(
 
 
 @pytest.fixture
-def tile(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return a function that sets the rows of a tile, with few columns."""
-    choose = kernel._config
+def tile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets the rows of a tile, with few columns, and how it is loaded."""
+    choose = kernel.config_of
 
-    def use(rows: int) -> None:
+    def use(rows: int, described: bool = False) -> None:
         # The choice depends on sizes that the slow interpreter cannot have.
         monkeypatch.setattr(
             kernel,
-            "_config",
-            lambda *product: kernel.Config(rows, 16, min(choose(*product).depth, 32), 4, 2),
+            "config_of",
+            lambda *product: Config(rows, 16, min(choose(*product).depth, 32), 4, 2, described),
         )
 
     return use
@@ -138,11 +144,21 @@ WEIGHTS = [  # dtype, block of the weight, how the input is quantized
 ]
 
 
-@pytest.mark.parametrize(("rows_of_tile", "wide"), [(16, torch.float32), (64, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("rows_of_tile", "wide", "described"),
+    [
+        (16, torch.float32, False),
+        (16, torch.float16, True),
+        (64, torch.bfloat16, False),
+        (64, torch.bfloat16, True),
+    ],
+)
 @pytest.mark.parametrize(("dtype", "block", "how"), WEIGHTS)
-def test_eight_bit_weights(as_accurate, tile, rows_of_tile, dtype, block, how, wide) -> None:
+def test_eight_bit_weights(
+    as_accurate, tile, rows_of_tile, dtype, block, how, wide, described
+) -> None:
     """Each way of scaling weights and tokens is as exact as torch in the output's dtype."""
-    tile(rows_of_tile)
+    tile(rows_of_tile, described)
     weight, scale = quantized(torch.randn(3, 24, 64), block, dtype)
     x, bias = torch.randn(6, 64).to(wide), torch.randn(3, 24).to(wide)
     x[0] *= 100
@@ -163,6 +179,48 @@ def test_eight_bit_weights(as_accurate, tile, rows_of_tile, dtype, block, how, w
     exact = exactly(exact_x, widened(weight, scale, block), offsets, bias.double(), rows, 2)
     low = torch.stack([dequantize(*one, block, wide) for one in zip(weight, scale, strict=True)])
     as_accurate(y, exact, exactly(exact_x.to(wide), low, offsets, bias, rows, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_a_descriptor_loads(as_accurate, tile, monkeypatch, dtype) -> None:
+    """A tile that ends beyond an expert's outputs, or all of them, writes only its own ones.
+
+    Weights whose rows are not whole 16 bytes apart are loaded by pointers.
+    """
+    tile(16, True)
+    x, offsets = torch.randn(9, 40).to(dtype), offsets_of(4, 0, 3)
+    made = []
+    descriptor = kernel._descriptor
+    monkeypatch.setattr(kernel, "_descriptor", lambda *a: made.append(descriptor(*a)) or made[-1])
+    for features in (40, 37):
+        weight = torch.full((3, 21, 48), torch.nan, dtype=dtype)[..., :features]
+        weight.copy_(torch.randn(weight.shape))
+        weight = weight if features == 40 else weight.contiguous()
+        part = x[:, :features]
+        y = launched(part, weight, offsets)
+        exact = exactly(part.double(), weight.double(), offsets)
+        as_accurate(y, exact, grouped_matmul(part, weight, offsets))
+    assert made[0] is not None
+    assert made[1] is None
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block", [(1, 2880), (128, 128), (64, 64)])
+def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype) -> None:
+    """Rows of a bucket meet one configuration, which is listed with the bucket's other ones."""
+    shape, x = (32, 1536, 2880), torch.empty(0, dtype=dtype)
+    by_bucket: dict[int, dict[str, Config]] = {}
+    listed = grouped_configurations(shape, block, dtype)
+    for each in listed:
+        by_bucket.setdefault(each.rows, {})[each.name] = each.config
+    assert len(listed) == len({(each.case, each.name) for each in listed})
+    assert list(by_bucket) == [512, 1024, 2048, 4096]
+    for rows in range(1, 8000, 37):
+        bucket = next((most for most in by_bucket if rows <= most), 4096)
+        for name, config in by_bucket[bucket].items() if rows % 5 == 0 else ():
+            with trying({"grouped_matmul": name}):
+                assert config_of(rows, shape, block, x) == config
+        assert config_of(rows, shape, block, x) == by_bucket[bucket]["tiles"]
 
 
 @pytest.mark.parametrize("dtype", [FP8, INT8])

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from vllm_module.kernels import scaled_matmul as kernel
+from vllm_module.kernels import scaled_matmul_described
+from vllm_module.kernels.choices import trying
 from vllm_module.kernels.quantize import dequantize, quantize, quantize_static
 from vllm_module.kernels.scaled_matmul import scaled_matmul, scaled_matmul_triton
+from vllm_module.kernels.scaled_matmul_configurations import Config, config_of, configurations
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -45,13 +48,13 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         "many tokens": (64, False, 1),
         "two tiles": (64, True, 1),
     }[request.param]
-    choose = kernel._config
+    choose = kernel.config_of
 
     def small(*product):
         depth = min(choose(*product).depth, 32)
-        return kernel._Config(rows, 16, depth, 4, 2, splits, two)
+        return Config(rows, 16, depth, 4, 2, splits, two)
 
-    monkeypatch.setattr(kernel, "_config", small)
+    monkeypatch.setattr(kernel, "config_of", small)
     return request.param
 
 
@@ -156,8 +159,8 @@ def test_defaults_change_nothing() -> None:
 @pytest.mark.parametrize("tokens", [128, 200])
 def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, two: bool) -> None:
     """Every tile is computed if there are several bands of them, the last one incomplete."""
-    config = kernel._Config(16, 16, 32, 4, 2, two=two)
-    monkeypatch.setattr(kernel, "_config", lambda *product: config)
+    config = Config(16, 16, 32, 4, 2, two=two)
+    monkeypatch.setattr(kernel, "config_of", lambda *product: config)
     weight, scale = quantized(40, 32, (1, 32))
     x = torch.randn(tokens, 32)
     y = launched(x, weight, scale, (1, 32), quantize_input=False)
@@ -170,24 +173,127 @@ def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, tw
 def test_splits_are_those_of_the_weight(shape: tuple[int, int], wide: torch.dtype) -> None:
     """Up to 128 tokens, the splits of a sum do not depend on the number of tokens."""
     block, x = (1, shape[1]), torch.empty(1, dtype=wide)
-    splits = {kernel._config(tokens, *shape, block, x).splits for tokens in range(1, 129)}
+    splits = {config_of(tokens, *shape, block, x).splits for tokens in range(1, 129)}
     assert len(splits) == 1
     programs = splits.pop() * shape[0] // 64
     assert programs >= 256 or shape == (1024, 4096)
-    assert kernel._config(129, *shape, block, x).splits == 1
+    assert config_of(129, *shape, block, x).splits == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 65])
 def test_splits_are_added_up(as_accurate, tokens: int) -> None:
     """A long sum for few outputs is split; scales and bias are applied after adding up."""
     weight, scale = quantized(48, 2048, (1, 2048))
-    assert kernel._config(tokens, *weight.shape, (1, 2048), weight).splits == 4
+    assert config_of(tokens, *weight.shape, (1, 2048), weight).splits == 4
     x, bias = torch.randn(tokens, 2048).bfloat16(), torch.randn(48).bfloat16()
     y = launched(x, weight, scale, (1, 2048), bias)
     rows = exactly(*quantized(tokens, 2048, (1, 2048), of=x), (1, 2048))
     exact = F.linear(rows, exactly(weight, scale, (1, 2048)), bias.double())
     wide = dequantize(weight, scale, (1, 2048), torch.bfloat16)
     as_accurate(y, exact, F.linear(rows.bfloat16(), wide, bias))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("block", [(1, 96), (40, 96), (16, 32), (16, 64)])
+def test_tiles_that_descriptors_load(as_accurate, monkeypatch, block, persistent) -> None:
+    """They are as exact as torch, of tensors with NaN around them that do not fill tiles.
+
+    Two programs compute all tiles of the persistent candidate.
+    """
+    monkeypatch.setattr(scaled_matmul_described, "_multiprocessors", lambda device: 2)
+    config = Config(16, 16, 32, 4, 2, way="descriptors", persistent=persistent)
+    monkeypatch.setattr(kernel, "config_of", lambda *product: config)
+    monkeypatch.setattr(kernel, "multiply_tiles", None)
+    held, scale = quantized(40, 96, block)
+    around = torch.full((48, 128), torch.nan).to(FP8)
+    around[:40, :96] = held
+    wide, bias = torch.randn(150, 96), torch.randn(40).bfloat16()
+    wide[3] *= 1000
+    x = torch.full((160, 112), torch.nan).to(FP8)[:150, :96]
+    scales = torch.empty(150, -(-96 // block[1]))
+    quantize(wide, x, scales, (1, block[1]))
+    y = launched(x, around[:40, :96], scale, block, bias, scales, dtype=torch.bfloat16)
+    rows = exactly(x, scales, (1, block[1]))
+    exact = F.linear(rows, exactly(held, scale, block), bias.double())
+    low = F.linear(rows.bfloat16(), dequantize(held, scale, block, torch.bfloat16), bias)
+    as_accurate(y, exact, low)
+
+
+@pytest.mark.parametrize("way", ["descriptors", "torch"])
+def test_what_a_candidate_does_not_take_is_multiplied_by_the_default(monkeypatch, way) -> None:
+    """Rows that are not whole 16 bytes apart have no descriptor, and torch refuses them."""
+    weight, scale = quantized(32, 64, (1, 64))
+    x = torch.zeros(130, 72).to(FP8)[:, :64]
+    x.copy_(torch.randn(130, 64))
+    arguments = (weight, scale, (1, 64), None, torch.tensor(0.5))
+    expected = launched(x, *arguments, dtype=torch.bfloat16)
+    config = Config(64, 64, 32, 4, 2, way=way)
+    monkeypatch.setattr(kernel, "config_of", lambda *product: config)
+    assert torch.equal(launched(x, *arguments, dtype=torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "given"),
+    [
+        ((1, 512), "rows"),
+        ((1, 512), "one"),
+        ((32, 512), "rows"),
+        ((32, 512), "one"),
+        ((128, 128), "groups"),
+    ],
+)
+def test_torch_multiplies_as_the_default_does(as_accurate, monkeypatch, block, given) -> None:
+    """Scales reach torch in the layout that it has for them; one call replaces the kernel."""
+    weight, scale = quantized(32, 512, block)
+    wide, bias = torch.randn(130, 512).bfloat16(), torch.randn(32).bfloat16()
+    shared = (130, 512) if given == "one" else (1, block[1])
+    rounded, scales = quantized(130, 512, shared, of=wide)
+    exact = exactly(rounded, scales, shared)
+    real, calls = torch._scaled_mm, []
+
+    def multiply(x, other, *, scale_a, scale_b, bias, out_dtype, out):
+        calls.append((scale_a.shape, scale_a.stride(), scale_b.stride()))
+        if scale_b.shape[0] == 1:
+            return real(
+                x, other, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype, out=out
+            )
+        product = exactly(x, scale_a, (1, 128)) @ exactly(other.t(), scale_b.t(), (128, 128)).t()
+        return out.copy_(product + bias)  # torch multiplies by blocks on CUDA only
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    with trying({"scaled_matmul": "torch"}):
+        y = launched(
+            rounded, weight, scale, block, bias, scales.view(()) if given == "one" else scales,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+    ((shape, stride, other_stride),) = calls
+    one, groups = given == "one" and block[0] == 32, scales.shape[1]
+    assert shape == ((1, 1) if one else (130, groups))
+    assert groups == 1 or (stride, other_stride) == ((1, 130), (1, groups))
+    low = F.linear(exact.bfloat16(), dequantize(weight, scale, block, torch.bfloat16), bias)
+    as_accurate(y, F.linear(exact, exactly(weight, scale, block), bias.double()), low)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block", [(1, 4096), (128, 128), (64, 64)])
+def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype) -> None:
+    """A bucket's tokens meet one configuration, which is listed with the bucket's other ones."""
+    shape, x = (6144, 4096), torch.empty(0, dtype=dtype)
+    listed = configurations(*shape, block, dtype)
+    by_bucket: dict[int, dict[str, Config]] = {}
+    for each in listed:
+        assert by_bucket.setdefault(each.tokens, {}).setdefault(each.name, each.config) is not None
+    assert len(listed) == len({(each.case, each.name) for each in listed})
+    for tokens in range(1, 2100):
+        bucket = next((most for most in by_bucket if tokens <= most), max(by_bucket))
+        assert config_of(tokens, *shape, block, x) == by_bucket[bucket]["tiles"]
+        if tokens in (7, 500, 2000):
+            for name, config in by_bucket[bucket].items():
+                with trying({"scaled_matmul": name}):
+                    assert config_of(tokens, *shape, block, x) == config
+    names = {each.name for each in listed}
+    assert ("persistent" in names) == (dtype == FP8 and block != (64, 64))
+    assert ("torch" in names) == (dtype == FP8 and block != (64, 64))
 
 
 @pytest.mark.parametrize("shape", ["one", "rows", "groups"])

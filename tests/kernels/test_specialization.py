@@ -48,6 +48,7 @@ from vllm_module.kernels.act_and_mul import (
 from vllm_module.kernels.combine_experts import combine_experts_triton
 from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
+from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.mla_attention import mla_attention_triton
@@ -57,6 +58,7 @@ from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
 from vllm_module.kernels.rms_norm import rms_norm_quantize_triton, rms_norm_triton
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
+from vllm_module.kernels.scaled_matmul_configurations import configurations
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.topk_routing import topk_routing_triton
 
@@ -70,6 +72,12 @@ def note(jit, arguments, options):
 cache, latents = meta(2, 64, 16, 8, 128), meta(64, 16, 40)
 weight, eight, hidden = meta(4096), meta(4096, 4096, dtype=E4M3), 4096
 ints, longs = torch.int32, torch.int64
+
+BLOCKS = ((1, hidden), (128, 128))
+
+def product(x, block):
+    scale = meta(hidden // block[0], hidden // block[1], dtype=FP32)
+    scaled_matmul_triton(x, eight, scale, *block, None, None, True, torch.bfloat16)
 
 def mixture(x, tokens):
     bias = meta(64, dtype=FP32)
@@ -110,13 +118,23 @@ def step(sequences, tokens, pages):
     act_and_mul_quantize_triton(meta(tokens, 2 * hidden), "silu", E4M3, 128, None)
     reshape_and_cache_triton(k, v, *cache, meta(tokens, dtype=longs), None, None)
     copy_blocks_triton(cache, meta(2, sequences, dtype=longs).t())
-    for block in ((1, hidden), (128, 128)):
-        scale = meta(hidden // block[0], hidden // block[1], dtype=FP32)
-        scaled_matmul_triton(x, eight, scale, *block, None, None, True, torch.bfloat16)
+    for block in BLOCKS:
+        product(x, block)
     mixture(x, tokens)
     narrow, one = meta(tokens, hidden, dtype=E4M3), meta(1, 1, dtype=FP32)
     quantize_triton(x, narrow, one, tokens, hidden)
     quantize_static_triton(x, narrow, one.expand(tokens, 1), 1, hidden)
+
+def counted():
+    return {name: len(found) for name, found in variants.items()}
+
+with launching(note):  # what is listed, before anything else
+    for block in BLOCKS:
+        for each in configurations(hidden, hidden, block, E4M3):
+            product(meta(each.tokens, hidden), block)
+        for each in grouped_configurations((32, 256, hidden), block, E4M3):
+            mixture(meta(each.rows // 8, hidden), each.rows // 8)
+listed = counted()
 
 random.seed(0)
 powers = [2**power for power in range(13)]
@@ -125,18 +143,23 @@ with launching(note):
     for tokens in [*powers, *random_tokens]:
         sequences = random.choice([1, tokens, random.randint(1, tokens)])
         step(sequences, tokens, random.choice([1, 16, random.randint(1, 600)]))
-json.dump({name: len(found) for name, found in variants.items()}, sys.stdout)
+json.dump([listed, counted()], sys.stdout)
 """
 
 
 @pytest.fixture(scope="module")
-def variants() -> dict[str, int]:
+def counts() -> list[dict[str, int]]:
     """Count what would be compiled, in another process: in this one Triton interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "100"]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def variants(counts: list[dict[str, int]]) -> dict[str, int]:
+    return counts[1]
 
 
 @pytest.mark.parametrize("kernel", BUCKETS)
@@ -148,3 +171,12 @@ def test_variants_do_not_grow_with_tokens(variants: dict[str, int], kernel: str)
 def test_every_kernel_that_is_launched_is_counted(variants: dict[str, int]) -> None:
     """No kernel of a step is missing from the table."""
     assert variants.keys() == BUCKETS.keys()
+
+
+@pytest.mark.parametrize("kernel", ["_multiply", "_add_splits", "_multiply_groups"])
+def test_products_that_are_listed_are_all_there_are(
+    counts: list[dict[str, int]], kernel: str
+) -> None:
+    """After one call for each listed configuration, no number of tokens needs another variant."""
+    listed, all_of_them = counts
+    assert listed[kernel] == all_of_them[kernel]

@@ -37,6 +37,9 @@ class EightBitMethod(QuantizeMethod):
         self.parameter_names = ("weight", scheme.scale_name)
         if scheme.activations == "static":
             self.parameter_names += ("input_scale",)
+            self.buffer_names += ("input_scale_for_matmul",)
+        if scheme.strategy == "tensor":
+            self.buffer_names += ("scale_for_matmul",)
         if scheme.online:
             return
         # Under both names the weight is multiplied by the scale, whatever "inv" suggests.
@@ -88,6 +91,18 @@ class EightBitMethod(QuantizeMethod):
             rule = f"must be finite: {advice}"
             _demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", rule)
 
+    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
+        """Return the scales as products take them, where the parameters differ from that.
+
+        All slots, and experts, have the same input: the largest of their static scales fits.
+        """
+        computed = {}
+        if self.scheme.strategy == "tensor":
+            computed["scale_for_matmul"] = self._own_scale(layer)[0]
+        if self.scheme.activations == "static" and len(layer.weight):  # a rank may have no experts
+            computed["input_scale_for_matmul"] = layer.get_parameter("input_scale").amax()
+        return computed
+
     def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
         scale = getattr(layer, self.scheme.scale_name)
         return self.scheme.dequantized(layer.weight, scale, layer.params_dtype)
@@ -95,16 +110,10 @@ class EightBitMethod(QuantizeMethod):
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        scheme = self.scheme
-        scale, block = scheme.for_matmul(layer.weight, getattr(layer, scheme.scale_name))
+        scale, block, input_scale = self._scales(layer)
+        quantize_input = self.scheme.activations != "none"
         return scaled_matmul(
-            x,
-            layer.weight,
-            scale,
-            block,
-            bias,
-            self._input_scale(layer),
-            quantize_input=scheme.activations != "none",
+            x, layer.weight, scale, block, bias, input_scale, quantize_input=quantize_input
         )
 
     def apply_experts(
@@ -116,8 +125,7 @@ class EightBitMethod(QuantizeMethod):
         rows: torch.Tensor | None,
         top_k: int,
     ) -> torch.Tensor:
-        scheme = self.scheme
-        scale, block = scheme.for_matmul(layer.weight, getattr(layer, scheme.scale_name))
+        scale, block, input_scale = self._scales(layer)
         return grouped_matmul(
             x,
             layer.weight,
@@ -127,18 +135,25 @@ class EightBitMethod(QuantizeMethod):
             top_k=top_k,
             scale=scale,
             block=block,
-            input_scale=self._input_scale(layer),
-            quantize_input=scheme.activations != "none",
+            input_scale=input_scale,
+            quantize_input=self.scheme.activations != "none",
         )
 
-    def _input_scale(self, layer: QuantizableLayer) -> torch.Tensor | None:
-        """Return the one static scale of the input, if there is one.
+    def _scales(
+        self, layer: QuantizableLayer
+    ) -> tuple[torch.Tensor, tuple[int, int], torch.Tensor | None]:
+        """Return scales, the rows and columns that share one, and the input's scale, if static."""
+        parameter = layer._parameters[self.scheme.scale_name]
+        assert parameter is not None
+        static = layer._buffers.get("input_scale_for_matmul")
+        if self.scheme.strategy != "tensor" or parameter.requires_grad:  # an optimizer may write it
+            return *self._own_scale(layer), static
+        scale = layer._buffers["scale_for_matmul"]
+        assert scale is not None  # the layer is ready
+        return scale, self.scheme.block_of(layer.weight, scale), static
 
-        All slots, and experts, have the same input: their largest scale fits.
-        """
-        if self.scheme.activations != "static" or not len(layer.weight):  # a rank with no experts
-            return None
-        return layer.get_parameter("input_scale").max()
+    def _own_scale(self, layer: QuantizableLayer) -> tuple[torch.Tensor, tuple[int, int]]:
+        return self.scheme.for_matmul(layer.weight, getattr(layer, self.scheme.scale_name))
 
 
 def _demand(

@@ -31,6 +31,7 @@ class QuantizeMethod(ABC):
 
     Attributes:
         parameter_names: names of the parameters that ``create_weights`` returns.
+        buffer_names: names of the layer's buffers that ``compute_buffers`` may return.
         processes: whether ``process_weights_after_loading`` does anything.
         weight_aliases: other names of the parameters in checkpoints, each with the parameter's.
         replaceable: whether a layer that has this method may be given another. False for a method
@@ -39,6 +40,7 @@ class QuantizeMethod(ABC):
     """
 
     parameter_names: tuple[str, ...]
+    buffer_names: tuple[str, ...] = ()
     processes = False
     replaceable = False
     weight_aliases: Mapping[str, str] = MappingProxyType({})
@@ -57,6 +59,15 @@ class QuantizeMethod(ABC):
         The layer's own ``process_weights_after_loading`` is called after it.
         """
         raise NotImplementedError
+
+    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
+        """Return what every product needs of the parameters, by the name of a buffer.
+
+        Called after each load, and after a state dict. The layer copies it into the buffers, whose
+        memory stays: ``apply`` computes nothing from scales, and a CUDA graph sees an update. When
+        the layer is quantized, parameters are on meta, and this gives the shapes of the buffers.
+        """
+        return {}
 
     def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
         """Return the weight as the layer multiplies by it, in its ``params_dtype``."""
@@ -163,6 +174,13 @@ class QuantizableLayer(vLLMModule):
             raise RuntimeError(f"{type(self).__name__} is loaded: quantize it before it is")
         kept = {name: p for name, p in self._parameters.items() if name not in names}
         self._parameters = {**method.create_weights(self), **kept}
+        for name in own.buffer_names:
+            self._buffers.pop(name, None)
+        device = self.load_state.device
+        with torch.inference_mode(False):  # so that every load may write to them
+            for name, value in method.compute_buffers(self).items():
+                empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+                self.register_buffer(name, empty, persistent=False)
         self.quant_method = method
         # What the layer itself declares stays.
         replaced = own.conversions(self).keys()
@@ -173,8 +191,10 @@ class QuantizableLayer(vLLMModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move quantized parameters, but never cast them: ``model.half()`` casts the others."""
-        names = self.quant_method.parameter_names if self.is_quantized else ()
-        quantized = {self._parameters[name] for name in names}
+        method = self.quant_method
+        names = method.parameter_names if self.is_quantized else ()
+        quantized: set[torch.Tensor | None] = {self._parameters[name] for name in names}
+        quantized |= {self._buffers.get(name) for name in method.buffer_names}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             new = fn(tensor)
@@ -197,6 +217,8 @@ class QuantizableLayer(vLLMModule):
                 )
                 return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if not any(parameter.is_meta for parameter in self.parameters(recurse=False)):
+            self._compute_buffers()
 
     def new_weight(self, dtype: torch.dtype) -> ModelWeightParameter:
         """Return a weight of ``dtype``, on meta, for a method to create."""
@@ -218,4 +240,11 @@ class QuantizableLayer(vLLMModule):
     def process_weights(self) -> None:
         if self.quant_method.processes:
             self.quant_method.process_weights_after_loading(self)
+        self._compute_buffers()
         super().process_weights()
+
+    def _compute_buffers(self) -> None:
+        for name, value in self.quant_method.compute_buffers(self).items():
+            buffer = self._buffers[name]
+            assert buffer is not None, name
+            buffer.copy_(value.detach())

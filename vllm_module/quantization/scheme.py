@@ -50,21 +50,27 @@ class Scheme:
     ) -> tuple[torch.Tensor, tuple[int, int]]:
         """Return a layer's scales as a matmul takes them, and the rows and columns that share one.
 
-        Per tensor, each slot has a scale of its own; a matmul takes one for each row.
+        Per tensor, each slot has a scale of its own; a matmul takes one for each row. If the input
+        has one scale too, and there is one slot, a matmul takes both as they are.
         """
-        rows, columns = weight.shape[-2:]
-        if self.strategy == "block":
-            return scale, self.block
         if self.strategy == "tensor":
             shards = weight.shards[-2]
-            if len(shards) == 1:
-                return scale.unsqueeze(-1), (rows, columns)
-            each = [
-                scale[..., i : i + 1].expand(*scale.shape[:-1], shard.padded)
-                for i, shard in enumerate(shards)
-            ]
-            scale = torch.cat(each, -1).unsqueeze(-1)
-        return scale, (1, columns)
+            scale = scale.unsqueeze(-1)
+            if len(shards) > 1 or self.activations != "static":
+                leading = scale.shape[:-2]
+                each = (
+                    scale[..., i : i + 1, :].expand(*leading, shard.padded, 1)
+                    for i, shard in enumerate(shards)
+                )
+                scale = torch.cat(tuple(each), -2)
+        return scale, self.block_of(weight, scale)
+
+    def block_of(self, weight: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
+        """Return the rows and columns of ``weight`` that share one of the matmul's scales."""
+        if self.strategy == "block":
+            return self.block
+        rows, columns = weight.shape[-2:]
+        return rows if scale.shape[-2] == 1 else 1, columns
 
     def dequantized(
         self, weight: ModelWeightParameter, scale: torch.Tensor, dtype: torch.dtype
