@@ -28,8 +28,8 @@ def choose(kernel: str, case: str, candidates: Mapping[str, T], device: torch.de
 
     Args:
         kernel: the name of the operation.
-        case: what the choice may depend on: shapes and dtypes that are a model's own, and never
-            the number of requests or the lengths of their contexts, since bits may differ.
+        case: what the choice may depend on: shapes and dtypes that are a model's own, and for
+            products the bucket of their rows; no other number of a batch, since bits may differ.
         candidates: by name; the first is the default.
         device: where the kernel runs.
 
