@@ -15,6 +15,7 @@ BUCKETS = {
     "_held_rows": 3,  # the norm of the hidden state, that of heads, and the one that quantizes
     "_tiles": 3,  # two activations, and one that quantizes
     "_rotate_both": 1,
+    "_rotate_and_store": 1,
     "_store": 1,
     "_copy": 1,
     "_decode": 2,  # contexts in one part or in several
@@ -56,6 +57,7 @@ from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
 from vllm_module.kernels.rms_norm import rms_norm_quantize_triton, rms_norm_triton
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
+from vllm_module.kernels.rotate_and_cache import rotate_and_cache_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.topk_routing import topk_routing_triton
@@ -106,6 +108,8 @@ def step(sequences, tokens, pages):
     rms_norm_quantize_triton(x, None, weight, 1e-6, E4M3, 128, None)
     cos = meta(tokens, 64, dtype=FP32)
     rotary_embedding_triton(q, k, cos, cos, True)
+    slots, norms = meta(tokens, dtype=longs), (meta(128), meta(128), 1e-6, 0.0)
+    rotate_and_cache_triton(q, k, v, cos, cos, *cache, slots, None, None, True, *norms)
     act_and_mul_triton(meta(tokens, 2 * hidden), "silu")
     act_and_mul_quantize_triton(meta(tokens, 2 * hidden), "silu", E4M3, 128, None)
     reshape_and_cache_triton(k, v, *cache, meta(tokens, dtype=longs), None, None)

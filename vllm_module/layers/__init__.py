@@ -26,6 +26,7 @@ from vllm_module.layers.linear import (
 from vllm_module.layers.mla import MLAAttention, MLAUpProjection
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
 from vllm_module.layers.rotary import RotaryEmbedding
+from vllm_module.layers.rotation import Rotation
 
 __all__ = [
     "Attention",
@@ -45,6 +46,7 @@ __all__ = [
     "RMSNorm",
     "ReplicatedLinear",
     "RotaryEmbedding",
+    "Rotation",
     "Router",
     "RowParallelLinear",
     "ShardedRMSNorm",
