@@ -304,7 +304,7 @@ def _rotate_and_store(
         row = program * ROWS + tl.arange(0, ROWS)
         token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
         at = token * query_token + head * query_head
-        _rotate(
+        rotate_rows(
             query_ptr, at, query_column, q_weight_ptr, query_ptr, at, query_column, None, head,
             cos_ptr, sin_ptr, token, cos_pair, sin_pair, token < tokens, eps,
             COS_TOKEN, SIN_TOKEN, HEAD_SIZE, PAIRS, ROWS, TILE, REST, OFFSET, NEOX, MAX,
@@ -321,7 +321,7 @@ def _rotate_and_store(
     mask = stored[:, None] & (column < HEAD_SIZE)[None, :]
     value_at = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
     value = tl.load(value_ptr + value_at, mask=mask)  # before keys, so that the loads overlap
-    _rotate(
+    rotate_rows(
         key_ptr, token * key_token + head * key_head, key_column, k_weight_ptr,
         k_cache_ptr, page * k_cache_page + offset * k_cache_offset + head * k_cache_head,
         k_cache_column, k_scale_ptr, head * k_scale_stride,
@@ -335,7 +335,7 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _rotate(
+def rotate_rows(
     x_ptr,
     x_at,
     x_column,

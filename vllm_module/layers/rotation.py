@@ -60,6 +60,36 @@ class Rotation(NamedTuple):
         return ()
 
 
+class LatentRotation(NamedTuple):
+    """The rotation of queries and keys of latent attention, and the norm of latents: a callable.
+
+    Called with queries ``[tokens, heads, rope]``, latents ``[tokens, latent]`` and keys ``[tokens,
+    rope]``, it calls the modules and returns all three; it may write its arguments.
+    :class:`~vllm_module.layers.MLAAttention` takes one, as ``Attention`` takes a :class:`Rotation`.
+    """
+
+    rotary_emb: RotaryEmbedding
+    cos_sin: CosSin
+    kv_norm: nn.Module
+
+    def __call__(
+        self, q_pe: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q_pe, k_pe = self.rotary_emb(q_pe, k_pe.unsqueeze(1), self.cos_sin)
+        return q_pe, self.kv_norm(kv_c), k_pe.squeeze(1)
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Return whether the modules normalize and rotate numbers of ``dtype``, and no more."""
+        plain = _runs(self.rotary_emb, RotaryEmbedding) and _runs(self.kv_norm, RMSNorm)
+        return plain and self.kv_norm.weight.dtype == dtype
+
+    def norm(self) -> tuple[torch.Tensor, float, float]:
+        """Return weight, eps and offset of the norm, which is plain."""
+        norm = self.kv_norm
+        assert isinstance(norm, RMSNorm)
+        return norm.weight, norm.eps, norm.weight_offset
+
+
 def _runs(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Return whether calling ``module`` runs the forward pass of ``cls``, and no hook."""
     return (
