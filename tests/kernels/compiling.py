@@ -51,6 +51,7 @@ from vllm_module.kernels.rms_norm import (
 )
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
 from vllm_module.kernels.rotate_and_cache import rotate_and_cache_triton
+from vllm_module.kernels.rotate_and_cache_mla import rotate_and_cache_mla_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.topk_routing import topk_routing_triton
@@ -538,7 +539,34 @@ def latent_attention(
     return launch
 
 
+def rotated_latents(
+    heads: int,
+    rank: int = 512,
+    rope: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    neox: bool = False,
+) -> Callable[[], object]:
+    """Rotate queries into a buffer, and store normalized latents and rotated keys."""
+
+    def launch() -> None:
+        query = meta(8192, heads, 128 + rope, dtype=dtype)[..., 128:]
+        parts = meta(8192, rank + rope, dtype=dtype).split([rank, rope], -1)
+        scale = meta(1, dtype=FP32) if cache_dtype else None
+        rotate_and_cache_mla_triton(
+            query, *parts, *meta(2, 8192, rope // 2, dtype=FP32),
+            meta(8192, heads, rank + rope, dtype=dtype)[..., rank:],
+            meta(1024, 16, rank + rope, dtype=cache_dtype or dtype),
+            meta(8192, dtype=torch.int64), scale, meta(rank, dtype=dtype), 1e-6, 0.0, neox,
+        )  # fmt: skip
+
+    return launch
+
+
 CASES |= {
+    "rotated latents, 128 heads": rotated_latents(128),
+    "rotated latents, fp32": rotated_latents(16, dtype=FP32),
+    "rotated latents of 500": rotated_latents(5, 500, 40, neox=True),
     "latent, 128 heads": latent_attention(128),
     "latent, 128 heads, short": latent_attention(128, pages=16),
     "latent, 16 heads": latent_attention(16),
@@ -547,6 +575,7 @@ CASES |= {
     "latent of 500": latent_attention(16, 500, 40),
 }
 HOPPER |= {
+    "rotated latents, e4m3": rotated_latents(16, cache_dtype=E4M3),
     "latent, 128 heads, e4m3": latent_attention(128, cache_dtype=E4M3),
     "latent, 16 heads, e5m2, fp16": latent_attention(16, dtype=FP16, cache_dtype=E5M2),
 }

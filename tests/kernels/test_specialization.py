@@ -16,6 +16,7 @@ BUCKETS = {
     "_tiles": 3,  # two activations, and one that quantizes
     "_rotate_both": 1,
     "_rotate_and_store": 1,
+    "_rotate_and_store_latent": 1,
     "_store": 1,
     "_copy": 1,
     "_decode": 2,  # contexts in one part or in several
@@ -58,6 +59,7 @@ from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
 from vllm_module.kernels.rms_norm import rms_norm_quantize_triton, rms_norm_triton
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
 from vllm_module.kernels.rotate_and_cache import rotate_and_cache_triton
+from vllm_module.kernels.rotate_and_cache_mla import rotate_and_cache_mla_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.topk_routing import topk_routing_triton
@@ -110,6 +112,10 @@ def step(sequences, tokens, pages):
     rotary_embedding_triton(q, k, cos, cos, True)
     slots, norms = meta(tokens, dtype=longs), (meta(128), meta(128), 1e-6, 0.0)
     rotate_and_cache_triton(q, k, v, cos, cos, *cache, slots, None, None, True, *norms)
+    angles, tail = (cos[:, :4], cos[:, :4]), rows[..., 32:]
+    rotate_and_cache_mla_triton(
+        tail, *parts, *angles, tail, latents, slots, None, meta(32), 1e-6, 0.0, False
+    )
     act_and_mul_triton(meta(tokens, 2 * hidden), "silu")
     act_and_mul_quantize_triton(meta(tokens, 2 * hidden), "silu", E4M3, 128, None)
     reshape_and_cache_triton(k, v, *cache, meta(tokens, dtype=longs), None, None)

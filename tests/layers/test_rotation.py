@@ -13,11 +13,14 @@ from vllm_module import vLLMModule
 from vllm_module.layers import (
     Attention,
     AttentionMetadata,
+    LatentRotation,
+    MLAAttention,
     PerHeadLayerNorm,
     RMSNorm,
     RotaryEmbedding,
     Rotation,
     attention,
+    mla,
 )
 from vllm_module.models.gemma3 import Gemma3Attention
 from vllm_module.models.llama import LlamaAttention
@@ -156,6 +159,42 @@ def test_derivatives_pass_through_the_modules(fused) -> None:
     output.sum().backward()
     assert q.grad.isfinite().all()
     assert not fused
+
+
+@pytest.mark.parametrize("case", ["plain", "hooked", "own rotation", "gradients"])
+def test_latents_are_rotated_as_by_their_modules(case: str, monkeypatch) -> None:
+    """Latent attention gives the bits of its modules, and calls those that do more."""
+    torch.manual_seed(0)
+    calls = []
+
+    def noted(*args: Any) -> None:
+        calls.append(args)
+        rotate_and_cache_mla(*args)
+
+    rotate_and_cache_mla = mla.rotate_and_cache_mla
+    monkeypatch.setattr(mla, "rotate_and_cache_mla", noted)
+    # As on a GPU.
+    monkeypatch.setattr(mla, "_fuses", lambda rotate, query: rotate.is_plain(query.dtype))
+    rotary_emb = (Turned if case == "own rotation" else RotaryEmbedding)(SIZE, 64)
+    kv_norm = norm(torch.float32)
+    rotation = LatentRotation(rotary_emb, rotary_emb.cos_sin(torch.arange(1, 6)), kv_norm)
+    rotation(torch.ones(TOKENS, 1, SIZE), torch.ones(TOKENS, SIZE), torch.ones(TOKENS, SIZE))
+    if case == "hooked":
+        hooked(kv_norm)
+    layer = MLAAttention(2, SIZE, 6, SIZE)
+    tokens = [torch.randn(TOKENS, *shape) for shape in ((2, 6), (2, SIZE), (SIZE,), (SIZE,))]
+    weights = torch.randn(2, 6, SIZE), torch.randn(2, SIZE, 3)
+    results = []
+    for together in (True, False):
+        layer.kv_cache = torch.zeros(1, 3, PAGE, 1, 2 * SIZE)
+        q_nope, *parts = (x.clone() for x in tokens)
+        with torch.set_grad_enabled(case == "gradients"):
+            given = parts if together else rotation(*parts)
+            last = (rotation,) if together else ()
+            output = layer(q_nope, *given, *weights, metadata(), *last)
+        results.append((output, layer.kv_cache))
+    assert all(map(torch.equal, *results))
+    assert len(calls) == (case == "plain")
 
 
 class Doubled(LlamaAttention):
