@@ -158,9 +158,10 @@ class Attention(QuantizableKVCache):
         bounds = metadata.slot_bounds
         same = query.dtype == key.dtype == value.dtype
         if same and isinstance(rotate, Rotation) and rotate.is_plain(query.dtype):
+            cos, sin = rotate.cos_sin
             neox, norms = rotate.rotary_emb.is_neox_style, rotate.norms()
             query = rotate_and_cache(
-                query, key, value, *rotate.cos_sin, *cache, neox, *norms, bounds=bounds
+                query, key, value, cos, sin, *cache, neox, *norms, bounds=bounds
             )
         else:
             if rotate is not None:

@@ -199,9 +199,10 @@ class MLAAttention(QuantizableKVCache):
         latent = self.kv_lora_rank
         query = q_pe.new_empty(*q_pe.shape[:2], latent + q_pe.shape[2])
         torch.bmm(q_nope.transpose(0, 1), w_uk, out=query[..., :latent].transpose(0, 1))
+        (cos, sin), (weight, eps, offset) = rotate.cos_sin, rotate.norm()
         rotate_and_cache_mla(
-            q_pe, kv_c, k_pe, *rotate.cos_sin, query[..., latent:], self._cache(),
-            metadata.slot_mapping, self.k_scale, *rotate.norm(), rotate.rotary_emb.is_neox_style,
+            q_pe, kv_c, k_pe, cos, sin, query[..., latent:], self._cache(), metadata.slot_mapping,
+            self.k_scale, weight, eps, offset, rotate.rotary_emb.is_neox_style,
         )  # fmt: skip
         output = self._attend(query, metadata)
         y = output.new_empty(len(output), self.num_heads, w_uv.shape[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from vllm_module.layers.rotary import CosSin, RotaryEmbedding
 Rotate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Rotation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rotation:
     """The norms of queries and keys, if they have any, and their rotation: a callable of both.
 
     Called with query and key, ``[tokens, heads, head_size]`` each, it calls the modules and returns
@@ -52,15 +53,16 @@ class Rotation(NamedTuple):
             and (q_norm.eps, q_norm.weight_offset) == (k_norm.eps, k_norm.weight_offset)
         )
 
-    def norms(self) -> tuple[torch.Tensor, torch.Tensor, float, float] | tuple[()]:
-        """Return the weights of both norms, eps and offset, if there are norms."""
+    def norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
+        """Return the weights of both norms, eps and offset; without norms, no weights."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             return q_norm.weight, k_norm.weight, q_norm.eps, q_norm.weight_offset
-        return ()
+        return None, None, 0.0, 0.0
 
 
-class LatentRotation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LatentRotation:
     """The rotation of queries and keys of latent attention, and the norm of latents: a callable.
 
     Called with queries ``[tokens, heads, rope]``, latents ``[tokens, latent]`` and keys ``[tokens,
@@ -93,7 +95,8 @@ class LatentRotation(NamedTuple):
 def _runs(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Return whether calling ``module`` runs the forward pass of ``cls``, and no hook."""
     return (
-        type(module).forward is cls.forward
+        isinstance(module, cls)
+        and type(module).forward is cls.forward
         and "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks)
     )
