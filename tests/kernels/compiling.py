@@ -419,7 +419,8 @@ CASES: dict[str, Callable[[], object]] = {
     "norm, rotary, store 96, a part": rotated_and_stored(5, 1, 96, 24, 48),
     "norm, rotary, store 112": rotated_and_stored(5, 1, 112, 56),
     "norm, rotary, store 256, offset": rotated_and_stored(16, 8, 256, 128, offset=1.0),
-    "norm, rotary of 4, store 256": rotated_and_stored(16, 8, 256, 4),
+    "norm, rotary, store 256, a part": rotated_and_stored(16, 8, 256, 32),
+    "rotary, store 256, neighbours": rotated_and_stored(16, 16, 256, 32, norm=False, neox=False),
     "norm, rotary, store in fp32": rotated_and_stored(32, 8, 128, 64, dtype=FP32),
     "norm, rotary, store in int8": rotated_and_stored(
         32, 8, 128, 64, cache_dtype=torch.int8, scales=1

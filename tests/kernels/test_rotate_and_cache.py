@@ -124,7 +124,11 @@ def exactly(
 def test_normalized_heads_are_as_exact_as_separate_operations(
     as_accurate, tokens, groups, kv_heads, head_size, share, neox, page, new, held, seed
 ) -> None:
-    """With norms, queries and keys are as near to float64 as plain torch's."""
+    """With norms, queries and keys are as near to float64 as plain torch's.
+
+    They are rounded where separate operations round: in 16 bits almost all numbers are equal. A sum
+    of squares in another order changes the others.
+    """
     torch.manual_seed(seed)
     heads = groups * kv_heads
     query, key, value = projected(tokens, heads, kv_heads, head_size, new)
@@ -141,6 +145,8 @@ def test_normalized_heads_are_as_exact_as_separate_operations(
     for got, x, weight in ((query, kept[0], weights[0]), (stored[0], kept[1], weights[1])):
         exact, low = (of(x, weight, cos, sin, **how) for of in (exactly, composed))
         as_accurate(got.contiguous(), exact, low)
+        if new != torch.float32:
+            assert (got != low).sum() <= 2 + 0.05 * got.numel()
     assert torch.equal(stored[1], kept[2])
 
 
@@ -180,7 +186,7 @@ def test_padding_and_nan_stay_where_they_are(normed: bool) -> None:
         part.copy_(torch.randn(part.shape))
     query[1, 2, 5] = key[0, 1, 3] = value[3, 0, 0] = torch.nan
     cache = torch.full((2, 4, 3, 2, 8), torch.nan)
-    slots = torch.tensor([4, -1, 11, 0, -1])
+    slots = torch.tensor([4, -1, 6, 0, -1])
     weights = torch.ones(2, 8) if normed else (None, None)
     rotate_and_cache_triton(
         query, key, value, *angles(5, 4), *cache[:, 1:3], slots, None, None, True,
@@ -189,7 +195,7 @@ def test_padding_and_nan_stay_where_they_are(normed: bool) -> None:
     assert query.isnan().sum() == (8 if normed else 2)
     assert query[1, 2].isnan().any()
     k_cache, v_cache = cache.flatten(1, 2)
-    written = torch.tensor([3 + 4, 3 + 0])  # slot 11 is beyond the two pages
+    written = torch.tensor([3 + 4, 3 + 0])  # slot 6 is beyond the two pages
     for held, nans in ((k_cache, 8 if normed else 2), (v_cache, 1)):
         assert held[written].isnan().sum() == nans
         rest = torch.ones(12, dtype=torch.bool)
