@@ -71,9 +71,7 @@ def reshape_and_cache(
     if bounds is None:
         _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     else:
-        _store_in_torch(
-            key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds[0] >= 0
-        )
+        store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds[0] >= 0)
 
 
 def check_slots(
@@ -99,13 +97,17 @@ def reshape_and_cache_reference(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     """Store in plain torch; see :func:`reshape_and_cache`."""
-    slots = k_cache.shape[0] * k_cache.shape[1]
+    inside = holds_slots(k_cache, slot_mapping)
+    store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, inside)
+
+
+def holds_slots(cache: torch.Tensor, slot_mapping: torch.Tensor) -> bool:
+    """Return whether the cache has every slot of ``slot_mapping``."""
     least, most = map(int, slot_mapping.aminmax() if len(slot_mapping) else (0, 0))
-    inside = least >= 0 and most < slots
-    _store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, inside)
+    return least >= 0 and most < cache.shape[0] * cache.shape[1]
 
 
-def _store_in_torch(
+def store_in_torch(
     key: torch.Tensor,
     value: torch.Tensor,
     k_cache: torch.Tensor,
@@ -169,8 +171,8 @@ def reshape_and_cache_triton(
         *k_cache.stride(),
         *v_cache.stride(),
         slot_mapping.stride(0),
-        _stride(k_scale),
-        _stride(v_scale),
+        scale_stride(k_scale),
+        scale_stride(v_scale),
         HEADS=heads,
         HEAD_SIZE=head_size,
         PAGE_SIZE=page_size,
@@ -181,7 +183,7 @@ def reshape_and_cache_triton(
     )
 
 
-def _stride(scale: torch.Tensor | None) -> int:
+def scale_stride(scale: torch.Tensor | None) -> int:
     """Return the stride between the scales of two heads; 0 if they share one."""
     return 0 if scale is None or len(scale) == 1 else scale.stride(0)
 

@@ -278,7 +278,7 @@ def _load_sum(x_ptr, residual_ptr, x_places, residual_places, inside, dtype: tl.
 
 
 @triton.jit
-def _weighted(x, inverse, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
+def weighted(x, inverse, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
     """Return ``x * inverse`` times the weight as float32, rounded between without an offset."""
     if OFFSET != 0:
         return x * inverse * (weight.to(tl.float32) + OFFSET)
@@ -325,7 +325,7 @@ def _held_rows(
         tl.store(total_ptr + places, x.to(narrow), mask=inside)
     inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / columns + eps)
     weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0)[None, :]
-    y = _weighted(x, inverse, weight, narrow, OFFSET)
+    y = weighted(x, inverse, weight, narrow, OFFSET)
     if scale_ptr is None:
         tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=inside)
     else:  # round first, as if the norm had been written before it is quantized
@@ -375,7 +375,7 @@ def _long_rows(
         inside = column < columns
         x = _load_sum(x_ptr, residual_ptr, x_row + column, residual_row + column, inside, narrow)
         weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-        y = _weighted(x, inverse, weight, narrow, OFFSET).to(y_ptr.dtype.element_ty)
+        y = weighted(x, inverse, weight, narrow, OFFSET).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + row * columns + column, y, mask=inside)
 
 

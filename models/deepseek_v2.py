@@ -12,6 +12,7 @@ from vllm_module.layers import (
     AttentionMetadata,
     ColumnParallelLinear,
     FusedMoE,
+    LatentRotation,
     MergedReplicatedLinear,
     MLAAttention,
     MLAUpProjection,
@@ -84,9 +85,9 @@ class DeepseekV2Attention(vLLMModule):
             q = self.q_b_proj(self.q_a_layernorm(q))
         q_nope, q_pe = q.unflatten(-1, (-1, sum(self.q_sizes))).split(self.q_sizes, dim=-1)
         kv_c, k_pe = kv.split(self.kv_sizes, dim=-1)
-        q_pe, k_pe = self.rotary_emb(q_pe, k_pe.unsqueeze(1), cos_sin)
-        parts = q_nope, q_pe, self.kv_a_layernorm(kv_c), k_pe.squeeze(1)
-        return self.o_proj(self.attn(*parts, *self.kv_b_proj.absorbed(), metadata))
+        rotate = LatentRotation(self.rotary_emb, cos_sin, self.kv_a_layernorm)
+        parts = q_nope, q_pe, kv_c, k_pe, *self.kv_b_proj.absorbed()
+        return self.o_proj(self.attn(*parts, metadata, rotate))
 
 
 class DeepseekV2MoE(vLLMModule):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from vllm_module.hf_config import Positive, Size
 from vllm_module.layers import RotaryEmbedding
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.gemma2 import (
     Gemma2Attention,
     Gemma2Config,
@@ -34,10 +32,8 @@ class Gemma3Attention(Gemma2Attention):
         self.q_norm = Gemma2RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = Gemma2RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().rotate(self.q_norm(q), self.k_norm(k), cos_sin)
+    def norms(self) -> Sequence[Any]:
+        return self.q_norm, self.k_norm
 
 
 class Gemma3DecoderLayer(Gemma2DecoderLayer):

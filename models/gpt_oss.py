@@ -58,8 +58,7 @@ class GptOssAttention(LlamaAttention):
     ) -> torch.Tensor:
         qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
-        q, k = self.rotate(q, k, cos_sin)
-        return self.o_proj(self.attn(q, k, v, metadata, self.sinks))
+        return self.o_proj(self.attn(q, k, v, metadata, self.sinks, self.rotation(cos_sin)))
 
 
 class GptOssMLP(vLLMModule):

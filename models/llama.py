@@ -14,10 +14,12 @@ from vllm_module.layers import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RotaryEmbedding,
+    Rotation,
     RowParallelLinear,
     get_act_and_mul,
 )
 from vllm_module.layers.rotary import CosSin
+from vllm_module.layers.rotation import Rotate
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.module import vLLMModule
 
@@ -50,13 +52,9 @@ class LlamaAttention(vLLMModule):
         super().__init__()
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = rotary_emb.head_size
+        bias = self.qkv_bias(config)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            self.head_dim,
-            heads,
-            kv_heads,
-            bias=self.qkv_bias(config),
-            shard_names=self.qkv_names,
+            config.hidden_size, self.head_dim, heads, kv_heads, bias, shard_names=self.qkv_names
         )
         self.rotary_emb = rotary_emb
         self.attn = Attention(
@@ -65,23 +63,31 @@ class LlamaAttention(vLLMModule):
             num_kv_heads=self.qkv_proj.num_kv_heads,
             sliding_window=self.sliding_window(config, layer_idx),
         )
-        self.o_proj = RowParallelLinear(
-            heads * self.head_dim, config.hidden_size, bias=self.output_bias(config)
-        )
+        bias = self.output_bias(config)
+        self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, bias)
 
     def forward(
         self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
         qkv_proj = self.qkv_proj
         q, k, v = qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(qkv_proj.heads, dim=-2)
-        q, k = self.rotate(q, k, cos_sin)
-        return self.o_proj(self.attn(q, k, v, metadata))
+        return self.o_proj(self.attn(q, k, v, metadata, rotate=self.rotation(cos_sin)))
+
+    def norms(self) -> Sequence[Any]:
+        """Return the norms of each head of q and of k, if the model has them."""
+        return ()
 
     def rotate(
         self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k, ``[tokens, heads, head_dim]``; an override may normalize them first."""
-        return self.rotary_emb(q, k, cos_sin)
+        """Normalize and rotate q and k, ``[tokens, heads, head_dim]``; an override may do more."""
+        return Rotation(self.rotary_emb, cos_sin, *self.norms())(q, k)
+
+    def rotation(self, cos_sin: CosSin) -> Rotate:
+        """Return what ``attn`` does to q and k first: ``rotate``, unless a kernel can do it."""
+        if type(self).rotate is not LlamaAttention.rotate:
+            return lambda q, k: self.rotate(q, k, cos_sin)
+        return Rotation(self.rotary_emb, cos_sin, *self.norms())
 
 
 class LlamaMLP(vLLMModule):

@@ -13,6 +13,7 @@ from vllm_module.layers import (
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
+    Rotation,
     RowParallelLinear,
     layer_sliding_window,
 )
@@ -55,8 +56,8 @@ class Qwen3Attention(vLLMModule):
     ) -> torch.Tensor:
         qkv_proj = self.qkv_proj
         q, k, v = qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(qkv_proj.heads, dim=-2)
-        q, k = self.rotary_emb(self.q_norm(q), self.k_norm(k), cos_sin)
-        return self.o_proj(self.attn(q, k, v, metadata))
+        rotate = Rotation(self.rotary_emb, cos_sin, self.q_norm, self.k_norm)
+        return self.o_proj(self.attn(q, k, v, metadata, rotate=rotate))
 
 
 class Qwen3DecoderLayer(DecoderLayer):

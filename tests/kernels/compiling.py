@@ -55,6 +55,8 @@ from vllm_module.kernels.rms_norm import (
     rms_norm_triton,
 )
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
+from vllm_module.kernels.rotate_and_cache import rotate_and_cache_triton
+from vllm_module.kernels.rotate_and_cache_mla import rotate_and_cache_mla_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
 from vllm_module.kernels.scaled_matmul_configurations import configurations
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
@@ -294,6 +296,35 @@ def stored(
     return launch
 
 
+def rotated_and_stored(
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    pairs: int,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    scales: int = 0,
+    norm: bool = True,
+    offset: float = 0.0,
+    neox: bool = True,
+) -> Callable[[], object]:
+    """Normalize and rotate queries and keys of one projection's output, and store keys, values."""
+
+    def launch() -> None:
+        numbers = [heads, kv_heads, kv_heads]
+        qkv = meta(8192, sum(numbers) * head_size, dtype=dtype).unflatten(-1, (-1, head_size))
+        cache = meta(2, 4096, page_size, kv_heads, head_size, dtype=cache_dtype or dtype)
+        weight = meta(head_size, dtype=dtype) if norm else None
+        scale = meta(scales, dtype=FP32) if scales else None
+        rotate_and_cache_triton(
+            *qkv.split(numbers, -2), *meta(2, 8192, pairs, dtype=FP32), *cache,
+            meta(8192, dtype=torch.int64), scale, scale, neox, weight, weight, 1e-6, offset,
+        )  # fmt: skip
+
+    return launch
+
+
 def copied(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     return lambda: copy_blocks_triton(meta(*shape, dtype=dtype), meta(64, 2, dtype=torch.int64))
 
@@ -406,6 +437,19 @@ CASES: dict[str, Callable[[], object]] = {
     "store 256": stored(8, 256, 16, torch.bfloat16),
     "store in int8": stored(8, 128, 16, torch.int8, 1),
     "store in fp32": stored(8, 128, 16, FP32),
+    "norm, rotary, store": rotated_and_stored(32, 8, 128, 64),
+    "rotary, store": rotated_and_stored(32, 8, 128, 64, norm=False),
+    "rotary, store of neighbours": rotated_and_stored(32, 2, 128, 32, norm=False, neox=False),
+    "rotary, store 80": rotated_and_stored(32, 32, 80, 40, norm=False),
+    "norm, rotary, store 96, a part": rotated_and_stored(5, 1, 96, 24, 48),
+    "norm, rotary, store 112": rotated_and_stored(5, 1, 112, 56),
+    "norm, rotary, store 256, offset": rotated_and_stored(16, 8, 256, 128, offset=1.0),
+    "norm, rotary, store 256, a part": rotated_and_stored(16, 8, 256, 32),
+    "rotary, store 256, neighbours": rotated_and_stored(16, 16, 256, 32, norm=False, neox=False),
+    "norm, rotary, store in fp32": rotated_and_stored(32, 8, 128, 64, dtype=FP32),
+    "norm, rotary, store in int8": rotated_and_stored(
+        32, 8, 128, 64, cache_dtype=torch.int8, scales=1
+    ),
     "copy in a layer": copied(2, 4096, 16, 8, 128),
     "copy in all layers": copied(32, 2, 4096, 16, 8, 128),
     "copy heads of 80": copied(2, 4096, 16, 1, 80),
@@ -451,6 +495,10 @@ HOPPER: dict[str, Callable[[], object]] = {
     "store in e4m3": stored(8, 128, 16, E4M3, 1),
     "store in e4m3 by heads": stored(8, 128, 16, E4M3, 8),
     "store in e5m2": stored(8, 96, 48, E5M2),
+    "norm, rotary, store in e4m3": rotated_and_stored(32, 8, 128, 64, cache_dtype=E4M3, scales=8),
+    "rotary, store in e5m2, neighbours": rotated_and_stored(
+        5, 1, 96, 48, 48, cache_dtype=E5M2, norm=False, neox=False
+    ),
     "copy e4m3": copied(32, 2, 4096, 16, 8, 128, dtype=E4M3),
     "quantize by token": quantized(4096, 4096, (1, 4096), E4M3),
     "quantize by token, 28672": quantized(4096, 28672, (1, 28672), E4M3),
@@ -551,7 +599,34 @@ def latent_attention(
     return launch
 
 
+def rotated_latents(
+    heads: int,
+    rank: int = 512,
+    rope: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    neox: bool = False,
+) -> Callable[[], object]:
+    """Rotate queries into a buffer, and store normalized latents and rotated keys."""
+
+    def launch() -> None:
+        query = meta(8192, heads, 128 + rope, dtype=dtype)[..., 128:]
+        parts = meta(8192, rank + rope, dtype=dtype).split([rank, rope], -1)
+        scale = meta(1, dtype=FP32) if cache_dtype else None
+        rotate_and_cache_mla_triton(
+            query, *parts, *meta(2, 8192, rope // 2, dtype=FP32),
+            meta(8192, heads, rank + rope, dtype=dtype)[..., rank:],
+            meta(1024, 16, rank + rope, dtype=cache_dtype or dtype),
+            meta(8192, dtype=torch.int64), scale, meta(rank, dtype=dtype), 1e-6, 0.0, neox,
+        )  # fmt: skip
+
+    return launch
+
+
 CASES |= {
+    "rotated latents, 128 heads": rotated_latents(128),
+    "rotated latents, fp32": rotated_latents(16, dtype=FP32),
+    "rotated latents of 500": rotated_latents(5, 500, 40, neox=True),
     "latent, 128 heads": latent_attention(128),
     "latent, 128 heads, short": latent_attention(128, pages=16),
     "latent, 16 heads": latent_attention(16),
@@ -560,6 +635,7 @@ CASES |= {
     "latent of 500": latent_attention(16, 500, 40),
 }
 HOPPER |= {
+    "rotated latents, e4m3": rotated_latents(16, cache_dtype=E4M3),
     "latent, 128 heads, e4m3": latent_attention(128, cache_dtype=E4M3),
     "latent, 16 heads, e5m2, fp16": latent_attention(16, dtype=FP16, cache_dtype=E5M2),
 }

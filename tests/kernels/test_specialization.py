@@ -15,6 +15,8 @@ BUCKETS = {
     "_held_rows": 3,  # the norm of the hidden state, that of heads, and the one that quantizes
     "_tiles": 3,  # two activations, and one that quantizes
     "_rotate_both": 1,
+    "_rotate_and_store": 1,
+    "_rotate_and_store_latent": 1,
     "_store": 1,
     "_copy": 1,
     "_decode": 2,  # contexts in one part or in several
@@ -57,6 +59,8 @@ from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
 from vllm_module.kernels.rms_norm import rms_norm_quantize_triton, rms_norm_triton
 from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
+from vllm_module.kernels.rotate_and_cache import rotate_and_cache_triton
+from vllm_module.kernels.rotate_and_cache_mla import rotate_and_cache_mla_triton
 from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
 from vllm_module.kernels.scaled_matmul_configurations import configurations
 from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
@@ -114,6 +118,12 @@ def step(sequences, tokens, pages):
     rms_norm_quantize_triton(x, None, weight, 1e-6, E4M3, 128, None)
     cos = meta(tokens, 64, dtype=FP32)
     rotary_embedding_triton(q, k, cos, cos, True)
+    slots, norms = meta(tokens, dtype=longs), (meta(128), meta(128), 1e-6, 0.0)
+    rotate_and_cache_triton(q, k, v, cos, cos, *cache, slots, None, None, True, *norms)
+    angles, tail = (cos[:, :4], cos[:, :4]), rows[..., 32:]
+    rotate_and_cache_mla_triton(
+        tail, *parts, *angles, tail, latents, slots, None, meta(32), 1e-6, 0.0, False
+    )
     act_and_mul_triton(meta(tokens, 2 * hidden), "silu")
     act_and_mul_quantize_triton(meta(tokens, 2 * hidden), "silu", E4M3, 128, None)
     reshape_and_cache_triton(k, v, *cache, meta(tokens, dtype=longs), None, None)

@@ -26,6 +26,7 @@ from vllm_module.layers.linear import (
 from vllm_module.layers.mla import MLAAttention, MLAUpProjection
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
 from vllm_module.layers.rotary import RotaryEmbedding
+from vllm_module.layers.rotation import LatentRotation, Rotation
 
 __all__ = [
     "Attention",
@@ -34,6 +35,7 @@ __all__ = [
     "EncoderAttention",
     "FusedMoE",
     "GeluAndMul",
+    "LatentRotation",
     "LayerNorm",
     "MLAAttention",
     "MLAUpProjection",
@@ -45,6 +47,7 @@ __all__ = [
     "RMSNorm",
     "ReplicatedLinear",
     "RotaryEmbedding",
+    "Rotation",
     "Router",
     "RowParallelLinear",
     "ShardedRMSNorm",

@@ -13,6 +13,8 @@ from vllm_module.kernels.operators import checks_values
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.paged_layout import PagedLayout
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
+from vllm_module.kernels.rotate_and_cache import rotate_and_cache
+from vllm_module.layers.rotation import Rotate, Rotation
 from vllm_module.module import vLLMModule
 from vllm_module.quantization import QuantizableKVCache
 
@@ -106,6 +108,7 @@ class Attention(QuantizableKVCache):
         value: torch.Tensor,
         metadata: AttentionMetadata | None = None,
         sinks: torch.Tensor | None = None,
+        rotate: Rotate | None = None,
     ) -> torch.Tensor:
         """Return the attention output, ``[tokens, num_heads * head_size]``.
 
@@ -118,19 +121,26 @@ class Attention(QuantizableKVCache):
             metadata: the step's sequences; keys and values are written to the cache first.
             sinks: one extra score for each head, ``[num_heads]``, that counts in the softmax and
                 has no value.
+            rotate: what is done to query and key first, called with both; it may write them. A
+                :class:`~vllm_module.layers.Rotation` takes no launch of its own in a step with
+                ``metadata``, unless a derivative is needed or torch.compile traces it.
 
         """
+        compiled = torch.compiler.is_compiling()
+        if rotate is not None and (metadata is None or compiled or torch.is_grad_enabled()):
+            query, key = rotate(query, key)
+            rotate = None
         if metadata is None:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
             scores = self.softcap, self.alibi_slopes, sinks
             output = causal_attention(query, key, value, self.scale, self.sliding_window, *scores)
             return output.transpose(0, 1).flatten(1)
         attend = self._attend_to_cache
-        if torch.compiler.is_compiling():
+        if compiled:
             # Compiled by torch 2.13, it writes to the wrong address if the layers' caches are views
             # of one tensor. Not a decorator, because that imports the compiler with this file.
             attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
-        return attend(query, key, value, metadata, sinks)
+        return attend(query, key, value, metadata, sinks, rotate)
 
     def _attend_to_cache(
         self,
@@ -139,20 +149,24 @@ class Attention(QuantizableKVCache):
         value: torch.Tensor,
         metadata: AttentionMetadata,
         sinks: torch.Tensor | None,
+        rotate: Rotate | None,
     ) -> torch.Tensor:
         if self.kv_cache is None:
             raise RuntimeError("attention with metadata needs a kv_cache, and it is not set")
         k_cache, v_cache = self.kv_cache
-        reshape_and_cache(
-            key,
-            value,
-            k_cache,
-            v_cache,
-            metadata.slot_mapping,
-            self.k_scale,
-            self.v_scale,
-            bounds=metadata.slot_bounds,
-        )
+        cache = k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
+        bounds = metadata.slot_bounds
+        same = query.dtype == key.dtype == value.dtype
+        if same and isinstance(rotate, Rotation) and rotate.is_plain(query.dtype):
+            cos, sin = rotate.cos_sin
+            neox, norms = rotate.rotary_emb.is_neox_style, rotate.norms()
+            query = rotate_and_cache(
+                query, key, value, cos, sin, *cache, neox, *norms, bounds=bounds
+            )
+        else:
+            if rotate is not None:
+                query, key = rotate(query, key)
+            reshape_and_cache(key, value, *cache, bounds=bounds)
         return paged_attention(
             query,
             k_cache,

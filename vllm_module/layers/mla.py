@@ -16,8 +16,10 @@ from vllm_module.errors import ShardingError, UnsupportedModelError
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla
 from vllm_module.kernels.mla_attention import mla_attention
 from vllm_module.kernels.paged_attention import causal_attention
+from vllm_module.kernels.rotate_and_cache_mla import rotate_and_cache_mla
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.layers.linear import ColumnParallelLinear
+from vllm_module.layers.rotation import LatentRotation
 from vllm_module.quantization import QuantizableKVCache
 
 
@@ -143,6 +145,7 @@ class MLAAttention(QuantizableKVCache):
         w_uk: torch.Tensor,
         w_uv: torch.Tensor,
         metadata: AttentionMetadata | None = None,
+        rotate: LatentRotation | None = None,
     ) -> torch.Tensor:
         """Return the attention output, ``[tokens, num_heads * v]``.
 
@@ -150,15 +153,23 @@ class MLAAttention(QuantizableKVCache):
         ``metadata``, torch.compile breaks the graph here, so ``fullgraph`` is not possible.
 
         Args:
-            q_nope, q_pe: the two parts of the queries, ``[tokens, num_heads, nope]`` and, rotated,
-                ``[tokens, num_heads, rope]``.
-            kv_c: normalized latents, ``[tokens, latent]``.
-            k_pe: rotated keys that all heads share, ``[tokens, rope]``.
+            q_nope, q_pe: the two parts of the queries, ``[tokens, num_heads, nope]`` and, to be
+                rotated, ``[tokens, num_heads, rope]``.
+            kv_c: latents, ``[tokens, latent]``.
+            k_pe: keys that all heads share, ``[tokens, rope]``.
             w_uk, w_uv: ``[num_heads, nope, latent]`` and ``[num_heads, latent, v]``, as of
                 :meth:`MLAUpProjection.absorbed`.
             metadata: the step's sequences; ``kv_c`` and ``k_pe`` are written to the cache first.
+            rotate: normalizes ``kv_c`` and rotates ``q_pe`` and ``k_pe`` first; it may write them.
+                Without, they are normalized and rotated already.
 
         """
+        separate = metadata is None or torch.compiler.is_compiling() or torch.is_grad_enabled()
+        if rotate is not None and (separate or not _fuses(rotate, q_pe)):
+            q_pe, kv_c, k_pe = rotate(q_pe, kv_c, k_pe)
+            rotate = None
+        if rotate is not None and metadata is not None:
+            return self._in_fewest_launches(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, metadata, rotate)
         absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         query = torch.cat((absorbed, q_pe), -1)
         if metadata is None:
@@ -173,6 +184,31 @@ class MLAAttention(QuantizableKVCache):
             output = attend(query, kv_c, k_pe, metadata).transpose(0, 1)
         return torch.bmm(output, w_uv).transpose(0, 1).flatten(1)
 
+    def _in_fewest_launches(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotate: LatentRotation,
+    ) -> torch.Tensor:
+        """Attend to the cache; both products write to where their result is read."""
+        latent = self.kv_lora_rank
+        query = q_pe.new_empty(*q_pe.shape[:2], latent + q_pe.shape[2])
+        torch.bmm(q_nope.transpose(0, 1), w_uk, out=query[..., :latent].transpose(0, 1))
+        (cos, sin), (weight, eps, offset) = rotate.cos_sin, rotate.norm()
+        rotate_and_cache_mla(
+            q_pe, kv_c, k_pe, cos, sin, query[..., latent:], self._cache(), metadata.slot_mapping,
+            self.k_scale, weight, eps, offset, rotate.rotary_emb.is_neox_style,
+        )  # fmt: skip
+        output = self._attend(query, metadata)
+        y = output.new_empty(len(output), self.num_heads, w_uv.shape[2])
+        torch.bmm(output.transpose(0, 1), w_uv, out=y.transpose(0, 1))
+        return y.flatten(1)
+
     def _attend_to_cache(
         self,
         query: torch.Tensor,
@@ -180,13 +216,18 @@ class MLAAttention(QuantizableKVCache):
         k_pe: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
+        concat_and_cache_mla(kv_c, k_pe, self._cache(), metadata.slot_mapping, self.k_scale)
+        return self._attend(query, metadata)
+
+    def _cache(self) -> torch.Tensor:
         if self.kv_cache is None:
             raise RuntimeError("attention with metadata needs a kv_cache, and it is not set")
-        cache = self.kv_cache[0].squeeze(2)
-        concat_and_cache_mla(kv_c, k_pe, cache, metadata.slot_mapping, self.k_scale)
+        return self.kv_cache[0].squeeze(2)
+
+    def _attend(self, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         return mla_attention(
             query,
-            cache,
+            self._cache(),
             metadata.block_tables,
             metadata.context_lens,
             metadata.query_start_loc,
@@ -195,3 +236,8 @@ class MLAAttention(QuantizableKVCache):
             self.scale,
             self.k_scale,
         )
+
+
+def _fuses(rotate: LatentRotation, query: torch.Tensor) -> bool:
+    """Return whether fewer launches pay. On a CPU, a product to where it is read takes longer."""
+    return not query.is_cpu and rotate.is_plain(query.dtype)
