@@ -35,8 +35,8 @@ class SamplingParams(Settings):
             output, and multiplies the others (CTRL, arXiv 1909.05858).
         presence_penalty: in [-2, 2]; subtracted from the logits of tokens in the output.
         frequency_penalty: in [-2, 2]; the same, once for each occurrence.
-        seed: of the random draws, from -2**63 to 2**64 - 1. The same seed gives the same tokens,
-            whatever else is in the batch. None for a random seed.
+        seed: of the random draws, from -2**63 to 2**64 - 1. The same seed and logits give the
+            same tokens, whatever else is in the batch. None for a random seed.
         stop: a string, or several, none of them empty; the output ends at the first that occurs.
         stop_token_ids: tokens that end the output, besides the checkpoint's own; None for none.
         ignore_eos: do not end at the checkpoint's own end tokens.
