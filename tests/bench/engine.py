@@ -5,7 +5,8 @@
 Refuses to print a number unless both give the same tokens. The engine takes turns with transformers
 twice: with the products that it chose on this processor, and with torch's own, which transformers
 has. Also measures what a step of 64 sequences costs without the model (scheduling, laying out,
-choosing tokens), oneDNN's products beside torch's, and memory over a soak of 10,000 requests.
+choosing tokens), what each way of sampling costs, oneDNN's products beside torch's, and memory over
+a soak of 10,000 requests.
 Qwen3-0.6B's shape takes some 20 minutes and 8 GB.
 """
 
@@ -32,7 +33,10 @@ from vllm_module.kernels.linear import Products, fastest_products, linear, produ
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
 from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampler import sample
+from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.token_counts import TokenCounts
 
 SHAPES: dict[str, dict[str, Any]] = {
     "3M": {
@@ -159,6 +163,39 @@ def overhead(sequences: int, vocab: int) -> dict[str, float]:
     }
 
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature": {"temperature": 0.7},
+    "top_k 50": {"top_k": 50},
+    "top_p 0.9": {"top_p": 0.9},
+    "penalties, greedy": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    "logprobs 5, greedy": {"temperature": 0, "logprobs": 5},
+}
+
+
+def sampling(sequences: int, vocab: int) -> dict[str, dict[str, float]]:
+    """Return what choosing tokens takes, in times of reading the logits once.
+
+    Refuses if a row gets another token in the batch than alone. A sequence has 500 tokens.
+    """
+    draw = random.Random(0)
+    logits = torch.randn(sequences, vocab)
+    # As in a trained model, few tokens have most of the probability.
+    logits.scatter_add_(1, torch.randint(vocab, (sequences, 20)), torch.full((sequences, 20), 14.0))
+    works: dict[str, Any] = {"read": logits.sum}
+    for name, values in SAMPLING.items():
+        params = SamplingParams(**values)
+        ids = [[draw.randrange(vocab) for _ in range(500)] for _ in range(sequences)]
+        rows = [Row(params, ids[i], 300, draw.random(), (), i) for i in range(sequences)]
+        counts = TokenCounts()
+        works[name] = partial(sample, logits, rows, counts)
+        for row, together in list(enumerate(works[name]()))[::16]:
+            if sample(logits[row : row + 1], rows[row : row + 1]) != [together]:
+                raise SystemExit(f"{name}: row {row} is sampled differently alone: no figures")
+    seconds = rounds(works, 15)
+    return {name: spread(over(seconds, name, "read")) for name in SAMPLING}
+
+
 def soak(requests: int) -> dict[str, Any]:
     """Serve ``requests``, a quarter of them cancelled; return the memory this process then has.
 
@@ -263,6 +300,11 @@ def main() -> None:
             f"a step of 64 without the model, vocabulary {vocab}: {figures['step']:.0f} µs "
             f"(least {figures['least']:.0f}); to read the logits once {figures['read']:.0f} µs"
         )
+    for vocab in (32000, 151936):
+        figures = sampling(64, vocab)
+        results[f"sampling 64, vocabulary {vocab}"] = figures
+        for name, ratios in figures.items():
+            print(f"64 tokens of {vocab}, {name}: {shown(ratios)} times reading the logits")
     figures = soak(10_000)
     results["soak"] = figures
     first, *_, last = (each / 2**20 for each in figures["resident_bytes"])

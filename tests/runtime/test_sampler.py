@@ -13,8 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from vllm_module.runtime.sampler import LogitsError, Row, prompt_logprobs, sample
+from vllm_module.runtime import sampling_ops
+from vllm_module.runtime.sampler import LogitsError, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sampling_row import Row
 
 ALMOST_1 = math.nextafter(1.0, 0.0)
 GREEDY = SamplingParams(temperature=0)
@@ -156,6 +158,51 @@ def test_a_wide_top_p_ends_at_the_right_token(top_p: float, steps: int, seed: in
     assume(clear)
     expected = torch.tensor(probabilities, dtype=torch.float64)
     assert ((shares(logits, row, 600) > 0) == (expected > 0)).all()  # each has above 1/600
+
+
+def draw_exactly(logits: list[float], row: Row) -> int:
+    """Choose a row's token in integers of any size, one token after the other."""
+    p = row.params
+    x = torch.tensor(adjust(logits, row), dtype=torch.float64)
+    first = order(x.tolist())
+    if p.temperature == 0:
+        return first[0]
+    part = ((x - x.max()) / p.temperature).exp()
+    part[part < p.min_p] = 0
+    weights = [int(value * 2.0 ** (62 - len(x).bit_length())) for value in part.tolist()]
+    if 0 < p.top_k < len(x):
+        weights = [w if token in first[: p.top_k] else 0 for token, w in enumerate(weights)]
+    total = sum(weights)
+    needed = min(max(math.ceil(total * p.top_p), 1), total)
+    nucleus: list[int] = []
+    while sum(weights[token] for token in nucleus) < needed:
+        nucleus.append(first[len(nucleus)])
+    # By probability if few tokens were sorted, and else by id.
+    few = 0 < p.top_k < len(x) or (p.top_p < 1 and len(nucleus) <= 64)
+    total = sum(weights[token] for token in nucleus)
+    target = min(int(total * row.uniform), total - 1)
+    for token in nucleus if few else sorted(nucleus):
+        target -= weights[token]
+        if target < 0:
+            return token
+    raise AssertionError("the target is beyond the nucleus")
+
+
+@settings(max_examples=150)
+@given(row_and_logits(), st.floats(0, 1, exclude_max=True), st.booleans())
+def test_a_token_is_exactly_that_of_its_number(
+    case: tuple[Row, torch.Tensor], uniform: float, device: bool
+) -> None:
+    """Integers that are summed by blocks give the token that they give one by one.
+
+    On a device, whose flags are not read, what is computed is the same.
+    """
+    row, logits = case
+    row.uniform = uniform
+    with pytest.MonkeyPatch.context() as patch:
+        if device:
+            patch.setattr(sampling_ops, "_none_in", lambda flags: False)
+        assert tokens(logits.unsqueeze(0), [row]) == [draw_exactly(logits.tolist(), row)]
 
 
 def mixed_rows(vocab: int, count: int) -> list[Row]:
@@ -452,6 +499,10 @@ def test_edges() -> None:
     logits[-1] = 1.0
     counts = shares(logits, Row(SamplingParams(top_k=3)), 64)
     assert counts.nonzero().flatten().tolist() == [0, 1, 4099]
+    logits = torch.zeros(8230)  # its last block is not full, and is read with tokens before it
+    logits[[-1, -50]] = 1.0
+    counts = shares(logits, Row(SamplingParams(top_k=3)), 64)
+    assert counts.nonzero().flatten().tolist() == [0, 8180, 8229]
     assert shares(torch.zeros(256), Row(SamplingParams(top_p=0.5)), 1024).count_nonzero() == 128
     assert shares(torch.tensor([1.0, 1.0, 0.0]), Row(SamplingParams(min_p=1)), 8).tolist()[:2] == [
         4,

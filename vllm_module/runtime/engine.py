@@ -13,11 +13,13 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error
 from vllm_module.runtime.model_runner import StepInputs, step_inputs
 from vllm_module.runtime.prompts import check_vocabulary
-from vllm_module.runtime.sampler import LogitsError, Row, SampledToken, prompt_logprobs, sample
+from vllm_module.runtime.sampler import LogitsError, SampledToken, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.scheduler import Scheduler, Step
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
 from vllm_module.runtime.stopping import check_stop, complete_text
+from vllm_module.runtime.token_counts import TokenCounts
 from vllm_module.runtime.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Engine:
         self.cache_tokens = scheduler.pool.num_pages * scheduler.pool.page_size
         self.max_model_len = min(max_model_len, self.cache_tokens)
         self.requests: dict[str, Request] = {}
+        self.token_counts = TokenCounts()
         self.refusal: str | None = None  # why no requests are accepted
         self.lock = threading.RLock()
         self._busy = False
@@ -191,7 +194,7 @@ class Engine:
         """Return sequences with their next tokens; requests with broken logits end instead."""
         rows = [self._row(sequence) for sequence in sequences]
         try:
-            return zip(sequences, sample(logits, rows), strict=True)
+            return zip(sequences, sample(logits, rows, self.token_counts), strict=True)
         except LogitsError as error:
             broken = {sequences[row].request for row in error.rows}
             for request in broken:
@@ -199,7 +202,8 @@ class Engine:
             kept = [row for row, s in enumerate(sequences) if s.request not in broken]
             if not kept:
                 return ()
-            tokens = sample(logits[torch.tensor(kept)], [rows[row] for row in kept])
+            logits = logits[torch.tensor(kept, device=logits.device)]
+            tokens = sample(logits, [rows[row] for row in kept], self.token_counts)
             return zip([sequences[row] for row in kept], tokens, strict=True)
 
     def _row(self, sequence: Sequence) -> Row:
@@ -208,7 +212,9 @@ class Engine:
         if params.min_tokens and len(sequence.output) < params.min_tokens:
             banned = self.stop_token_ids | set(params.stop_token_ids)
         uniform = 0.0 if params.greedy else sequence.uniform.random()
-        return Row(params, sequence.tokens, sequence.request.prompt_len, uniform, banned)
+        request = sequence.request
+        key = (request.arrival, sequence.index)
+        return Row(params, sequence.tokens, request.prompt_len, uniform, banned, key)
 
     def _add_prompt_logprobs(
         self, request: Request, logits: torch.Tensor, positions: range

@@ -1,53 +1,33 @@
 """Which token each sequence gets: what a request's parameters ask of :mod:`sampling_ops`.
 
 A row of logits gets the same token and logprobs in every batch, because nothing but the row and
-its parameters decides them.
+its parameters decides them. Parameters go to the device in one copy, results come back in one, and
+nothing else waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_module.runtime import sampling_ops as ops
-from vllm_module.runtime.sampling_params import SamplingParams
-
-_SORTED = 64  # most probable tokens that are sorted at first; 16 times as many for a large top_k
-_CPU_BATCH = 2**17  # logits whose float64 copies stay in a CPU's cache
-_GPU_BATCH = 2**23  # logits whose copies are small beside a model
-
-_Draw = Callable[[Tensor, Tensor, ops.Settings, int], Tensor]
-
-
-@dataclass(slots=True)
-class Row:
-    """How to choose the next token of a sequence.
-
-    Attributes:
-        params: of the request.
-        token_ids: the prompt and the output so far; read only for penalties, and fastest from an
-            ``array("q")``.
-        prompt_len: how many of ``token_ids`` are the prompt's.
-        uniform: a random number in [0, 1), from the sequence's own generator.
-        banned: token ids that may not be chosen.
-
-    Raises:
-        ValueError: ``uniform`` is not in [0, 1).
-
-    """
-
-    params: SamplingParams
-    token_ids: Sequence[int] = ()
-    prompt_len: int = 0
-    uniform: float = 0.0
-    banned: Collection[int] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.uniform < 1:
-            raise ValueError(f"uniform should be in [0, 1), and is {self.uniform}")
+from vllm_module.runtime.adjustments import Adjustments
+from vllm_module.runtime.block_ops import FIRST, SEVERAL, Logits, first_ids
+from vllm_module.runtime.sampling_groups import (
+    choose,
+    group_rows,
+    settings_array,
+    settings_of,
+    sorted_width,
+)
+from vllm_module.runtime.sampling_row import Row
+from vllm_module.runtime.token_counts import TokenCounts, check_tokens
+from vllm_module.runtime.uploading import Numbers, upload
 
 
 @dataclass(slots=True)
@@ -79,13 +59,17 @@ class LogitsError(ValueError):
         self.rows = rows
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[SampledToken]:
+@torch.inference_mode()
+def sample(
+    logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = None
+) -> list[SampledToken]:
     """Choose the next token of each row as its :class:`SamplingParams` say.
 
     Args:
         logits: ``[rows, vocab]`` of any floating dtype, on any device; not modified. Logits are
             converted to float32, and probabilities computed in float64.
         rows: one for each row of ``logits``.
+        counts: what earlier calls have counted for rows with a key; brought up to date.
 
     Returns:
         A token for each row. ``logprobs`` has the token itself first and then the most probable
@@ -94,8 +78,8 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[SampledToken]:
 
     Raises:
         LogitsError: rows have no token to choose. The other rows can be sampled without them.
-        ValueError: ``logits`` has another shape or dtype, or a token id is outside of the
-            vocabulary.
+        ValueError: ``logits`` has another shape or dtype, a token id is outside of the
+            vocabulary, or two rows have the same key.
 
     """
     shape = logits.shape
@@ -106,19 +90,38 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[SampledToken]:
         )
     if not rows:
         return []
-    if logits.dtype == torch.float64:
-        logits = logits.float()
-    sampled = [SampledToken(token_id) for token_id in _choose(logits, rows)]
-    asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    if asked:
-        tokens = [sampled[index].token_id for index in asked]
-        counts = [rows[index].params.logprobs or 0 for index in asked]
-        for index, entries in zip(asked, _logprobs(logits, asked, tokens, counts), strict=True):
-            token = sampled[index]
-            token.logprob, token.logprobs = entries[token.token_id].logprob, entries
-    return sampled
+    logits = _contiguous(logits)
+    vocab = shape[1]
+    if all(row.plain for row in rows):
+        all_rows = Logits.of(logits, FIRST)
+        finite = all_rows.maxima.amax(-1, keepdim=True).isfinite()
+        return _results(_read(torch.where(finite, first_ids(all_rows), -1)), range(len(rows)))
+    groups = group_rows(rows, vocab)
+    ranked = _by_width([row.params.logprobs for row in rows], vocab)
+    order = [index for group in groups for index in group.indices]
+    places = {index: place for place, index in enumerate(order)}
+    adjusted = [rows[index] for group in groups if group.adjusted for index in group.indices]
+    adjustments = Adjustments(adjusted, vocab, TokenCounts() if counts is None else counts)
+    arrays: list[Numbers] = [array("q", order), settings_array(rows[index] for index in order)]
+    for each in ranked:
+        arrays += [array("q", each.rows), array("q", map(places.__getitem__, each.rows))]
+    indices, settings, *sent = upload([*arrays, *adjustments.arrays], logits.device)
+    adjustments.place(sent[2 * len(ranked) :])
+    several = ranked or any(group.width and not group.adjusted for group in groups)
+    x = None
+    if several or len(adjusted) < len(rows):
+        x = Logits.of(logits, SEVERAL if several else FIRST)
+    of = settings_of(groups, rows, settings)
+    token = choose(logits, x, groups, of, indices, adjustments)
+    numbers = [token.view(-1)]
+    for each, where, place in zip(ranked, sent[::2], sent[1::2], strict=False):
+        assert x is not None
+        chosen = token.index_select(0, place).clamp_(min=0)
+        numbers.append(_logprobs(x.select(where), chosen, max(each.counts)))
+    return _results(_read(torch.cat(numbers)), [places[row] for row in range(len(rows))], ranked)
 
 
+@torch.inference_mode()
 def prompt_logprobs(
     logits: Tensor, next_tokens: Sequence[int], count: int
 ) -> list[dict[int, Logprob]]:
@@ -139,130 +142,105 @@ def prompt_logprobs(
             f"logits should have the shape [{len(next_tokens)} tokens, vocab], and have "
             f"{list(logits.shape)}"
         )
-    return _logprobs(logits, range(len(logits)), next_tokens, [count] * len(logits))
-
-
-def _choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Return a token id for each row; rows that are sampled alike are sampled together."""
-    if all(row.params.greedy and not _is_adjusted(row) for row in rows):
-        token = ops.argmax(logits)
-        token = torch.where(logits.gather(1, token).isfinite(), token, -1)
-        tokens: list[int] = token.squeeze(1).tolist()
-    else:
-        vocab = logits.shape[1]
-        groups: dict[tuple[_Draw, int, bool], list[int]] = {}
-        for index, row in enumerate(rows):
-            groups.setdefault((*_method(row.params, vocab), _is_adjusted(row)), []).append(index)
-        tokens = [-1] * len(rows)
-        for (draw, width, adjusted), members in groups.items():
-            for batch in _batches(members, logits):
-                of_batch = [rows[index] for index in batch]
-                x = _select(logits, batch)
-                if adjusted:
-                    _adjust(x, of_batch)
-                for index, token_id in zip(batch, _draw(x, of_batch, draw, width), strict=True):
-                    tokens[index] = token_id
-    broken = [index for index, token_id in enumerate(tokens) if token_id < 0]
+    if not next_tokens:
+        return []
+    check_tokens(next_tokens, logits.shape[1])
+    count = min(count, logits.shape[1])
+    x = Logits.of(_contiguous(logits), SEVERAL)
+    (token,) = upload([array("q", next_tokens)], logits.device)
+    numbers = _read(_logprobs(x, token.unsqueeze(1), count))
+    entries = _entries(numbers, next_tokens, _Ranked([], [count] * len(next_tokens)))
+    broken = [row for row, entry in enumerate(entries) if entry is None]
     if broken:
         raise LogitsError(broken)
-    return tokens
+    return [entry for entry in entries if entry is not None]
 
 
-def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int]:
-    """Return how to draw, and how many of the most probable tokens to sort for it."""
-    if params.greedy:
-        return ops.draw_first, 0
-    if 0 < params.top_k < vocab:
-        width = _SORTED
-        while width < params.top_k:
-            width *= 16
-        return ops.draw_top_k, min(width, vocab)
-    return (ops.draw_top_p, min(_SORTED, vocab)) if params.top_p < 1 else (ops.draw_any, 0)
+def _contiguous(logits: Tensor) -> Tensor:
+    """Return logits of at most 32 bits."""
+    return (logits.float() if logits.dtype == torch.float64 else logits).contiguous()
 
 
-def _is_adjusted(row: Row) -> bool:
-    """Whether a bias, a penalty or a ban changes the row's logits."""
-    params = row.params
-    return bool(
-        params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or row.banned
-    )
+class _Ranked(NamedTuple):
+    """Rows whose logprobs are computed together, and how many each asks for."""
+
+    rows: Sequence[int]
+    counts: Sequence[int]
 
 
-def _adjust(x: Tensor, rows: list[Row]) -> None:
-    """Apply biases, penalties and bans to float32 ``x``, in place."""
-    params = [row.params for row in rows]
-    ops.add_bias(x, [p.logit_bias or {} for p in params])
-    repeated = [row.token_ids if row.params.repetition_penalty != 1 else () for row in rows]
-    ops.penalize_repetition(x, repeated, [p.repetition_penalty for p in params])
-    generated = [
-        row.token_ids[row.prompt_len :]
-        if row.params.presence_penalty or row.params.frequency_penalty
-        else ()
-        for row in rows
+def _by_width(counts: Sequence[int | None], vocab: int) -> list[_Ranked]:
+    """Return the rows that ask for logprobs, those apart that ask for many."""
+    widths: dict[int, list[int]] = {}
+    for row, count in enumerate(counts):
+        if count is not None:
+            widths.setdefault(sorted_width(count, vocab), []).append(row)
+    return [
+        _Ranked(rows, [min(counts[row] or 0, vocab) for row in rows]) for rows in widths.values()
     ]
-    presence = [p.presence_penalty for p in params]
-    ops.penalize_occurrences(x, generated, presence, [p.frequency_penalty for p in params])
-    ops.ban(x, [row.banned for row in rows])
 
 
-def _draw(x: Tensor, rows: list[Row], draw: _Draw, width: int) -> list[int]:
-    """Return the token ids that ``draw`` chooses from float32 ``x``; -1 for a broken row."""
-    peak = x.amax(-1, keepdim=True)
-    broken = ~peak.isfinite()
-    if broken.any():
-        x, peak = x.masked_fill(broken, 0), peak.masked_fill(broken, 0)
-    values = [
-        (p.temperature, p.min_p, min(p.top_k, x.shape[1]), p.top_p, row.uniform)
-        for row in rows
-        for p in [row.params]
-    ]
-    settings = torch.tensor(values, dtype=torch.float64).to(x.device)
-    token = draw(x, peak, ops.Settings(*torch.split(settings, 1, dim=1)), width)
-    tokens: list[int] = token.masked_fill(broken, -1).squeeze(1).tolist()
-    return tokens
+def _logprobs(x: Logits, token: Tensor, count: int) -> Tensor:
+    """Return what :func:`_entries` reads of each row, in float64."""
+    values, rank, top = ops.token_logprobs(x, token, count)
+    finite = x.maxima.amax(-1, keepdim=True).isfinite()
+    return torch.cat([finite.double(), rank.double(), values.double(), top.double()], 1).view(-1)
 
 
-def _logprobs(
-    logits: Tensor, members: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
-) -> list[dict[int, Logprob]]:
-    """Return, for each row of ``members``, its token and its ``count`` most probable ones."""
-    vocab = logits.shape[1]
-    outside = [token for token in tokens if not 0 <= token < vocab]
-    if outside:
-        raise ValueError(f"token {outside[0]} is outside of the vocabulary of {vocab}")
-    entries: list[dict[int, Logprob]] = []
-    broken: list[int] = []
-    ids = torch.arange(vocab, device=logits.device)
-    for batch in _batches(members, logits):
-        done = slice(len(entries), len(entries) + len(batch))
-        x = _select(logits, batch)
-        finite = x.amax(-1).isfinite().tolist()
-        broken += [index for index, ok in zip(batch, finite, strict=True) if not ok]
-        width = min(max(counts[done]), vocab)
-        token = torch.tensor(tokens[done], device=logits.device).unsqueeze(1)
-        results = (result.tolist() for result in ops.token_logprobs(x, token, ids, width))
-        for token_id, count, values, rank, top in zip(
-            tokens[done], counts[done], *results, strict=True
-        ):
-            entry = {token_id: Logprob(values[0], rank)}
-            for column in range(min(count, vocab)):
-                entry.setdefault(top[column], Logprob(values[1 + column], 1 + column))
-            entries.append(entry)
-    if broken:
-        raise LogitsError(broken)
+def _entry_size(count: int) -> int:
+    """Return how many numbers :func:`_logprobs` returns for a row."""
+    return 3 + 2 * count
+
+
+def _entries(
+    numbers: Sequence[float], tokens: Sequence[int], ranked: _Ranked
+) -> list[dict[int, Logprob] | None]:
+    """Return the logprobs of rows, each token's own first; None for a broken row."""
+    entries: list[dict[int, Logprob] | None] = []
+    width = max(ranked.counts)
+    size = _entry_size(width)
+    for start, token, count in zip(
+        range(0, len(numbers), size), tokens, ranked.counts, strict=True
+    ):
+        finite, rank, logprob, *values = numbers[start : start + size]
+        entry = {token: Logprob(logprob, int(rank))}
+        for column in range(count):
+            entry.setdefault(int(values[width + column]), Logprob(values[column], 1 + column))
+        entries.append(entry if finite else None)
     return entries
 
 
-def _select(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return a float32 copy of some rows."""
-    return logits.index_select(0, torch.tensor(rows, device=logits.device)).float()
+def _results(
+    numbers: Sequence[float], places: Sequence[int], ranked: Sequence[_Ranked] = ()
+) -> list[SampledToken]:
+    """Return each row's token and logprobs.
+
+    Args:
+        numbers: what was read: the tokens, and then what :func:`_logprobs` returns.
+        places: where each row's token is.
+        ranked: rows that asked for logprobs.
+
+    Raises:
+        LogitsError: rows have no token, or no logprobs.
+
+    """
+    sampled = [SampledToken(int(numbers[place])) for place in places]
+    broken = {row for row, token in enumerate(sampled) if token.token_id < 0}
+    end = len(places)
+    for each in ranked:
+        start, end = end, end + len(each.rows) * _entry_size(max(each.counts))
+        tokens = [sampled[row].token_id for row in each.rows]
+        for row, entry in zip(each.rows, _entries(numbers[start:end], tokens, each), strict=True):
+            token = sampled[row]
+            if entry is None:
+                broken.add(row)
+            else:
+                token.logprob, token.logprobs = entry[token.token_id].logprob, entry
+    if broken:
+        raise LogitsError(sorted(broken))
+    return sampled
 
 
-def _batches(rows: Sequence[int], logits: Tensor) -> list[Sequence[int]]:
-    size = _CPU_BATCH if logits.device.type == "cpu" else _GPU_BATCH
-    step = max(1, size // logits.shape[1])
-    return [rows[start : start + step] for start in range(0, len(rows), step)]
+def _read(numbers: Tensor) -> list[Any]:
+    """Return numbers of the device, for which the host waits."""
+    values: list[Any] = numbers.view(-1).tolist()
+    return values

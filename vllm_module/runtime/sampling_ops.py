@@ -1,198 +1,163 @@
-"""The arithmetic of sampling, on logits ``x`` ``[n rows, vocab]`` in float32.
+"""The arithmetic of sampling: how tokens are drawn from rows of logits.
 
 Probabilities become integers before they are summed, so every order of summation gives the same
-bits. Tokens have one order: by logit, the largest first, and equal logits by token id. No row
-affects another. Results on a CPU and on a GPU have the same shapes and meaning.
+bits. No row affects another. Results on a CPU and on a GPU have the same shapes and meaning. No
+shape depends on a value. A row with NaN, or with no finite logit, gets any token of the vocabulary.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_ARGMAX_BLOCK = 256  # tokens
-_ARGMAX_BY_BLOCKS = 1 << 16  # logits, above which a CPU searches by blocks
-_TOP_BLOCK = 32  # tokens
-_LOW_BITS = 2**32 - 1
+from vllm_module.runtime.block_ops import Logits, by_blocks, first_ids, sort_key, top_ids
+
+_MASS_BLOCK = 256  # tokens
+_RANKED = 64  # most probable tokens, whose ranks are known without counting
 
 
 class Settings(NamedTuple):
-    """Sampling parameters of n rows, each ``[n, 1]`` in float64; ``uniform`` is in [0, 1)."""
+    """Sampling parameters of n rows, each ``[n, 1]`` in float64; ``uniform`` is in [0, 1).
+
+    ``scaled`` says whether any temperature is not 1, and ``cut`` whether any ``min_p`` is not 0.
+    """
 
     temperature: Tensor
     min_p: Tensor
     top_k: Tensor
     top_p: Tensor
     uniform: Tensor
+    scaled: bool
+    cut: bool
+
+    def select(self, rows: slice) -> Settings:
+        """Return the settings of some rows."""
+        temperature, min_p, top_k, top_p, uniform, *flags = self
+        numbers = (temperature[rows], min_p[rows], top_k[rows], top_p[rows], uniform[rows])
+        return Settings(*numbers, *flags)
 
 
-def add_bias(x: Tensor, biases: Sequence[Mapping[int, float]]) -> None:
-    """Add each row's biases, by token id, in place."""
-    values = [value for bias in biases for value in bias.values()]
-    x.view(-1)[_flat_indices(biases, x)] += torch.tensor(values, device=x.device)
-
-
-def penalize_repetition(
-    x: Tensor, token_ids: Sequence[Iterable[int]], penalties: Sequence[float]
-) -> None:
-    """Divide positive logits of each row's tokens by its penalty, multiply others, in place."""
-    flat, index = x.view(-1), _flat_indices(token_ids, x)
-    value, penalty = flat[index], _per_token(penalties, index, x)
-    # A token that occurs twice is written twice, with the same value.
-    flat[index] = torch.where(value > 0, value / penalty, value * penalty)
-
-
-def penalize_occurrences(
-    x: Tensor,
-    token_ids: Sequence[Iterable[int]],
-    presence: Sequence[float],
-    frequency: Sequence[float],
-) -> None:
-    """Subtract ``presence + frequency * occurrences`` from each row's tokens, in place."""
-    index = _flat_indices(token_ids, x)
-    occurrences = torch.bincount(index)[index]
-    penalty = _per_token(frequency, index, x) * occurrences + _per_token(presence, index, x)
-    x.view(-1)[index] -= penalty
-
-
-def ban(x: Tensor, token_ids: Sequence[Iterable[int]]) -> None:
-    """Set the logits of each row's tokens to -inf, in place."""
-    x.view(-1)[_flat_indices(token_ids, x)] = -torch.inf
-
-
-def _per_token(values: Sequence[float], index: Tensor, x: Tensor) -> Tensor:
-    return torch.tensor(values, device=x.device)[index // x.shape[1]]
-
-
-def _flat_indices(token_ids: Sequence[Iterable[int]], x: Tensor) -> Tensor:
-    """Return the indices into ``x.view(-1)`` of each row's tokens, in their order."""
-    vocab = x.shape[1]
-    ids = array("q")
-    counts = []
-    for row in token_ids:
-        before = len(ids)
-        ids.extend(row)
-        counts.append(len(ids) - before)
-    if not ids:
-        return torch.empty(0, dtype=torch.long, device=x.device)
-    flat = torch.frombuffer(ids, dtype=torch.long)
-    outside = flat[(flat < 0) | (flat >= vocab)]
-    if len(outside):
-        raise ValueError(
-            f"token {int(outside[0])} of a row is outside of the vocabulary of {vocab}"
-        )
-    starts = torch.arange(0, len(x) * vocab, vocab).repeat_interleave(torch.tensor(counts))
-    return (flat + starts).to(x.device)
-
-
-def argmax(x: Tensor) -> Tensor:
-    """Return the id ``[n, 1]`` of each row's first token, NaN before all numbers; any dtype."""
-    vocab = x.shape[1]
-    if x.device.type == "cpu" and x.numel() > _ARGMAX_BY_BLOCKS:
-        # A CPU computes maxima several times as fast as their indices: find the block first.
-        whole = vocab - vocab % _ARGMAX_BLOCK
-        x = x.float()
-        maxima = x[:, :whole].view(len(x), -1, _ARGMAX_BLOCK).amax(-1)
-        if whole < vocab:
-            maxima = torch.cat((maxima, x[:, whole:].amax(-1, keepdim=True)), 1)
-        start = maxima.argmax(-1, keepdim=True) * _ARGMAX_BLOCK
-        ids = (start + torch.arange(_ARGMAX_BLOCK)).clamp_(max=vocab - 1)
-        return start + x.gather(1, ids).argmax(-1, keepdim=True)
-    return x.argmax(-1, keepdim=True)  # the first of equal logits
-
-
-def top_ids(x: Tensor, width: int) -> Tensor:
-    """Return the ids ``[n, width]`` of each row's first tokens, in order; NaN counts as inf."""
-    vocab = x.shape[1]
-    ids = torch.arange(vocab, device=x.device).expand(len(x), -1)
-    if 2 * _TOP_BLOCK * width <= vocab:
-        # The first tokens are in the ``width`` blocks with the largest maxima: each of these
-        # blocks has a token that precedes all tokens of the other blocks.
-        whole = vocab - vocab % _TOP_BLOCK
-        maxima = [x[:, :whole].view(len(x), -1, _TOP_BLOCK).amax(-1)]
-        if whole < vocab:
-            maxima.append(x[:, whole:].amax(-1, keepdim=True))
-        block = top_ids(torch.cat(maxima, 1), width)
-        within = torch.arange(_TOP_BLOCK, device=x.device)
-        ids = (block.unsqueeze(-1) * _TOP_BLOCK + within).flatten(1)
-        x = x.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -torch.inf)
-    # topk returns equal keys in any order, so the id is part of the key.
-    key = (_sort_key(x) << 32) + (_LOW_BITS - ids)
-    return _LOW_BITS - (key.topk(width).values & _LOW_BITS)
-
-
-def _sort_key(x: Tensor) -> Tensor:
-    """Return 32-bit integers, as int64, in the order of ``x``."""
-    # The bits of a float are in its order once negative ones are inverted; adding 0 turns -0 to 0.
-    bits = x.float().nan_to_num(torch.inf, torch.inf, -torch.inf).add_(0.0).view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-
-
-def draw_first(x: Tensor, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_first(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
     """Take each row's most probable token; this and the draws return token ids ``[n, 1]``.
 
-    Arguments of all four: logits, their maxima ``[n, 1]``, settings, and how many of the most
-    probable tokens to sort.
+    Arguments of all four: logits, the largest of each row ``[n, 1]``, settings, and how many of the
+    most probable tokens to sort.
     """
-    return argmax(x)
+    return first_ids(x)
 
 
-def draw_any(x: Tensor, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_any(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
     """Draw from the whole vocabulary."""
-    mass = _integer_weights(x, peak, settings).cumsum(-1)
-    return _pick(mass, mass[:, -1:], settings)
+    by_block = _mass_by_blocks(x, peak, settings)
+    mass = by_block.cumsum(-1)
+    target = _target(mass[:, -1:], settings)
+    block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
+    target -= (mass - by_block).gather(1, block)
+    ids = block * _MASS_BLOCK + torch.arange(_MASS_BLOCK, device=block.device)
+    values = x.take(ids.clamp(max=x.vocab - 1)).masked_fill_(ids >= x.vocab, -torch.inf)
+    mass = _integer_weights(values, peak, settings, x.vocab).cumsum(-1)
+    column = torch.searchsorted(mass, target, right=True)
+    return (block * _MASS_BLOCK + column).clamp_(max=x.vocab - 1)
 
 
-def draw_top_k(x: Tensor, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_top_k(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
     """Draw from the ``top_k`` most probable tokens, at most ``width``, cut to ``top_p``."""
     ids = top_ids(x, width)
-    weights = _integer_weights(x.gather(1, ids), peak, settings, x.shape[1])
-    beyond = torch.arange(width, device=x.device) >= settings.top_k
+    weights = _integer_weights(x.take(ids), peak, settings, x.vocab)
+    beyond = torch.arange(width, device=ids.device) >= settings.top_k
     mass = weights.masked_fill_(beyond, 0).cumsum(-1)
-    end = torch.searchsorted(mass, _needed_mass(mass[:, -1:], settings))
-    return ids.gather(1, _pick(mass, mass.gather(1, end), settings))
+    needed = _needed_mass(mass[:, -1:], settings)
+    return _pick_sorted(ids, mass, torch.searchsorted(mass, needed), settings)
 
 
-def draw_top_p(x: Tensor, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_top_p(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
     """Draw from the nucleus: the fewest most probable tokens whose mass reaches ``top_p``."""
-    weights = _integer_weights(x, peak, settings)
-    needed = _needed_mass(weights.sum(-1, keepdim=True), settings)
+    total = _mass_by_blocks(x, peak, settings).sum(-1, keepdim=True)
+    needed = _needed_mass(total, settings)
     ids = top_ids(x, width)
-    mass = weights.gather(1, ids).cumsum(-1)
+    mass = _integer_weights(x.take(ids), peak, settings, x.vocab).cumsum(-1)
     end = torch.searchsorted(mass, needed)
-    token = ids.gather(1, _pick(mass, mass.gather(1, end.clamp(max=width - 1)), settings))
-    wider = (end == width).squeeze(1)  # rows whose nucleus has more than ``width`` tokens
-    if wider.any():
-        mass = _nucleus_weights(x[wider], weights[wider], needed[wider]).cumsum(-1)
-        token[wider] = _pick(mass, mass[:, -1:], Settings(*(each[wider] for each in settings)))
+    token = _pick_sorted(ids, mass, end, settings)
+    wider = end == width  # the nucleus has more than ``width`` tokens
+    for batch in x.batches(x.vocab):
+        if not _none_in(wider[batch]):
+            of = settings.select(batch)
+            values = x.select(batch).read()
+            weights = _integer_weights(values, peak[batch], of, x.vocab)
+            mass = _nucleus_weights(values, weights, needed[batch]).cumsum(-1)
+            wide = _pick(mass, mass[:, -1:], of).clamp_(max=x.vocab - 1)
+            token[batch] = torch.where(wider[batch], wide, token[batch])
     return token
 
 
-def _integer_weights(x: Tensor, peak: Tensor, settings: Settings, vocab: int = 0) -> Tensor:
-    """Return int64 weights in proportion to the probabilities of ``x``, with a sum below 2**62.
+def _none_in(flags: Tensor) -> bool:
+    """Whether all flags are known to be false: they are not read if that waits for a device."""
+    return flags.device.type == "cpu" and not flags.any()
 
-    ``vocab`` is the size of the vocabulary if ``x`` has only some of it. A token that is less than
-    about 2**-44 times as probable as the first one has the weight 0.
+
+def _mass_by_blocks(x: Logits, peak: Tensor, settings: Settings) -> Tensor:
+    """Return the sum of the integer weights of each ``_MASS_BLOCK`` tokens, ``[n, blocks]``."""
+    parts: list[Tensor] = []
+    scratch = None
+    for batch in x.batches(x.vocab):
+        values = x.select(batch).read()
+        if scratch is None:
+            scratch = _scratch(values)
+        of = settings.select(batch)
+        weights = _integer_weights(values, peak[batch], of, x.vocab, scratch[:, : len(values)])
+        parts.append(by_blocks(weights, _MASS_BLOCK, Tensor.sum))
+    return torch.cat(parts)
+
+
+def _scratch(x: Tensor) -> Tensor:
+    """Return two tensors of the shape of ``x``.
+
+    New memory for each batch would cost a CPU more than the arithmetic: the C library gives it back
+    to the system, which clears it again.
     """
-    ratio = x.double().sub_(peak.double()).div_(settings.temperature).exp_()  # to the first token
-    if settings.min_p.any():
-        ratio.masked_fill_(ratio < settings.min_p, 0)
-    return ratio.mul_(2.0 ** (62 - (vocab or x.shape[1]).bit_length())).long()
+    return x.new_empty((2, *x.shape), dtype=torch.float64)
+
+
+def _integer_weights(
+    x: Tensor, peak: Tensor, settings: Settings, vocab: int, scratch: Tensor | None = None
+) -> Tensor:
+    """Return int64 weights in proportion to the probabilities of ``x``.
+
+    Those of all ``vocab`` tokens have a sum below 2**62. A token that is less than about 2**-44
+    times as probable as the first one has the weight 0. The result is in ``scratch``, if given.
+    """
+    ratio, other = _scratch(x) if scratch is None else scratch
+    ratio.copy_(x).sub_(peak)  # to the first token
+    if settings.scaled:
+        ratio.div_(settings.temperature)
+    ratio.exp_()
+    if settings.cut:
+        ratio.mul_(torch.ge(ratio, settings.min_p, out=other))  # by 0 or 1
+    return other.view(torch.int64).copy_(ratio.mul_(2.0 ** (62 - vocab.bit_length())))
 
 
 def _needed_mass(total: Tensor, settings: Settings) -> Tensor:
     return torch.minimum((total * settings.top_p).ceil().long().clamp_(min=1), total)
 
 
+def _target(total: Tensor, settings: Settings) -> Tensor:
+    """Return the mass at the fraction ``uniform`` of ``total``."""
+    return torch.minimum((total * settings.uniform).long(), total - 1)
+
+
 def _pick(mass: Tensor, total: Tensor, settings: Settings) -> Tensor:
     """Return the column of cumulative ``mass`` at the fraction ``uniform`` of ``total``."""
-    target = torch.minimum((total * settings.uniform).long(), total - 1)
-    # The first column above the target: never one of weight 0.
-    return torch.searchsorted(mass, target, right=True)
+    # The first column above the target is never one of weight 0.
+    return torch.searchsorted(mass, _target(total, settings), right=True)
+
+
+def _pick_sorted(ids: Tensor, mass: Tensor, end: Tensor, settings: Settings) -> Tensor:
+    """Return one of ``ids``, of cumulative ``mass``, that is not after the column ``end``."""
+    last = ids.shape[1] - 1
+    column = _pick(mass, mass.gather(1, end.clamp(max=last)), settings)
+    return ids.gather(1, column.clamp_(max=last))
 
 
 def _nucleus_weights(x: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
@@ -202,14 +167,14 @@ def _nucleus_weights(x: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
     radix search: sum the weights by the key's highest digit, find the digit that reaches
     ``needed``, and go on with the tokens of that digit.
     """
-    key = _LOW_BITS // 2 - _sort_key(x)  # not negative, the largest logits first
+    key = 2**31 - 1 - sort_key(x).long()  # not negative, the largest logits first
     last = torch.zeros_like(needed)
     rest = weights
     for shift in (22, 11, 0):
         digit = (key >> shift) & 2047
         by_digit = needed.new_zeros(len(x), 2048).scatter_add_(1, digit, rest)
         mass = by_digit.cumsum(-1)
-        reached = torch.searchsorted(mass, needed)
+        reached = torch.searchsorted(mass, needed).clamp_(max=2047)
         needed = needed - (mass - by_digit).gather(1, reached)
         rest = torch.where(digit == reached, rest, 0)
         last += reached << shift
@@ -218,24 +183,36 @@ def _nucleus_weights(x: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
     return torch.where(key < last, weights, rest)
 
 
-def token_logprobs(
-    x: Tensor, token: Tensor, ids: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def token_logprobs(x: Logits, token: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logprobs of each row's token and of its ``width`` most probable tokens.
 
     Args:
-        x: logits ``[n, vocab]``.
+        x: logits.
         token: ids ``[n, 1]``.
-        ids: ``arange(vocab)``, which callers with several batches make once.
-        width: at most ``vocab``.
+        width: at most the size of the vocabulary.
 
     Returns:
-        Natural logprobs ``[n, 1 + width]``, the token's first; its rank ``[n]``, from 1; and the
-        ids of the most probable tokens ``[n, width]``.
+        Natural logprobs ``[n, 1 + width]`` in float32, the token's first; its rank ``[n, 1]``, from
+        1; and the ids of the most probable tokens ``[n, width]``.
 
     """
-    logprobs = x.log_softmax(-1)
-    value = x.gather(1, token)
-    rank = 1 + ((x > value) | ((x == value) & (ids < token))).sum(-1)
-    top = top_ids(x, width) if width else token[:, :0]
-    return logprobs.gather(1, torch.cat([token, top], 1)), rank, top
+    top = top_ids(x, max(width, min(_RANKED, x.vocab)))
+    wanted = torch.cat([token, top[:, :width]], 1)
+    same = top == token
+    rank = 1 + (same * torch.arange(top.shape[1], device=top.device)).sum(-1, keepdim=True)
+    beyond = ~same.any(-1, keepdim=True)
+    ids = torch.arange(x.vocab, device=top.device)
+    parts: list[Tensor] = []
+    scratch = None
+    for batch in x.batches(x.vocab):
+        values, last = x.select(batch).read(), token[batch]
+        if scratch is None:
+            scratch = torch.empty_like(values)
+        logprobs = torch.log_softmax(values, -1, out=scratch[: len(values)])
+        parts.append(logprobs.gather(1, wanted[batch]))
+        if not _none_in(beyond[batch]):
+            of = values.gather(1, last)
+            before = (values > of) | ((values == of) & (ids < last))
+            counted = 1 + before.sum(-1, keepdim=True)
+            rank[batch] = torch.where(beyond[batch], counted, rank[batch])
+    return torch.cat(parts), rank, top[:, :width]

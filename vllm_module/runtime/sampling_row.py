@@ -1,0 +1,57 @@
+"""What a row of logits is sampled with: a request's parameters, and the state of its sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from vllm_module.runtime.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Row:
+    """How to choose the next token of a sequence.
+
+    Attributes:
+        params: of the request.
+        token_ids: the prompt and the output so far; read only for penalties.
+        prompt_len: how many of ``token_ids`` are the prompt's.
+        uniform: a random number in [0, 1), from the sequence's own generator.
+        banned: token ids that may not be chosen.
+        key: names the sequence, whose parameters stay and whose tokens are only appended. With a
+            key, tokens that are counted for penalties are not counted again in the next step.
+
+    Raises:
+        ValueError: ``uniform`` is not in [0, 1).
+
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int] = ()
+    prompt_len: int = 0
+    uniform: float = 0.0
+    banned: Collection[int] = ()
+    key: Hashable = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.uniform < 1:
+            raise ValueError(f"uniform should be in [0, 1), and is {self.uniform}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model's most probable token is all that is asked for."""
+        params = self.params
+        return params.greedy and params.logprobs is None and not self.adjusted
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens of the sequence change the logits."""
+        params = self.params
+        return bool(
+            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        )
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether a bias, a penalty or a ban changes the logits."""
+        return bool(self.params.logit_bias or self.banned) or self.penalized
