@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module.kernels import (
     dtypes,
@@ -56,7 +57,14 @@ from vllm_module.kernels.topk_routing import topk_routing_triton
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Of PTX: disassembling the machine code takes far longer than compiling it.
-_COUNTED = ("wgmma.mma_async", "mma.sync", "cp.async.cg", "ld.global.v4", "st.global.v4")
+_COUNTED = (
+    "wgmma.mma_async",
+    "mma.sync",
+    "cp.async.cg",
+    "cp.async.bulk.tensor",
+    "ld.global.v4",
+    "st.global.v4",
+)
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -96,6 +104,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
@@ -168,10 +178,11 @@ def attention(
     pages: int = 256,
     new: int = 512,
     everything: bool = False,
+    page_size: int = 16,
 ) -> Callable[[], object]:
-    """Launch a step of 64 sequences of up to 4096 tokens, on pages of 16."""
+    """Launch a step of 64 sequences, on ``pages`` pages each."""
     integers = torch.int32
-    cache = meta(2, 1024, 16, kv_heads, head_size, dtype=cache_dtype or dtype)
+    cache = meta(2, 1024, page_size, kv_heads, head_size, dtype=cache_dtype or dtype)
     floats = torch.float32
     options = {
         "sliding_window": 4096,
@@ -356,6 +367,8 @@ CASES: dict[str, Callable[[], object]] = {
     "attention 256": attention(16, 8, 256),
     "attention 64, 71 heads to one": attention(71, 1, 64),
     "attention 256, 48 heads to one": attention(48, 1, 256),
+    "attention 64, pages of 64": attention(32, 8, 64, page_size=64),
+    "attention 128, pages of 128": attention(32, 8, 128, page_size=128),
     "norm 4096": norm(8192, 4096),
     "norm 1024": norm(8192, 1024),
     "norm 5120": norm(8192, 5120),
@@ -406,6 +419,7 @@ CASES: dict[str, Callable[[], object]] = {
 HOPPER: dict[str, Callable[[], object]] = {
     "attention 128, everything": attention(40, 8, 128, everything=True),
     "attention 128, 128 heads to one": attention(128, 1, 128),
+    "attention 128, e4m3, pages of 128": attention(32, 8, 128, cache_dtype=E4M3, page_size=128),
     "attention 64, e4m3": attention(32, 8, 64, cache_dtype=E4M3),
     "attention 128, e4m3": attention(32, 8, 128, cache_dtype=E4M3),
     "attention 128, e5m2, fp16": attention(32, 8, 128, FP16, E5M2),
