@@ -1,7 +1,8 @@
 """Compile kernels as they would be launched, on a machine without the GPU.
 
 ``python tests/kernels/compiling.py 90`` compiles every case below for compute capability 9.0 and
-prints, as JSON, what each compiled kernel needs.
+prints, as JSON, what each compiled kernel needs. With ``candidates`` as second argument, so does
+every candidate of every case of attention.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module.kernels import (
+    choices,
     dtypes,
     grouped_matmul,
     grouped_matmul_mxfp4,
     mla_attention,
     paged_attention_decode,
+    paged_attention_prefill,
     scaled_matmul,
 )
 from vllm_module.kernels.act_and_mul import (
@@ -520,8 +523,54 @@ HOPPER |= {
 }
 
 
-def main(capability: int) -> None:
-    """Compile every case and print a list with an entry for each kernel."""
+OF_EACH_KIND = "attention 128, pages of 128", "latent, 128 heads"
+# Kernels that have candidates, and the Triton kernels that each launches.
+LAUNCHED = {
+    "paged_attention_decode": ("_decode", "_combine"),
+    "paged_attention_prefill": ("_prefill",),
+    "mla_attention_decode": ("_decode_latent", "_combine"),
+    "mla_attention_prefill": ("_prefill_latent",),
+}
+
+
+def candidates(launch: Callable[[], object]) -> dict[str, list[str]]:
+    """Return the names of the candidates of the kernels in ``LAUNCHED`` that ``launch`` chooses."""
+    found: dict[str, list[str]] = {}
+
+    def note(kernel: str, case: str, named: dict[str, Any], device: torch.device) -> Any:
+        found[kernel] = list(named)
+        return choices.choose(kernel, case, named, device)
+
+    modules = mla_attention, paged_attention_decode, paged_attention_prefill
+    with launching(lambda *_: None):
+        for module in modules:
+            module.choose = note
+        launch()
+        for module in modules:
+            module.choose = choices.choose
+    return found
+
+
+def compile_candidates(launch: Callable[[], object], capability: int) -> Iterator[dict[str, Any]]:
+    """Compile the kernels of ``launch`` by every candidate but the first."""
+    for kernel, names in candidates(launch).items():
+        for name in names[1:]:
+            done: list[Compiled] = []
+
+            def note(jit: JITFunction, *rest: Any, done: Any = done, kernel: Any = kernel) -> None:
+                if jit.__name__ in LAUNCHED[kernel]:
+                    done.append(compiled(jit, *rest, capability))
+
+            with choices.trying({kernel: name}), launching(note):
+                launch()
+            yield from (asdict(one) | {"candidate": name} for one in done)
+
+
+def main(capability: int, every: bool = False) -> None:
+    """Compile every case and print a list with an entry for each kernel.
+
+    Candidates are compiled for one model of each kind, or with ``every`` for all.
+    """
     # The choice of tiles depends on the capability, and a meta tensor's device has none.
     products = (scaled_matmul, grouped_matmul, grouped_matmul_mxfp4)
     for module in (dtypes, mla_attention, paged_attention_decode, *products):
@@ -531,8 +580,12 @@ def main(capability: int) -> None:
         with compiling(capability) as done:
             launch()
         results += [asdict(one) | {"case": name} for one in done]
+        attends = name.startswith(("attention", "latent"))
+        if attends and (every or (capability == 90 and name in OF_EACH_KIND)):
+            found = compile_candidates(launch, capability)
+            results += [one | {"case": f"{name}: {one['candidate']}"} for one in found]
     json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "candidates" in sys.argv)

@@ -20,7 +20,7 @@ from vllm_module.kernels.concat_and_cache_mla import (
     concat_and_cache_mla_triton,
 )
 from vllm_module.kernels.mla_attention import mla_attention, mla_attention_triton
-from vllm_module.kernels.mla_attention_tile import latent_candidates
+from vllm_module.kernels.mla_attention_tile import decode_candidates, prefill_candidates
 from vllm_module.kernels.paged_attention_decode import Decoding
 from vllm_module.kernels.paged_attention_splits import Splits
 from vllm_module.kernels.paged_attention_tile import Tiles
@@ -159,7 +159,7 @@ def test_tiles_of_16_bits(heads: int, dtype: torch.dtype, as_accurate) -> None:
 def test_contexts_are_split_and_summed_up(monkeypatch) -> None:
     """Contexts of several splits attend as densely, also where splits grow with the context."""
     candidates = {"short": Decoding(Splits(64, 4), Tiles(16, 16, 8, 1))}
-    monkeypatch.setattr(public, "latent_candidates", lambda *_: candidates)
+    monkeypatch.setattr(public, "decode_candidates", lambda *_: candidates)
     lengths = [(0, 1), (63, 1), (64, 1), (255, 1), (256, 1), (500, 1), (3, 2)]
     batch = make_batch(lengths, 16, 2)
     batch.check(mla_attention_triton)
@@ -169,22 +169,32 @@ def test_contexts_are_split_and_summed_up(monkeypatch) -> None:
     assert torch.equal(batch.run(mla_attention_triton), whole)
 
 
-@pytest.mark.parametrize("name", latent_candidates(2, 32, 2, 2, True))
-def test_candidates_attend_alike(name: str, as_accurate) -> None:
+SIZES = 2, 32, 2, 2, True
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        *(("mla_attention_decode", name) for name in decode_candidates(*SIZES)),
+        *(("mla_attention_prefill", name) for name in prefill_candidates(*SIZES)),
+    ],
+)
+def test_candidates_attend_alike(kernel: str, name: str, as_accurate) -> None:
     """Each candidate is as accurate as torch, and a token's bits do not depend on its batch."""
-    batch = make_batch([(300, 1), (20, 1), (30, 9)], 16, 2, 32, 8, dtype=torch.float16)
-    with trying({"mla_attention": name}):
+    new = 1 if kernel.endswith("decode") else 9
+    batch = make_batch([(290, new), (20, 1), (30, 3)], 16, 2, 32, 8, dtype=torch.float16)
+    with trying({kernel: name}):
         whole = batch.run(mla_attention_triton)
         as_accurate(whole, batch.expected, batch.low)
         alone = replace(
             batch,
-            query=batch.query[:1],
+            query=batch.query[:new],
             block_tables=batch.block_tables[:1],
             context_lens=batch.context_lens[:1],
-            query_start_loc=int32(0, 1),
-            max_query_len=1,
+            query_start_loc=int32(0, new),
+            max_query_len=new,
         )
-        assert torch.equal(alone.run(mla_attention_triton), whole[:1])
+        assert torch.equal(alone.run(mla_attention_triton), whole[:new])
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:

@@ -229,11 +229,11 @@ def test_contexts_are_split_and_summed_up(window: int | None, short_splits, monk
 
 def test_scratch_memory_is_bounded(short_splits, monkeypatch, margins) -> None:
     """However many sequences there are, splits take little memory, and no bit changes."""
-    batch = make_batch([*SPLIT, (0, 0), (5, 3)], 16, 2, 1)
+    batch = make_batch([(300, 1), (127, 1), (128, 1), (0, 0), (5, 3)], 16, 2, 1)
     padded = replace(batch, query=torch.cat((batch.query, torch.full((2, 2, 16), torch.nan))))
     whole = padded.run(paged_attention_triton)
     one = 4 * 2 * 16 * 4  # bytes of four outputs of two heads
-    for bound in (one - 1, one, 3 * one):
+    for bound in (one - 1, 3 * one):
         margins.clear()
         monkeypatch.setattr(paged_attention_splits, "SCRATCH", bound)
         assert torch.equal(padded.run(paged_attention_triton), whole)
@@ -273,8 +273,8 @@ def candidates_of(page: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("kernel", "name"), candidates_of(128))
 def test_candidates_attend_alike(kernel: str, name: str, as_accurate) -> None:
     """Each candidate is as accurate as torch, and a token's bits do not depend on its batch."""
-    lengths = [(300, 1), (140, 70)] if kernel.endswith("decode") else [(140, 70), (300, 1)]
-    batch = make_batch([*lengths, (0, 1)], 128, 2, 1, dtype=torch.float16)
+    lengths = [(300, 1)] if kernel.endswith("decode") else [(130, 10)]
+    batch = make_batch([*lengths, (40, 2), (0, 1)], 128, 2, 1, dtype=torch.float16)
     with trying({kernel: name}):
         whole = batch.run(paged_attention_triton)
         as_accurate(whole, batch.expected, batch.low)
