@@ -45,16 +45,16 @@ class Decoding:
 
 @cache
 def decode_candidates(
-    block_d: int, group: int, page_size: int, itemsize: int, hopper: bool
+    block_d: int, group: int, page_size: int, itemsize: int, cache_itemsize: int, hopper: bool
 ) -> dict[str, Decoding]:
-    """Return the candidates for a padded head size, heads in a group, and a query's bytes a number.
+    """Return the candidates for a padded head size, heads in a group, and bytes of numbers.
 
     A tile is 16 KiB of keys. Keys wait for their page number, so three stages keep one tile in
     flight, four too, and five keep two. Before Hopper a third stage spills.
     """
     rows = max(16, next_power_of_2(group))
     tokens, warps = max(32, min(128, 8192 // block_d)), 4 if rows <= 32 else 8
-    if itemsize == 4:
+    if itemsize == 4 or (not hopper and rows > 32):
         tokens = max(16, tokens // 2)
     stages = 3 if hopper else 2
 
@@ -67,12 +67,14 @@ def decode_candidates(
         "splits of 256": one(256, 256, stages),
         "splits of 128": one(128, 256, stages),
     }
-    if hopper and itemsize < 4:
+    if not hopper or itemsize == 4:
+        return found
+    if cache_itemsize == 2:  # widening eight bits takes the registers
         found["splits of 256, 5 stages"] = one(256, 256, 5)
         if tokens > 32:
             found["splits of 256, 5 stages of 32"] = one(256, 256, 5, 32)
-        if page_size % tokens == 0:
-            found["splits of 256, TMA"] = one(256, 256, 5, tokens, True)
+    if page_size % tokens == 0:
+        found["splits of 256, TMA"] = one(256, 256, 5, tokens, True)
     return found
 
 
@@ -85,6 +87,7 @@ def launch_decode(arguments: Arguments, constants: dict[str, Any]) -> None:
         constants["GROUP"],
         constants["PAGE_SIZE"],
         query.itemsize,
+        arguments.k_cache.itemsize,
         capability(query) >= (9, 0),
     )
     case = case_of(query, arguments.k_cache)

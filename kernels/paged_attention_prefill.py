@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from vllm_module.kernels.choices import choose
+from vllm_module.kernels.dtypes import capability
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 from vllm_module.kernels.paged_attention_tile import (
     Arguments,
@@ -23,7 +24,9 @@ from vllm_module.kernels.paged_attention_tile import (
 
 
 @cache
-def prefill_candidates(block_d: int, group: int, itemsize: int, page_size: int) -> dict[str, Tiles]:
+def prefill_candidates(
+    block_d: int, group: int, page_size: int, itemsize: int, hopper: bool
+) -> dict[str, Tiles]:
     """Return tiles for a padded head size, heads in a group, and the query's bytes an element.
 
     Hopper's wgmma takes 64 rows for each warpgroup. Two warpgroups fill the registers.
@@ -33,7 +36,10 @@ def prefill_candidates(block_d: int, group: int, itemsize: int, page_size: int) 
         return {"16 x 16": Tiles(max(16, rows), 16, 4, 1)}
     if block_d > 128:
         return {"64 x 32": Tiles(max(64, rows), 32, 8, 3)}
-    found = {"128 x 64": Tiles(128, 64, 8, 3), "128 x 128": Tiles(128, 128, 8, 3)}
+    found = {"128 x 64": Tiles(128, 64, 8, 3)}
+    if not hopper:
+        return found
+    found["128 x 128"] = Tiles(128, 128, 8, 3)
     if rows <= 64:
         found["64 x 64"] = Tiles(64, 64, 4, 3)
     if page_size % 64 == 0:
@@ -47,7 +53,11 @@ def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
     """Write the outputs of all sequences that have more than one new token."""
     group, query = constants["GROUP"], arguments.query
     candidates = prefill_candidates(
-        constants["BLOCK_D"], group, query.itemsize, constants["PAGE_SIZE"]
+        constants["BLOCK_D"],
+        group,
+        constants["PAGE_SIZE"],
+        query.itemsize,
+        capability(query) >= (9, 0),
     )
     case = case_of(query, arguments.k_cache)
     tiles = choose("paged_attention_prefill", case, candidates, query.device)

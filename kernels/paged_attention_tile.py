@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_module.kernels.operators import tl, triton
+from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
 LOG2_E = 1.4426950408889634  # kernels repeat the number: they see no globals
 
@@ -84,11 +84,12 @@ def _case(
 def descriptors(arguments: Arguments, tiles: Tiles) -> tuple[Any, Any]:
     """Return descriptors of keys and values, ``[cache slots, kv_heads * head_size]``.
 
-    ``None`` where ``tiles`` do without, or for caches that are views of larger tensors.
+    ``None`` where ``tiles`` do without, for heads whose size is no power of two, and for caches
+    that are views of larger tensors.
     """
-    if not tiles.tma:
-        return None, None
     size, caches = arguments.query.shape[2], (arguments.k_cache, arguments.v_cache)
+    if not tiles.tma or size != max(16, next_power_of_2(size)):
+        return None, None
     if not all(one.is_contiguous() and one.numel() and one.data_ptr() % 16 == 0 for one in caches):
         return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor  # not on every system

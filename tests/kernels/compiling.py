@@ -523,6 +523,7 @@ HOPPER |= {
 }
 
 
+ATTENTION = mla_attention, paged_attention_decode, paged_attention_prefill
 OF_EACH_KIND = "attention 128, pages of 128", "latent, 128 heads"
 # Kernels that have candidates, and the Triton kernels that each launches.
 LAUNCHED = {
@@ -541,12 +542,11 @@ def candidates(launch: Callable[[], object]) -> dict[str, list[str]]:
         found[kernel] = list(named)
         return choices.choose(kernel, case, named, device)
 
-    modules = mla_attention, paged_attention_decode, paged_attention_prefill
     with launching(lambda *_: None):
-        for module in modules:
+        for module in ATTENTION:
             module.choose = note
         launch()
-        for module in modules:
+        for module in ATTENTION:
             module.choose = choices.choose
     return found
 
@@ -573,7 +573,7 @@ def main(capability: int, every: bool = False) -> None:
     """
     # The choice of tiles depends on the capability, and a meta tensor's device has none.
     products = (scaled_matmul, grouped_matmul, grouped_matmul_mxfp4)
-    for module in (dtypes, mla_attention, paged_attention_decode, *products):
+    for module in (dtypes, *ATTENTION, *products):
         module.capability = lambda _: divmod(capability, 10)
     results = []
     for name, launch in (CASES | HOPPER if capability == 90 else CASES).items():

@@ -211,7 +211,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention_decode, "decode_candidates", lambda *_: candidates)
 
 
-SPLIT = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1), (1030, 1)]
+SPLIT = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1)]
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -232,7 +232,7 @@ def test_scratch_memory_is_bounded(short_splits, monkeypatch, margins) -> None:
     batch = make_batch([(300, 1), (127, 1), (128, 1), (0, 0), (5, 3)], 16, 2, 1)
     padded = replace(batch, query=torch.cat((batch.query, torch.full((2, 2, 16), torch.nan))))
     whole = padded.run(paged_attention_triton)
-    one = 4 * 2 * 16 * 4  # bytes of four outputs of two heads
+    one = 3 * 2 * 16 * 4  # bytes of three outputs of two heads
     for bound in (one - 1, 3 * one):
         margins.clear()
         monkeypatch.setattr(paged_attention_splits, "SCRATCH", bound)
@@ -248,7 +248,7 @@ def test_scratch_memory_is_bounded(short_splits, monkeypatch, margins) -> None:
 )
 def test_a_launch_keeps_to_the_bound(sequences, heads, size, capacity) -> None:
     """Every candidate's scratch memory is within the bound, for a long block table too."""
-    for candidate in decode_candidates(128, 4, 128, 2, True).values():
+    for candidate in decode_candidates(128, 4, 128, 2, 2, True).values():
         count = candidate.splits.count(capacity)
         assert count <= candidate.splits.most
         taken = sequences_of_a_launch(sequences, heads, size, count)
@@ -264,7 +264,10 @@ def test_programs_do_not_grow_with_the_room_of_the_table() -> None:
 
 def candidates_of(page: int) -> list[tuple[str, str]]:
     """Return every candidate for heads of 16 in pairs, by kernel and name."""
-    decode, prefill = decode_candidates(16, 2, page, 2, True), prefill_candidates(16, 2, 2, page)
+    decode, prefill = (
+        decode_candidates(16, 2, page, 2, 2, True),
+        prefill_candidates(16, 2, page, 2, True),
+    )
     return [("paged_attention_decode", name) for name in decode] + [
         ("paged_attention_prefill", name) for name in prefill
     ]
@@ -288,6 +291,19 @@ def test_candidates_attend_alike(kernel: str, name: str, as_accurate) -> None:
             max_query_len=new,
         )
         assert torch.equal(alone.run(paged_attention_triton), whole[:new])
+
+
+@pytest.mark.parametrize("head_size", [16, 20])
+def test_what_the_copy_engine_cannot_load(head_size: int) -> None:
+    """With tiles for the copy engine, views and odd head sizes are loaded as others are."""
+    batch = make_batch([(150, 1), (130, 3)], 128, 2, 1, head_size, dtype=torch.float16)
+    expected = batch.run(paged_attention_triton)
+    both = torch.stack((batch.k_cache, batch.v_cache), 1)
+    view = replace(batch, k_cache=both[:, 0], v_cache=both[:, 1])
+    kernels = {"paged_attention_decode": "splits of 256, TMA"} if head_size == 16 else {}
+    with trying({**kernels, "paged_attention_prefill": "128 x 64, TMA"}):
+        for one in (batch, view):
+            torch.testing.assert_close(one.run(paged_attention_triton), expected)
 
 
 def test_the_case_of_a_choice_is_made_of_the_model_alone(monkeypatch) -> None:
