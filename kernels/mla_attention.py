@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import torch
 
+from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import FLOATS, FP8, can_convert, capability
 from vllm_module.kernels.mla_attention_decode import launch_decode
 from vllm_module.kernels.mla_attention_prefill import launch_prefill
-from vllm_module.kernels.mla_attention_tile import Arguments, tiles_of
+from vllm_module.kernels.mla_attention_tile import Arguments, decode_candidates, prefill_candidates
 from vllm_module.kernels.operators import checks_values, expect, next_power_of_2, operator
 from vllm_module.kernels.paged_attention import check_lengths, check_pages
 from vllm_module.kernels.paged_attention_reference import paged_attention_reference
-from vllm_module.kernels.paged_attention_tile import LOG2_E
+from vllm_module.kernels.paged_attention_tile import LOG2_E, case_of
 
 MAX_LATENT = 512
 MAX_ROPE = 64
@@ -185,10 +186,12 @@ def mla_attention_triton(
         "PAGE_SIZE": cache.shape[1],
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
-    hopper = capability(query) >= (9, 0)
-    tiles = tiles_of(heads, kv_lora_rank, query.itemsize, cache.itemsize, hopper)
-    launch_decode(arguments, constants, tiles)
+    case = case_of(query, cache.unsqueeze(2))
+    sizes = heads, kv_lora_rank, query.itemsize, cache.itemsize, capability(query) >= (9, 0)
+    decoding = choose("mla_attention_decode", case, decode_candidates(*sizes), query.device)
+    launch_decode(arguments, constants, decoding)
     if max_query_len > 1 and arguments.sequences:
+        tiles = choose("mla_attention_prefill", case, prefill_candidates(*sizes), query.device)
         launch_prefill(arguments, constants, tiles)
     return output
 

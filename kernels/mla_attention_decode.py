@@ -1,6 +1,6 @@
 """Latent attention of sequences with one new token, in Triton.
 
-A context is cut into splits as in :mod:`vllm_module.kernels.paged_attention_decode`, whose kernel
+A context is cut into splits as in :mod:`vllm_module.kernels.paged_attention_splits`, whose kernel
 adds them up, so the bits do not depend on the batch.
 """
 
@@ -8,57 +8,72 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from vllm_module.kernels import paged_attention_decode as paged
 from vllm_module.kernels.mla_attention_tile import Arguments, attend_latent, load_query
 from vllm_module.kernels.operators import tl, triton
-from vllm_module.kernels.paged_attention_decode import split_size
-from vllm_module.kernels.paged_attention_tile import Tiles, normalize
+from vllm_module.kernels.paged_attention_decode import Decoding
+from vllm_module.kernels.paged_attention_splits import (
+    SEQUENCES,
+    empty_partial,
+    ends_of_items,
+    find_item,
+    launch_combine,
+    programs_of,
+    sequences_of_a_launch,
+    split_size,
+)
+from vllm_module.kernels.paged_attention_tile import normalize
 
 
-def launch_decode(arguments: Arguments, constants: dict[str, Any], tiles: Tiles) -> None:
+def launch_decode(arguments: Arguments, constants: dict[str, Any], chosen: Decoding) -> None:
     """Write the outputs of all sequences of one new token, and zeros for tokens of no sequence."""
     query, sequences = arguments.query, arguments.sequences
     heads, latent = query.shape[1], constants["LATENT"]
+    splits, tiles = chosen.splits, chosen.tiles
     head_blocks = -(-heads // tiles.block_m)
-    splits = min(paged.MAX_SPLITS, -(-arguments.capacity // paged.SPLIT))
-    partial: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if splits > 1:
-        shape = (sequences, heads, splits)
-        outputs = torch.empty(*shape, latent, dtype=torch.float32, device=query.device)
-        partial = (outputs, *torch.empty(2, *shape, dtype=torch.float32, device=query.device))
-    _decode_latent[sequences + 1, head_blocks, max(1, splits)](
-        *arguments[:-1],
-        *arguments.strides,
-        *partial,
-        splits,
-        **constants,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        SPLIT=paged.SPLIT,
-        MAX_SPLITS=paged.MAX_SPLITS,
-        DIRECT=splits <= 1,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
-    if splits > 1:
-        paged.launch_combine(
-            arguments.output,
-            partial,
-            arguments.context_lens,
-            arguments.query_start_loc,
-            None,
-            arguments.cache_scale,
-            arguments.capacity,
-            0,
-            GROUP=heads,
-            BLOCK_D=constants["BLOCK_L"],
-            WINDOW=0,
+    count = splits.count(arguments.capacity)
+    most = sequences_of_a_launch(sequences, heads, latent, count)
+    partial = empty_partial(min(most, sequences), heads, count, latent, query.device)
+    for begin in range(0, max(1, sequences), most):
+        end = min(begin + most, sequences)
+        _decode_latent[programs_of(end - begin, count, head_blocks), head_blocks](
+            *arguments[:-1],
+            *arguments.strides,
+            *partial,
+            begin,
+            end,
+            count,
+            **constants,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            SPLIT=splits.tokens,
+            MAX_SPLITS=splits.most,
+            DIRECT=count == 1,
+            SEQUENCES=SEQUENCES,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
         )
+        if count > 1 and begin < end:
+            launch_combine(
+                arguments.output,
+                partial,
+                arguments.context_lens,
+                arguments.query_start_loc,
+                None,
+                arguments.cache_scale,
+                begin,
+                end - begin,
+                arguments.capacity,
+                0,
+                splits,
+                GROUP=heads,
+                BLOCK_D=constants["BLOCK_L"],
+                WINDOW=0,
+            )
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "capacity", "splits", "table_row"])
+@triton.jit(
+    do_not_specialize=["tokens", "sequences", "capacity", "begin", "end", "splits", "table_row"]
+)
 def _decode_latent(
     query_ptr,
     cache_ptr,
@@ -85,6 +100,8 @@ def _decode_latent(
     partial_ptr,
     maxima_ptr,
     sums_ptr,
+    begin,
+    end,
     splits,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -98,58 +115,59 @@ def _decode_latent(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     DIRECT: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
-    """Attend from BLOCK_M heads of one sequence's new token to one split of the context.
+    """Attend from BLOCK_M heads of new tokens of sequences ``begin`` to ``end``, by splits.
 
-    Programs beyond the last sequence write zeros for tokens of no sequence. With DIRECT, a context
-    is one split and its result is final; otherwise the splits are added up afterwards. A loop over
-    splits would keep addresses in registers, which the outputs fill.
+    The last launch also writes zeros for tokens of no sequence. With DIRECT, a context is one split
+    and its result is final; otherwise the splits are added up afterwards.
     """
-    sequence = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_L).to(tl.int64)
-    real = head < HEADS
-    mask = real[:, None] & (d < LATENT)[None, :]
-    first = tl.load(starts_ptr + sequence).to(tl.int64)
-    output_at = head[:, None] * output_head + d[None, :] * output_feature
-    if sequence == sequences:
+    if end == sequences:
+        head = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_L).to(tl.int64)
+        mask = (head < HEADS)[:, None] & (d < LATENT)[None, :]
         zeros = tl.zeros((BLOCK_M, BLOCK_L), output_ptr.dtype.element_ty)
-        first = tl.maximum(first, 0)
-        for token in range(first + tl.program_id(2), tokens, tl.num_programs(2)):
+        output_at = head[:, None] * output_head + d[None, :] * output_feature
+        rest = tl.maximum(tl.load(starts_ptr + sequences).to(tl.int64), 0)
+        for token in range(rest + tl.program_id(0), tokens, tl.num_programs(0)):
             tl.store(output_ptr + token * output_token + output_at, zeros, mask=mask)
-        return
-    if (tl.load(starts_ptr + sequence + 1) - first != 1) | (first < 0) | (first >= tokens):
-        return
-    context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
-    output_ptr += first * output_token
-    if context == 0:
-        if DIRECT:
-            zeros = tl.zeros((BLOCK_M, BLOCK_L), output_ptr.dtype.element_ty)
-            tl.store(output_ptr + output_at, zeros, mask=mask)
-        return
-    size = split_size(context, SPLIT, MAX_SPLITS)
-    positions = tl.zeros((BLOCK_M,), tl.int32) + (context - 1)
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    table_ptr = tables_ptr + table_row.to(tl.int64) * sequence
-    rows = query_ptr + first * query_token + head * query_head
-    split = tl.program_id(2)
-    if split * size >= context:
-        return
-    q, q_rope = load_query(rows, real, query_feature, LATENT, ROPE, BLOCK_L, BLOCK_R)
-    maxima, sums, outputs = attend_latent(
-        q, q_rope, positions, cache_ptr, table_ptr,
-        split * size, tl.minimum(split * size + size, context), factor * scale,
-        cache_page, cache_token, cache_feature, table_entry,
-        LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION,
+    ends = ends_of_items(
+        contexts_ptr, starts_ptr, begin, end, tokens, capacity,
+        0, SPLIT, MAX_SPLITS, 1 if DIRECT else 0, SEQUENCES,
     )  # fmt: skip
-    if DIRECT:
-        no_sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        y = normalize(maxima, sums, outputs, no_sinks, scale).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptr + output_at, y, mask=mask)
-    else:
-        index = (sequence.to(tl.int64) * HEADS + head) * splits + split
-        tl.store(maxima_ptr + index, maxima, mask=real)
-        tl.store(sums_ptr + index, sums, mask=real)
-        tl.store(partial_ptr + index[:, None] * LATENT + d[None, :], outputs, mask=mask)
+    for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
+        index, split = find_item(item, ends)
+        sequence = begin + index
+        first = tl.load(starts_ptr + sequence).to(tl.int64)
+        context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
+        size = split_size(context, SPLIT, MAX_SPLITS)
+        # It is zero. The compiler does not know that, so it computes no addresses before the loop,
+        # and stores outputs as they lie in registers: both would take more than there are.
+        zero = tl.minimum(first, 0)
+        head = zero + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        d = zero + tl.arange(0, BLOCK_L)
+        real = head < HEADS
+        mask = real[:, None] & (d < LATENT)[None, :]
+        positions = tl.zeros((BLOCK_M,), tl.int32) + (context - 1)
+        rows = query_ptr + first * query_token + head * query_head
+        q, q_rope = load_query(rows, real, query_feature, LATENT, ROPE, BLOCK_L, BLOCK_R)
+        maxima, sums, outputs = attend_latent(
+            q, q_rope, positions, cache_ptr, tables_ptr + table_row.to(tl.int64) * sequence,
+            split * size, tl.minimum(split * size + size, context), factor * scale,
+            cache_page, cache_token, cache_feature, table_entry,
+            LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION,
+        )  # fmt: skip
+        if DIRECT:
+            no_sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            y = normalize(maxima, sums, outputs, no_sinks, scale)
+            y = tl.where(context <= 0, 0.0, y).to(output_ptr.dtype.element_ty)
+            output_at = first * output_token + head[:, None] * output_head
+            tl.store(output_ptr + output_at + d[None, :] * output_feature, y, mask=mask)
+        else:
+            at = (index.to(tl.int64) * HEADS + head) * splits + split
+            tl.store(maxima_ptr + at, maxima, mask=real)
+            tl.store(sums_ptr + at, sums, mask=real)
+            tl.store(partial_ptr + at[:, None] * LATENT + d[None, :], outputs, mask=mask)

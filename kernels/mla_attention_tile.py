@@ -6,24 +6,53 @@ once: it is a key as a whole, and its first ``LATENT`` features are the value.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
+from vllm_module.kernels.paged_attention_decode import Decoding
+from vllm_module.kernels.paged_attention_splits import Splits
 from vllm_module.kernels.paged_attention_tile import Tiles
 
 
-def tiles_of(heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool) -> Tiles:
-    """Return the tiles for heads, features of a latent, and bytes of their numbers.
+def _rows(heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool) -> int:
+    """Return the rows of a tile: 64, which Hopper's wgmma takes, where they fit into registers.
 
-    Hopper's wgmma takes 64 rows. Where masks or conversions need registers beside the outputs, 64
-    rows of 512 features would spill, so there are 32.
+    Masks or conversions take registers beside the outputs.
     """
-    if itemsize == 4:  # without tensor cores
-        return Tiles(16, 16, 8, 1)
     even = heads == next_power_of_2(heads) and latent == next_power_of_2(latent)
-    return Tiles(64 if hopper and even and cache_itemsize == 2 else 32, 32, 8, 3)
+    return 64 if hopper and even and cache_itemsize == itemsize == 2 else 16
+
+
+@cache
+def decode_candidates(
+    heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool
+) -> dict[str, Decoding]:
+    """Return the candidates for heads, features of a latent, and bytes of their numbers."""
+    rows = _rows(heads, latent, itemsize, cache_itemsize, hopper)
+    tiles = Tiles(rows, 32, 8, 3) if itemsize < 4 else Tiles(16, 16, 8, 1)  # no tensor cores
+    found = {
+        "splits of 512": Decoding(Splits(512, 64), tiles),
+        "splits of 256": Decoding(Splits(256, 128), tiles),
+    }
+    if rows == 64:
+        found["splits of 512, 5 stages"] = Decoding(Splits(512, 64), replace(tiles, num_stages=5))
+    return found
+
+
+@cache
+def prefill_candidates(
+    heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool
+) -> dict[str, Tiles]:
+    """Return the candidates for heads, features of a latent, and bytes of their numbers."""
+    if itemsize == 4:
+        return {"16 x 16": Tiles(16, 16, 8, 1)}
+    if _rows(heads, latent, itemsize, cache_itemsize, hopper) < 64:
+        return {"32 x 32": Tiles(32, 32, 8, 3)}
+    return {"64 x 32": Tiles(64, 32, 8, 3), "64 x 32, 5 stages": Tiles(64, 32, 8, 5)}
 
 
 class Arguments(NamedTuple):

@@ -6,40 +6,67 @@ once for all heads that share them.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+from vllm_module.kernels.choices import choose
+from vllm_module.kernels.dtypes import capability
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 from vllm_module.kernels.paged_attention_tile import (
     Arguments,
     Tiles,
     attend,
+    case_of,
+    descriptors,
     normalize,
     round_query,
 )
 
 
-def prefill_tiles(block_d: int, group: int, itemsize: int) -> Tiles:
-    """Return the tiles for a padded head size, heads in a group, and the query's bytes an element.
+@cache
+def prefill_candidates(
+    block_d: int, group: int, page_size: int, itemsize: int, hopper: bool
+) -> dict[str, Tiles]:
+    """Return tiles for a padded head size, heads in a group, and the query's bytes an element.
 
     Hopper's wgmma takes 64 rows for each warpgroup. Two warpgroups fill the registers.
     """
     rows = next_power_of_2(group)
     if itemsize == 4:  # without tensor cores
-        return Tiles(max(16, rows), 16, 4, 1)
+        return {"16 x 16": Tiles(max(16, rows), 16, 4, 1)}
     if block_d > 128:
-        return Tiles(max(64, rows), 32, 8, 3)
-    return Tiles(128, 64, 8, 3)
+        return {"64 x 32": Tiles(max(64, rows), 32, 8, 3)}
+    found = {"128 x 64": Tiles(128, 64, 8, 3)}
+    if not hopper:
+        return found
+    found["128 x 128"] = Tiles(128, 128, 8, 3)
+    if rows <= 64:
+        found["64 x 64"] = Tiles(64, 64, 4, 3)
+    if page_size % 64 == 0:
+        found["128 x 64, TMA"] = Tiles(128, 64, 8, 5, True)
+    if page_size % 128 == 0:
+        found["128 x 128, TMA"] = Tiles(128, 128, 8, 3, True)
+    return found
 
 
 def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
     """Write the outputs of all sequences that have more than one new token."""
-    group = constants["GROUP"]
-    tiles = prefill_tiles(constants["BLOCK_D"], group, arguments.query.dtype.itemsize)
+    group, query = constants["GROUP"], arguments.query
+    candidates = prefill_candidates(
+        constants["BLOCK_D"],
+        group,
+        constants["PAGE_SIZE"],
+        query.itemsize,
+        capability(query) >= (9, 0),
+    )
+    case = case_of(query, arguments.k_cache)
+    tiles = choose("paged_attention_prefill", case, candidates, query.device)
     block_q = tiles.block_m // group
     grid = arguments.tokens // block_q + arguments.sequences, arguments.k_cache.shape[2]
     _prefill[grid](
         *arguments[:-1],
         *arguments.strides,
+        *descriptors(arguments, tiles),
         **constants,
         BLOCK_Q=block_q,
         BLOCK_M=tiles.block_m,
@@ -102,6 +129,8 @@ def _prefill(
     output_feature,
     k_scale_head,
     v_scale_head,
+    k_tiles,
+    v_tiles,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -164,14 +193,14 @@ def _prefill(
     maxima, sums, outputs = attend(
         q, maxima, sums, outputs, positions, slopes,
         k_ptr, v_ptr, table_ptr, begin, full_end, first_seen, factor, cap,
-        k_strides, v_strides, table_entry,
+        k_strides, v_strides, table_entry, k_tiles, v_tiles, kv_head,
         HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
         slopes_ptr is not None, PRECISION, False,
     )  # fmt: skip
     maxima, sums, outputs = attend(
         q, maxima, sums, outputs, positions, slopes,
         k_ptr, v_ptr, table_ptr, full_end, end, first_seen, factor, cap,
-        k_strides, v_strides, table_entry,
+        k_strides, v_strides, table_entry, None, None, kv_head,
         HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
         slopes_ptr is not None, PRECISION, True,
     )  # fmt: skip

@@ -9,23 +9,28 @@ a picture.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
-from vllm_module.kernels.operators import tl, triton
+from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
 LOG2_E = 1.4426950408889634  # kernels repeat the number: they see no globals
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The size of a kernel's tiles: query rows, context tokens, warps and pipeline stages."""
+    """The size of a kernel's tiles: query rows, context tokens, warps and pipeline stages.
+
+    With ``tma``, Hopper's copy engine loads a tile of the cache, which lies on one page.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    tma: bool = False
 
 
 class Arguments(NamedTuple):
@@ -56,6 +61,42 @@ class Arguments(NamedTuple):
     factor: float
     cap: float
     strides: tuple[int, ...]
+
+
+def case_of(query: torch.Tensor, k_cache: torch.Tensor) -> str:
+    """Return what the choice of a candidate may depend on: shapes and dtypes of a model."""
+    return _case(query.shape[1], *k_cache.shape[1:], query.dtype, k_cache.dtype)
+
+
+@cache
+def _case(
+    heads: int,
+    page_size: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+) -> str:
+    dtypes = " on ".join(str(one).removeprefix("torch.") for one in (dtype, cache_dtype))
+    return f"{heads}/{kv_heads} heads of {head_size}, {dtypes}, pages of {page_size}"
+
+
+def descriptors(arguments: Arguments, tiles: Tiles) -> tuple[Any, Any]:
+    """Return descriptors of keys and values, ``[cache slots, kv_heads * head_size]``.
+
+    ``None`` where ``tiles`` do without, for heads whose size is no power of two, and for caches
+    that are views of larger tensors.
+    """
+    size, caches = arguments.query.shape[2], (arguments.k_cache, arguments.v_cache)
+    if not tiles.tma or size != max(16, next_power_of_2(size)):
+        return None, None
+    if not all(one.is_contiguous() and one.numel() and one.data_ptr() % 16 == 0 for one in caches):
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor  # not on every system
+
+    slots = (one.flatten(0, 1).flatten(1) for one in caches)
+    keys, values = (TensorDescriptor.from_tensor(one, [tiles.block_n, size]) for one in slots)
+    return keys, values
 
 
 @triton.jit
@@ -101,6 +142,9 @@ def attend(
     k_strides,
     v_strides,
     table_entry,
+    k_tiles,
+    v_tiles,
+    kv_head,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -126,6 +170,8 @@ def attend(
         first_seen: the first token that any row sees.
         factor: multiplies the products, ``[BLOCK_M]``.
         cap: multiplies tanh, where SOFTCAP.
+        k_tiles, v_tiles: descriptors of the caches, if tiles are loaded by them; ``None`` where
+            MASKED.
         SAME_STRIDES: whether keys and values have the same strides.
         MASKED: whether some row does not see some token, or some token does not exist. Tokens that
             do not exist are not read: NaN of a recycled page times a weight of zero is NaN.
@@ -137,23 +183,35 @@ def attend(
         token = start + n
         if MASKED:
             exists = (token >= first_seen) & (token < end)
+        if PAGE_SIZE % BLOCK_N == 0:  # a tile lies on one page
+            page = tl.load(table_ptr + start // PAGE_SIZE * table_entry)
+        elif MASKED:
             page = tl.load(table_ptr + token // PAGE_SIZE * table_entry, mask=exists, other=0)
         else:
             page = tl.load(table_ptr + token // PAGE_SIZE * table_entry)
-        page = page.to(tl.int64)
-        offset = (token % PAGE_SIZE).to(tl.int64)
-        k_at = (page * k_strides[0] + offset * k_strides[1])[:, None] + d[None, :] * k_strides[2]
-        if SAME_STRIDES:
-            v_at = k_at
+        if k_tiles is not None:
+            slot, column = page * PAGE_SIZE + start % PAGE_SIZE, kv_head.to(tl.int32) * HEAD_SIZE
+            k = k_tiles.load([slot, column])
         else:
-            v_at = (page * v_strides[0] + offset * v_strides[1])[:, None]
-            v_at += d[None, :] * v_strides[2]
-        if MASKED:
-            k = tl.load(k_ptr + k_at, mask=exists[:, None] & is_feature[None, :], other=0.0)
-        elif HEAD_SIZE != BLOCK_D:
-            k = tl.load(k_ptr + k_at, mask=is_feature[None, :], other=0.0)
-        else:
-            k = tl.load(k_ptr + k_at)
+            page = page.to(tl.int64)
+            if PAGE_SIZE % BLOCK_N == 0:
+                offset = start % PAGE_SIZE + n.to(tl.int64)
+            else:
+                offset = (token % PAGE_SIZE).to(tl.int64)
+            k_at = (page * k_strides[0] + offset * k_strides[1])[:, None] + d[None, :] * k_strides[
+                2
+            ]
+            if SAME_STRIDES:
+                v_at = k_at
+            else:
+                v_at = (page * v_strides[0] + offset * v_strides[1])[:, None]
+                v_at += d[None, :] * v_strides[2]
+            if MASKED:
+                k = tl.load(k_ptr + k_at, mask=exists[:, None] & is_feature[None, :], other=0.0)
+            elif HEAD_SIZE != BLOCK_D:
+                k = tl.load(k_ptr + k_at, mask=is_feature[None, :], other=0.0)
+            else:
+                k = tl.load(k_ptr + k_at)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor[:, None]
         if SOFTCAP:
             scores = cap * _tanh(scores)
@@ -171,7 +229,9 @@ def attend(
         shrink = tl.exp2(maxima - base)
         sums = sums * shrink + tl.sum(weights, axis=1)
         outputs = outputs * shrink[:, None]
-        if MASKED:
+        if v_tiles is not None:
+            v = v_tiles.load([slot, column])
+        elif MASKED:
             v = tl.load(v_ptr + v_at, mask=exists[:, None] & is_feature[None, :], other=0.0)
         elif HEAD_SIZE != BLOCK_D:
             v = tl.load(v_ptr + v_at, mask=is_feature[None, :], other=0.0)

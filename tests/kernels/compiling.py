@@ -2,7 +2,7 @@
 
 ``python tests/kernels/compiling.py 90`` compiles every case below for compute capability 9.0 and
 prints, as JSON, what each compiled kernel needs. With ``--candidates``, it compiles every candidate
-of products instead.
+of attention and of products, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module.kernels import (
+    choices,
     dtypes,
     grouped_matmul_configurations,
     grouped_matmul_mxfp4,
     mla_attention,
     paged_attention_decode,
+    paged_attention_prefill,
     scaled_matmul_configurations,
 )
 from vllm_module.kernels.act_and_mul import (
@@ -185,10 +187,11 @@ def attention(
     pages: int = 256,
     new: int = 512,
     everything: bool = False,
+    page_size: int = 16,
 ) -> Callable[[], object]:
-    """Launch a step of 64 sequences of up to 4096 tokens, on pages of 16."""
+    """Launch a step of 64 sequences, on ``pages`` pages each."""
     integers = torch.int32
-    cache = meta(2, 1024, 16, kv_heads, head_size, dtype=cache_dtype or dtype)
+    cache = meta(2, 1024, page_size, kv_heads, head_size, dtype=cache_dtype or dtype)
     floats = torch.float32
     options = {
         "sliding_window": 4096,
@@ -412,6 +415,8 @@ CASES: dict[str, Callable[[], object]] = {
     "attention 256": attention(16, 8, 256),
     "attention 64, 71 heads to one": attention(71, 1, 64),
     "attention 256, 48 heads to one": attention(48, 1, 256),
+    "attention 64, pages of 64": attention(32, 8, 64, page_size=64),
+    "attention 128, pages of 128": attention(32, 8, 128, page_size=128),
     "norm 4096": norm(8192, 4096),
     "norm 1024": norm(8192, 1024),
     "norm 5120": norm(8192, 5120),
@@ -475,6 +480,7 @@ CASES: dict[str, Callable[[], object]] = {
 HOPPER: dict[str, Callable[[], object]] = {
     "attention 128, everything": attention(40, 8, 128, everything=True),
     "attention 128, 128 heads to one": attention(128, 1, 128),
+    "attention 128, e4m3, pages of 128": attention(32, 8, 128, cache_dtype=E4M3, page_size=128),
     "attention 64, e4m3": attention(32, 8, 64, cache_dtype=E4M3),
     "attention 128, e4m3": attention(32, 8, 128, cache_dtype=E4M3),
     "attention 128, e5m2, fp16": attention(32, 8, 128, FP16, E5M2),
@@ -641,7 +647,7 @@ HOPPER |= {
 }
 
 
-def candidates() -> dict[str, Callable[[], object]]:
+def candidates_of_products() -> dict[str, Callable[[], object]]:
     """Return every candidate of products with a weight of an 8B model, and with experts' weights.
 
     They are more than a test has time for.
@@ -665,22 +671,74 @@ def candidates() -> dict[str, Callable[[], object]]:
     return found
 
 
+ATTENTION = mla_attention, paged_attention_decode, paged_attention_prefill
+OF_EACH_KIND = "attention 128, pages of 128", "latent, 128 heads"
+# Kernels that have candidates, and the Triton kernels that each launches.
+LAUNCHED = {
+    "paged_attention_decode": ("_decode", "_combine"),
+    "paged_attention_prefill": ("_prefill",),
+    "mla_attention_decode": ("_decode_latent", "_combine"),
+    "mla_attention_prefill": ("_prefill_latent",),
+}
+
+
+def candidates_of_attention(launch: Callable[[], object]) -> dict[str, list[str]]:
+    """Return the names of the candidates of the kernels in ``LAUNCHED`` that ``launch`` chooses."""
+    found: dict[str, list[str]] = {}
+
+    def note(kernel: str, case: str, named: dict[str, Any], device: torch.device) -> Any:
+        found[kernel] = list(named)
+        return choices.choose(kernel, case, named, device)
+
+    with launching(lambda *_: None):
+        for module in ATTENTION:
+            module.choose = note
+        launch()
+        for module in ATTENTION:
+            module.choose = choices.choose
+    return found
+
+
+def compile_candidates(launch: Callable[[], object], capability: int) -> Iterator[dict[str, Any]]:
+    """Compile the kernels of ``launch`` by every candidate but the first."""
+    for kernel, names in candidates_of_attention(launch).items():
+        for name in names[1:]:
+            done: list[Compiled] = []
+
+            def note(jit: JITFunction, *rest: Any, done: Any = done, kernel: Any = kernel) -> None:
+                if jit.__name__ in LAUNCHED[kernel]:
+                    done.append(compiled(jit, *rest, capability))
+
+            with choices.trying({kernel: name}), launching(note):
+                launch()
+            yield from (asdict(one) | {"candidate": name} for one in done)
+
+
 def main(capability: int, *, every_candidate: bool) -> None:
-    """Compile every case and print a list with an entry for each kernel."""
+    """Compile every case and print a list with an entry for each kernel.
+
+    Candidates of attention are compiled for a model of each kind, unless all are.
+    """
     # The choice of tiles depends on the capability, and a meta tensor's device has none.
     products = (
         scaled_matmul_configurations,
         grouped_matmul_configurations,
         grouped_matmul_mxfp4,
     )
-    for module in (dtypes, mla_attention, paged_attention_decode, *products):
+    for module in (dtypes, *ATTENTION, *products):
         module.capability = lambda _: divmod(capability, 10)
     cases = CASES | HOPPER if capability == 90 else CASES
+    if every_candidate:
+        cases = cases | candidates_of_products()
     results = []
-    for name, launch in (candidates() if every_candidate else cases).items():
+    for name, launch in cases.items():
         with compiling(capability) as done:
             launch()
         results += [asdict(one) | {"case": name} for one in done]
+        attends = name.startswith(("attention", "latent"))
+        if attends and (every_candidate or (capability == 90 and name in OF_EACH_KIND)):
+            found = compile_candidates(launch, capability)
+            results += [one | {"case": f"{name}: {one['candidate']}"} for one in found]
     json.dump(results, sys.stdout)
 
 

@@ -53,6 +53,10 @@ def test_kernels_compile_within_the_limits_of_the_gpu(capability: int) -> None:
     small, large = prefill["attention 64"], prefill["attention 128"]
     assert 0 < small["shared"] < large["shared"]
     assert large["registers"] > 128
+    if capability == 90:
+        tma = [one for one in results if "TMA" in one["case"] and one["kernel"] != "_combine"]
+        assert len(tma) == 3
+        assert all("cp.async.bulk.tensor" in one["instructions"] for one in tma)
     latent = {one["kernel"]: one for one in results if one["case"] == "latent, 128 heads"}
     assert instruction in latent["_decode_latent"]["instructions"]
     assert instruction in latent["_prefill_latent"]["instructions"]

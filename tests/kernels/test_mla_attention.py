@@ -12,12 +12,18 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import paged_attention_decode
+from vllm_module.kernels import mla_attention as public
+from vllm_module.kernels import paged_attention_splits
+from vllm_module.kernels.choices import trying
 from vllm_module.kernels.concat_and_cache_mla import (
     concat_and_cache_mla,
     concat_and_cache_mla_triton,
 )
 from vllm_module.kernels.mla_attention import mla_attention, mla_attention_triton
+from vllm_module.kernels.mla_attention_tile import decode_candidates, prefill_candidates
+from vllm_module.kernels.paged_attention_decode import Decoding
+from vllm_module.kernels.paged_attention_splits import Splits
+from vllm_module.kernels.paged_attention_tile import Tiles
 
 # Tokens of each sequence before this step and in it: whole prompts, single tokens, later chunks
 # and a sequence that has nothing new.
@@ -152,10 +158,43 @@ def test_tiles_of_16_bits(heads: int, dtype: torch.dtype, as_accurate) -> None:
 
 def test_contexts_are_split_and_summed_up(monkeypatch) -> None:
     """Contexts of several splits attend as densely, also where splits grow with the context."""
-    monkeypatch.setattr(paged_attention_decode, "SPLIT", 64)
-    monkeypatch.setattr(paged_attention_decode, "MAX_SPLITS", 4)
-    lengths = [(0, 1), (63, 1), (64, 1), (255, 1), (256, 1), (500, 1), (3, 2)]
-    make_batch(lengths, 16, 2).check(mla_attention_triton)
+    candidates = {"short": Decoding(Splits(64, 4), Tiles(16, 16, 8, 1))}
+    monkeypatch.setattr(public, "decode_candidates", lambda *_: candidates)
+    lengths = [(0, 1), (63, 1), (64, 1), (256, 1), (300, 1), (3, 2)]
+    batch = make_batch(lengths, 16, 2)
+    batch.check(mla_attention_triton)
+    whole = batch.run(mla_attention_triton)
+    monkeypatch.setattr(paged_attention_splits, "SCRATCH", 2 * 4 * 4 * 2 * 24)  # two sequences
+    monkeypatch.setattr(paged_attention_splits, "_PROGRAMS", 3)
+    assert torch.equal(batch.run(mla_attention_triton), whole)
+
+
+SIZES = 2, 32, 2, 2, True
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        *(("mla_attention_decode", name) for name in decode_candidates(*SIZES)),
+        *(("mla_attention_prefill", name) for name in prefill_candidates(*SIZES)),
+    ],
+)
+def test_candidates_attend_alike(kernel: str, name: str, as_accurate) -> None:
+    """Each candidate is as accurate as torch, and a token's bits do not depend on its batch."""
+    new = 1 if kernel.endswith("decode") else 9
+    batch = make_batch([(290, new), (20, 1), (30, 3)], 16, 2, 32, 8, dtype=torch.float16)
+    with trying({kernel: name}):
+        whole = batch.run(mla_attention_triton)
+        as_accurate(whole, batch.expected, batch.low)
+        alone = replace(
+            batch,
+            query=batch.query[:new],
+            block_tables=batch.block_tables[:1],
+            context_lens=batch.context_lens[:1],
+            query_start_loc=int32(0, new),
+            max_query_len=new,
+        )
+        assert torch.equal(alone.run(mla_attention_triton), whole[:new])
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:

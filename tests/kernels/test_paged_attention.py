@@ -16,8 +16,25 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import paged_attention as public
-from vllm_module.kernels import paged_attention_decode, paged_attention_reference, paged_layout
+from vllm_module.kernels import (
+    paged_attention_decode,
+    paged_attention_prefill,
+    paged_attention_reference,
+    paged_attention_splits,
+    paged_layout,
+)
+from vllm_module.kernels.choices import choose, trying
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
+from vllm_module.kernels.paged_attention_decode import Decoding, decode_candidates
+from vllm_module.kernels.paged_attention_prefill import prefill_candidates
+from vllm_module.kernels.paged_attention_splits import (
+    SCRATCH,
+    SEQUENCES,
+    Splits,
+    programs_of,
+    sequences_of_a_launch,
+)
+from vllm_module.kernels.paged_attention_tile import Tiles
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.paged_layout import PagedLayout
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache
@@ -187,25 +204,123 @@ def test_lengths_on_and_beside_the_edges_of_tiles_and_pages(attend) -> None:
     make_batch(chunks, 16, 2, 1).check(attend)
 
 
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut contexts into at most four splits, of 128 tokens where they are few enough."""
+    candidates = {"short": Decoding(Splits(128, 4), Tiles(16, 32, 4, 3))}
+    monkeypatch.setattr(paged_attention_decode, "decode_candidates", lambda *_: candidates)
+
+
+SPLIT = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1)]
+
+
 @pytest.mark.parametrize("window", [None, 300])
-def test_contexts_are_split_and_summed_up(window: int | None, monkeypatch) -> None:
+def test_contexts_are_split_and_summed_up(window: int | None, short_splits, monkeypatch) -> None:
     """Contexts of several splits attend as densely, also where splits grow with the context."""
-    monkeypatch.setattr(paged_attention_decode, "SPLIT", 128)
-    monkeypatch.setattr(paged_attention_decode, "MAX_SPLITS", 4)
-    lengths = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1), (1030, 1)]
     sinks = torch.randn(2)
-    batch = make_batch(lengths, 16, 2, 1, sliding_window=window, sinks=sinks)
+    batch = make_batch(SPLIT, 16, 2, 1, sliding_window=window, sinks=sinks)
     batch.check(paged_attention_triton)
-    # With one program a sequence, that program works on all of its splits.
-    monkeypatch.setattr(paged_attention_decode, "_PROGRAMS", 7)
-    assert torch.equal(batch.run(paged_attention_triton), again(batch))
+    whole = batch.run(paged_attention_triton)
+    # One program for all splits, or as many as there could be.
+    for programs in (1, 1 << 20):
+        monkeypatch.setattr(paged_attention_splits, "_PROGRAMS", programs)
+        assert torch.equal(batch.run(paged_attention_triton), whole)
 
 
-def again(batch: Batch) -> torch.Tensor:
-    """Run with as many programs as splits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_attention_decode, "_PROGRAMS", 8192)
-        return batch.run(paged_attention_triton)
+def test_scratch_memory_is_bounded(short_splits, monkeypatch, margins) -> None:
+    """However many sequences there are, splits take little memory, and no bit changes."""
+    batch = make_batch([(300, 1), (127, 1), (128, 1), (0, 0), (5, 3)], 16, 2, 1)
+    padded = replace(batch, query=torch.cat((batch.query, torch.full((2, 2, 16), torch.nan))))
+    whole = padded.run(paged_attention_triton)
+    one = 3 * 2 * 16 * 4  # bytes of three outputs of two heads
+    for bound in (one - 1, 3 * one):
+        margins.clear()
+        monkeypatch.setattr(paged_attention_splits, "SCRATCH", bound)
+        assert torch.equal(padded.run(paged_attention_triton), whole)
+        outputs = margins[2].untyped_storage().nbytes() // 4 - 20_000
+        assert outputs * 4 == max(bound // one, 1) * one
+        assert all(bool((margin == 7).all()) for margin in margins)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "size", "capacity"),
+    [(1, 32, 128, 1 << 17), (256, 32, 128, 1 << 17), (1024, 128, 512, 1 << 20), (300, 1, 16, 600)],
+)
+def test_a_launch_keeps_to_the_bound(sequences, heads, size, capacity) -> None:
+    """Every candidate's scratch memory is within the bound, for a long block table too."""
+    for candidate in decode_candidates(128, 4, 128, 2, 2, True).values():
+        count = candidate.splits.count(capacity)
+        assert count <= candidate.splits.most
+        taken = sequences_of_a_launch(sequences, heads, size, count)
+        assert 1 <= taken <= SEQUENCES
+        assert 4 * taken * heads * size * count <= SCRATCH
+
+
+def test_programs_do_not_grow_with_the_room_of_the_table() -> None:
+    """A block table far wider than the contexts needs no more programs than the GPU keeps busy."""
+    assert [programs_of(64, count, 8) for count in (1, 2, 64, 256)] == [64, 128, 128, 128]
+    assert programs_of(0, 1, 8) == programs_of(1, 1, 2048) == 1
+
+
+def candidates_of(page: int) -> list[tuple[str, str]]:
+    """Return every candidate for heads of 16 in pairs, by kernel and name."""
+    decode, prefill = (
+        decode_candidates(16, 2, page, 2, 2, True),
+        prefill_candidates(16, 2, page, 2, True),
+    )
+    return [("paged_attention_decode", name) for name in decode] + [
+        ("paged_attention_prefill", name) for name in prefill
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "name"), candidates_of(128))
+def test_candidates_attend_alike(kernel: str, name: str, as_accurate) -> None:
+    """Each candidate is as accurate as torch, and a token's bits do not depend on its batch."""
+    lengths = [(300, 1)] if kernel.endswith("decode") else [(130, 10)]
+    batch = make_batch([*lengths, (40, 2), (0, 1)], 128, 2, 1, dtype=torch.float16)
+    with trying({kernel: name}):
+        whole = batch.run(paged_attention_triton)
+        as_accurate(whole, batch.expected, batch.low)
+        new = lengths[0][1]
+        alone = replace(
+            batch,
+            query=batch.query[:new],
+            block_tables=batch.block_tables[:1],
+            context_lens=batch.context_lens[:1],
+            query_start_loc=int32(0, new),
+            max_query_len=new,
+        )
+        assert torch.equal(alone.run(paged_attention_triton), whole[:new])
+
+
+@pytest.mark.parametrize("head_size", [16, 20])
+def test_what_the_copy_engine_cannot_load(head_size: int) -> None:
+    """With tiles for the copy engine, views and odd head sizes are loaded as others are."""
+    batch = make_batch([(150, 1), (130, 3)], 128, 2, 1, head_size, dtype=torch.float16)
+    expected = batch.run(paged_attention_triton)
+    both = torch.stack((batch.k_cache, batch.v_cache), 1)
+    view = replace(batch, k_cache=both[:, 0], v_cache=both[:, 1])
+    kernels = {"paged_attention_decode": "splits of 256, TMA"} if head_size == 16 else {}
+    with trying({**kernels, "paged_attention_prefill": "128 x 64, TMA"}):
+        for one in (batch, view):
+            torch.testing.assert_close(one.run(paged_attention_triton), expected)
+
+
+def test_the_case_of_a_choice_is_made_of_the_model_alone(monkeypatch) -> None:
+    """Batches, lengths and the width of the block table do not change which candidate runs."""
+    seen = set()
+
+    def note(kernel: str, case: str, candidates: dict[str, Any], device: torch.device) -> Any:
+        seen.add((kernel, case, *candidates))
+        return choose(kernel, case, candidates, device)
+
+    for module in (paged_attention_decode, paged_attention_prefill):
+        monkeypatch.setattr(module, "choose", note)
+    for lengths in ([(3, 2)], [(600, 1), (0, 5)], [(0, 4), (1, 2), (9, 3)]):
+        make_batch(lengths, 16, 4, 2).run(paged_attention_triton)
+    cases = {case for _, case, *_ in seen}
+    assert cases == {"4/2 heads of 16, float32 on float32, pages of 16"}
+    assert len(seen) == 2
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
@@ -213,7 +328,7 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     lengths = [(700, 1), (0, 9), (12, 1), (130, 40), (0, 1)]
     batch = make_batch(lengths, 16, 2, 1, softcap=4.0)
     whole = batch.run(paged_attention_triton)
-    assert batch.block_tables.shape[1] * 16 > paged_attention_decode.SPLIT  # by parts
+    assert batch.block_tables.shape[1] * 16 > Splits().tokens  # by parts
     starts = batch.query_start_loc.tolist()
     for index, (before, new) in enumerate(lengths):
         needed = -(-(before + new) // 16)
