@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +46,18 @@ def plausible(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
     return (torch.randn(shape, generator=generator) / shape[1] ** 0.5).bfloat16()
 
 
-def write_qwen3(
-    folder: Path,
-    *,
-    files: int = 2,
-    values: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] = random_bits,
-    **changes: Any,
-) -> Path:
-    """Write a Qwen3-shaped bf16 checkpoint of 2.1 GB (47 layers of 0.6B's shape, untied)."""
-    config = QWEN3 | changes
+def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a Qwen3 or a Llama, by name."""
     hidden, inner, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     q, kv = (config[k] * head for k in ("num_attention_heads", "num_key_value_heads"))
+    normed = config["model_type"] == "qwen3"
     layer = {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (q, hidden),
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, q),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
+        **({"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if normed else {}),
         "post_attention_layernorm": (hidden,),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
@@ -76,6 +69,19 @@ def write_qwen3(
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    return shapes
+
+
+def write_qwen3(
+    folder: Path,
+    *,
+    files: int = 2,
+    values: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] = random_bits,
+    **changes: Any,
+) -> Path:
+    """Write a Qwen3-shaped bf16 checkpoint of 2.1 GB (47 layers of 0.6B's shape, untied)."""
+    config = QWEN3 | changes
+    shapes = shapes_of(config)
     names = list(shapes)
     generator = torch.Generator().manual_seed(0)
     weight_map = {}

@@ -8,9 +8,9 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-from kernel_case import BF16, E4M3, FP32, Case, Peer, Tensors, short
 from torch.nn import functional as F
 
+from gpu.cases.case import BF16, E4M3, FP32, Case, Peer, Tensors, short
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.grouped_matmul_mxfp4 import dequantize_mxfp4, grouped_matmul_mxfp4
 from vllm_module.kernels.quantize import dequantize, quantize
@@ -19,10 +19,10 @@ from vllm_module.kernels.sort_by_expert import sort_by_expert
 
 def experts(small: bool) -> Iterator[Case]:
     sizes = [(128, 8, 1536, 2048), (8, 2, 28672, 4096)]  # of Qwen3-30B-A3B and Mixtral
-    tokens = (1, 64, 2048, 8192)
+    tokens = (64, 4096)
     if small:
         sizes, tokens = [(4, 2, 48, 64)], (5,)
-    for way, size, m in product(("wide", "fp8", "mxfp4"), sizes, tokens):
+    for size, way, m in product(sizes, ("wide", "fp8", "mxfp4"), tokens):
         yield experts_case(way, m, *size)
 
 
@@ -82,6 +82,15 @@ def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Ca
         weights = [widened(*one, BF16) for one in zip(weight, parts, strict=True)]
         return x, weights, order, offsets.tolist()
 
+    def gathered(x: Any, weight: Any, _: Any, order: Any, offsets: Any) -> Tensors:
+        return x[order // top_k], weight.transpose(1, 2), offsets[1:]
+
+    def grouped(rows: Any, weight: Any, ends: Any) -> torch.Tensor:
+        return torch._grouped_mm(rows, weight, offs=ends)
+
+    peers = {"loop of torch.matmul": Peer(looped, prepare, judged=way != "fp8")}
+    if way == "wide":
+        peers["_grouped_mm"] = Peer(grouped, gathered)
     met = min(count, m * top_k)  # experts that have rows, at most
     element = {"wide": 2.0, "fp8": 1.0, "mxfp4": 17 / 32}[way]
     return Case(
@@ -94,5 +103,5 @@ def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Ca
         moved=int(met * n * k * element) + 2 * m * k + 2 * m * top_k * n,
         flops=2 * m * top_k * n * k,
         rate="fp8" if way == "fp8" else "bf16",
-        peers={"loop of torch.matmul": Peer(looped, prepare, judged=way != "fp8")},
+        peers=peers,
     )

@@ -1,22 +1,12 @@
-"""One case of the kernels' benchmark: an operation, its reference and torch's own ways of it."""
+"""One case of a kernel: its inputs, its reference, and torch's own ways of it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-
-# Kernels import no other room, so the package's dependencies need not be installed: its folder is
-# enough.
-if "vllm_module" not in sys.modules:
-    package = ModuleType("vllm_module")
-    package.__path__ = [str(Path(__file__).parents[2] / "vllm_module")]
-    sys.modules["vllm_module"] = package
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -30,7 +20,6 @@ class Peer:
 
     call: Callable[..., Any]
     prepare: Callable[..., Tensors] = lambda *inputs: inputs  # not timed
-    compiled: bool = False
     judged: bool = True  # whether its result must be ours, to a few percent
 
 
@@ -48,7 +37,7 @@ class Case:
     writes: bool = False  # whether inputs are written to
     moved: int = 0  # bytes
     flops: int = 0
-    rate: str = "bf16"
+    rate: str = "bf16"  # of products, the ceiling that counts
     peers: dict[str, Peer] = field(default_factory=dict)
 
 
@@ -71,18 +60,6 @@ def fused_qkv(tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dt
     """Return queries, keys and values that are parts of one projection's output."""
     qkv = torch.randn(tokens, heads + 2 * kv_heads, size, dtype=dtype)
     return qkv.split([heads, kv_heads, kv_heads], 1)
-
-
-def compiled(function: Callable[..., Any]) -> Peer:
-    made: list[Callable[..., Any]] = []
-
-    def call(*inputs: Any) -> Any:
-        if not made:
-            torch.compiler.reset()  # torch limits how often one function is compiled
-            made.append(torch.compile(function, dynamic=False))
-        return made[0](*inputs)
-
-    return Peer(call, compiled=True)
 
 
 def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:

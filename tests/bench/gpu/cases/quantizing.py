@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernel_case import (
+
+from gpu.cases.case import (
     BF16,
     E4M3,
     E5M2,
@@ -16,19 +17,16 @@ from kernel_case import (
     FP32,
     Case,
     Tensors,
-    compiled,
     in_float32,
     short,
     writing,
 )
-from kernel_rows import norm_inputs
-
+from gpu.cases.rows import norm_inputs
 from vllm_module.kernels.act_and_mul import (
     act_and_mul_quantize_reference,
     act_and_mul_reference,
     silu_and_mul_quantize,
 )
-from vllm_module.kernels.dtypes import greatest
 from vllm_module.kernels.quantize import dequantize, quantize, quantize_reference
 from vllm_module.kernels.rms_norm import (
     fused_add_rms_norm_reference,
@@ -55,11 +53,6 @@ def quantizers(small: bool) -> Iterator[Case]:
                 bucket=f"quantize, {tokens} tokens" if timed else "",
                 writes=True,
                 moved=3 * tokens * columns + 4 * scales[0] * scales[1],
-                peers={
-                    "compiled": compiled(
-                        lambda x, *rest, dtype=dtype: plain_quantize(x, rest[2], dtype)
-                    )
-                },
             )
 
 
@@ -68,14 +61,6 @@ def quantizer_inputs(
 ) -> Tensors:
     wide = torch.randn(shape, dtype=BF16) * torch.rand(shape[0], 1, dtype=BF16)
     return wide, torch.zeros(shape, dtype=dtype), torch.zeros(scales), block
-
-
-def plain_quantize(x: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensors:
-    """Quantize by blocks that divide rows and columns, in a form that torch.compile fuses well."""
-    rows, columns = min(block[0], x.shape[0]), min(block[1], x.shape[1])
-    wide = x.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scale = wide.abs().amax((1, 3), keepdim=True) / greatest(dtype)
-    return (wide / scale).to(dtype).view(x.shape), scale.view(len(scale), -1)
 
 
 def dequantized(group: int, result: Tensors) -> Tensors:
@@ -103,7 +88,6 @@ def fused_quantizers(small: bool) -> Iterator[Case]:
                 meaning=partial(dequantized, group),
                 bucket=bucket,
                 moved=tokens * (hidden * (3 + 4 * residual) + 4 * hidden // group),
-                peers={"compiled": compiled(norm_then_quantize(plain, group))},
             )
         group = 128 if grouped else columns
         yield Case(
@@ -119,13 +103,6 @@ def fused_quantizers(small: bool) -> Iterator[Case]:
             meaning=partial(dequantized, group),
             bucket=bucket,
             moved=tokens * (columns * 5 + 4 * columns // group),
-            peers={
-                "compiled": compiled(
-                    lambda x, group=group: plain_quantize(
-                        act_and_mul_reference(x, "silu"), (1, group), E4M3
-                    )
-                )
-            },
         )
 
 
@@ -135,11 +112,3 @@ def norm_quantize(operation: Callable[..., Any], group: int, x: torch.Tensor, *r
     whole = operation is rms_norm_quantize and group == x.shape[-1]
     static = () if operation is rms_norm_quantize else (None,)
     return operation(x, residual, weight, eps, E4M3, None if whole else group, *static)
-
-
-def norm_then_quantize(norm: Callable[..., Any], group: int) -> Callable[..., Any]:
-    def call(*inputs: Any) -> Any:
-        y, *total = norm(*inputs) if len(inputs) == 4 else (norm(*inputs),)
-        return *plain_quantize(y, (1, group), E4M3), *total
-
-    return call

@@ -8,10 +8,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernel_case import BF16, E4M3, FP16, FP32, Case, Peer, Tensors, compiled, short
-from kernel_quantize import plain_quantize
 from torch.nn import functional as F
 
+from gpu.cases.case import BF16, E4M3, FP16, FP32, Case, Peer, Tensors, short
 from vllm_module.kernels.quantize import dequantize, quantize
 from vllm_module.kernels.scaled_matmul import scaled_matmul
 
@@ -19,17 +18,17 @@ PREFILL = 512  # tokens from which a product is bound by arithmetic
 
 
 def products(small: bool) -> Iterator[Case]:
-    sizes = [(4096, 4096), (14336, 4096), (4096, 14336)]
-    tokens = (1, 8, 64, 2048, 8192)
+    sizes = [(4096, 4096), (28672, 4096), (4096, 14336)]  # of an 8B model
+    tokens = (1, 64, 512, 8192)
     if small:
         sizes, tokens = [(256, 256)], (5,)
     yield product_case("rows", 17, *sizes[0], FP16, timed=False)
     yield product_case("weight only, int8", 17, *sizes[0], BF16, timed=False)
     yield product_case("blocks from 16 bits", 17, *sizes[0], BF16, timed=False)
-    for way, (n, k), m in product(("rows", "blocks", "weight only"), sizes, tokens):
+    for (n, k), way, m in product(sizes, ("rows", "blocks"), tokens):
         yield product_case(way, m, n, k, BF16, timed=True)
-    for m in tokens:
-        yield product_case("rows from 16 bits", m, *sizes[0], BF16, timed=True)
+    for way, m in product(("rows from 16 bits", "weight only"), sorted({tokens[0], tokens[-1]})):
+        yield product_case(way, m, *sizes[0], BF16, timed=True)
 
 
 def product_case(way: str, m: int, n: int, k: int, dtype: torch.dtype, timed: bool) -> Case:
@@ -88,32 +87,35 @@ def rows_in_fp8(x: torch.Tensor, group: int) -> Tensors:
 
 
 def product_peers(way: str) -> dict[str, Peer]:
-    """Return torch's products; torch has no block scales, so blocks are compared with rows."""
+    """Return torch's products: with scales of rows, of blocks, and one for each whole matrix."""
     if way == "weight only":
         wide = Peer(F.linear, lambda x, w, s, _: (x, dequantize(w, s, (1, w.shape[1]), x.dtype)))
         return {"bf16 linear": wide}
+    if "from" in way:
+        return {}
 
-    def prepare(x: Any, weight: Any, scale: Any, x_scale: Any) -> Tensors:
-        by_rows = (
-            scale if scale.shape[1] == 1 else torch.ones_like(scale[:1, :1]).expand(len(weight), 1)
-        )
-        one_each = x_scale if x_scale is None else x_scale[:, :1].contiguous()
-        return x, weight.t(), one_each, by_rows.contiguous().t()
+    def by_rows(x: Any, weight: Any, scale: Any, x_scale: Any) -> Tensors:
+        if scale.shape[1] > 1:
+            scale = torch.ones_like(scale[:1, :1]).expand(len(weight), 1)
+        return x, weight.t(), x_scale[:, :1].contiguous(), scale.contiguous().t()
+
+    def by_tensors(x: Any, weight: Any, scale: Any, x_scale: Any) -> Tensors:
+        return x, weight.t(), x_scale[0, 0].clone(), scale[0, 0].clone()
+
+    def by_blocks(x: Any, weight: Any, scale: Any, x_scale: Any) -> Tensors:
+        return x, weight.t(), x_scale.t().contiguous().t(), scale.t()
 
     def multiply(x: Any, weight: Any, x_scale: Any, scale: Any, fast: bool = True) -> torch.Tensor:
         return torch._scaled_mm(
             x, weight, scale_a=x_scale, scale_b=scale, out_dtype=BF16, use_fast_accum=fast
         )
 
-    def from_wide(x: Any, weight: Any, _: Any, scale: Any) -> torch.Tensor:
-        rows, x_scale = plain_quantize(x, (1, x.shape[1]), E4M3)
-        return multiply(rows, weight, x_scale, scale)
-
-    if way == "rows from 16 bits":
-        call = compiled(from_wide).call
-        return {"compiled, _scaled_mm": Peer(call, prepare, compiled=True)}
-    judged = way == "rows"
-    return {
-        "_scaled_mm": Peer(partial(multiply, fast=False), prepare, judged=judged),
-        "_scaled_mm fast": Peer(multiply, prepare, judged=judged),
+    exact = partial(multiply, fast=False)
+    peers = {
+        "_scaled_mm rows": Peer(exact, by_rows, judged=way == "rows"),
+        "_scaled_mm rows fast": Peer(multiply, by_rows, judged=way == "rows"),
+        "_scaled_mm tensors fast": Peer(multiply, by_tensors, judged=False),
     }
+    if way == "blocks":
+        peers["_scaled_mm blocks"] = Peer(exact, by_blocks)
+    return peers

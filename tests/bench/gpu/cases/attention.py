@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
-from kernel_case import BF16, E4M3, E5M2, FP16, FP32, Case, Peer, Tensors, short
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu.cases.case import BF16, E4M3, E5M2, FP16, FP32, Case, Peer, Tensors, short
 from vllm_module.kernels.paged_attention import paged_attention
 from vllm_module.kernels.paged_attention_reference import paged_attention_reference
 
@@ -24,13 +23,17 @@ def attention_inputs(
     page: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    room: int,
 ) -> Tensors:
-    """Return sequences of (new tokens, context) on random pages; past each context lies NaN."""
+    """Return sequences of (new tokens, context) on random pages; past each context lies NaN.
+
+    Tables have the width of contexts of ``room`` tokens, as those of a graph have.
+    """
     counts = [-(-context // page) for _, context in lengths]
     pages = torch.randperm(sum(counts) + 3)
     caches = [torch.randn(len(pages), page, kv_heads, size, dtype=dtype) for _ in range(2)]
     caches = [cache.to(kv_dtype) for cache in caches]
-    tables = torch.full((len(lengths), max(counts)), 2**30, dtype=torch.int32)
+    tables = torch.full((len(lengths), max(-(-room // page), *counts)), 2**30, dtype=torch.int32)
     begin = 0
     for sequence, ((_, context), count) in enumerate(zip(lengths, counts, strict=True)):
         tables[sequence, :count] = pages[begin : begin + count]
@@ -75,7 +78,7 @@ def attention(
     page: int = 16,
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype | None = None,
-    flex: bool = False,
+    room: int = 0,
     **extras: Callable[[torch.Tensor], Any],
 ) -> Case:
     kv_dtype = kv_dtype or dtype
@@ -84,19 +87,18 @@ def attention(
     seen = sum(new * (context - new) + new * (new + 1) // 2 for new, context in lengths)
     cached = sum(context for _, context in lengths) * heads[1] * size * 2 * kv_dtype.itemsize
     peers = {}
-    # Torch has neither pages nor an eight-bit cache, so one page size and the wide cache suffice.
-    if bucket and len(set(lengths)) == 1 and kv_dtype == dtype and (most > 1 or page == 16):
+    # Torch has neither pages nor an eight-bit cache.
+    if bucket and len(set(lengths)) == 1 and kv_dtype == dtype:
         new, context = lengths[0]
-        prepare = partial(dense, new, context)
-        for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+        for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
             call = partial(sdpa, getattr(SDPBackend, backend), new, context)
-            peers[f"sdpa {backend.split('_')[0].lower()}"] = Peer(call, prepare)
-        if flex:
-            peers["flex"] = Peer(flex_call(new, context), prepare, compiled=True)
+            peers[f"sdpa {backend.split('_')[0].lower()}"] = Peer(
+                call, partial(dense, new, context)
+            )
     dtypes = f"{short(dtype)} kv {short(kv_dtype)}"
     return Case(
         name=f"{name} h{heads[0]}/{heads[1]} d{size} page {page} {dtypes}",
-        make=partial(attention_inputs, lengths, *heads, size, page, dtype, kv_dtype),
+        make=partial(attention_inputs, lengths, *heads, size, page, dtype, kv_dtype, room),
         ours=partial(attend, paged_attention, most, extras),
         reference=partial(attend_plainly, most, extras),
         truth=lambda query, *rest: attend_plainly(most, extras, query.float(), *rest),
@@ -126,37 +128,16 @@ def sdpa(backend: SDPBackend, new: int, context: int, *qkv: torch.Tensor) -> tor
     return y.transpose(1, 2).flatten(0, 1)
 
 
-def flex_call(new: int, context: int) -> Callable[..., torch.Tensor]:
-    made: list[Any] = []  # the compiled function and its mask, made on the first call
-
-    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if not made:
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-            mask = None
-            if new > 1:
-                past = context - new
-                mask = create_block_mask(
-                    lambda b, h, q, k: q + past >= k, None, None, new, context, str(query.device)
-                )
-            torch.compiler.reset()
-            made.extend([torch.compile(flex_attention, dynamic=False), mask])
-        y = made[0](query, key, value, block_mask=made[1], enable_gqa=True)
-        return y.transpose(1, 2).flatten(0, 1)
-
-    return call
-
-
 def each_head(query: torch.Tensor) -> torch.Tensor:
     return torch.arange(query.shape[1], dtype=FP32, device=query.device)
 
 
-def attention_checks(small: bool) -> Iterator[Case]:
+def options(small: bool) -> Iterator[Case]:
     """Yield every option, dtype and odd size, with decoding and prefill in one batch."""
     lengths = [(1, 1), (1, 0), (5, 5), (1, 40)]
     if not small:
         lengths = [(1, 1), (1, 1025), (300, 300), (17, 700), (1, 64), (1, 0), (129, 4000)]
-    options: list[dict[str, Any]] = [
+    settings: list[dict[str, Any]] = [
         {},
         {"dtype": FP16},
         {"dtype": FP16, "kv_dtype": E4M3},
@@ -172,30 +153,52 @@ def attention_checks(small: bool) -> Iterator[Case]:
         {"alibi_slopes": lambda query: 2.0 ** -(each_head(query) / 4 + 1)},
         {"sinks": lambda query: each_head(query) / 8 - 2},
     ]
-    for option in options[:: 6 if small else 1]:
+    for option in settings[:: 6 if small else 1]:
         extra = ", ".join(name for name, value in option.items() if callable(value))
         if small:
             option.setdefault("heads", (4, 2))
         yield attention(f"check {extra}".strip(), "", lengths, **option)
 
 
+def spread(count: int, least: int, most: int) -> list[int]:
+    """Return contexts of different lengths, each longer than the last by the same factor."""
+    return [round(least * (most / least) ** (index / (count - 1))) for index in range(count)]
+
+
 def decode(small: bool) -> Iterator[Case]:
-    yield from attention_checks(small)
-    batches, contexts = ((2,), (40,)) if small else ((1, 8, 32, 128), (1024, 4096, 16384))
-    shared = [(4, 2), (8, 2)] if small else [(32, 8), (64, 8)]
-    grid = product(batches, contexts, shared, (16, 64), (BF16, E4M3))
-    for batch, context, heads, page, kv_dtype in list(grid)[:: 5 if small else 1]:
-        bucket = f"decode, batch {batch}"
-        if batch >= 32:
-            bucket = f"decode, batch >= 32, context {'>=' if context >= 4096 else '<'} 4k"
-        flex = (batch, heads, page, kv_dtype) == (32, (32, 8), 16, BF16) and context == 4096
-        name = f"decode {batch} x {context}"
-        yield attention(
-            name, bucket, [(1, context)] * batch, heads, 128, page, BF16, kv_dtype, flex
-        )
+    """Yield batches of one new token, in tables with room for contexts of 131072 tokens."""
+    works = {
+        "1 x 4k": [4096],
+        "1 x 128k": [131072],
+        "8 of 1k to 128k": spread(8, 1024, 131072),
+        "64 x 4k": [4096] * 64,
+        "64 of 256 to 128k": spread(64, 256, 131072),
+        "256 x 1k": [1024] * 256,
+    }
+    room = 131072
+    if small:
+        works, room = {"3 of 1 to 40": spread(3, 1, 40), "2 x 40": [40] * 2}, 96
+
+    def of(name: str, contexts: list[int], **entries: Any) -> Case:
+        batch = len(contexts)
+        bucket = f"decode, batch {batch if batch < 64 else '>= 64'}"
+        entries = {"room": room} | ({"heads": (4, 2)} if small else {}) | entries
+        return attention(f"decode {name}", bucket, [(1, each) for each in contexts], **entries)
+
+    for name, contexts in works.items():
+        yield of(name, contexts)
+    name, contexts = list(works.items())[1 if small else 3]
+    yield of(f"{name}, kv", contexts, kv_dtype=E4M3)
+    if small:
+        return
+    yield of(f"{name}, narrow tables", contexts, room=0)
+    yield of(f"{name}, pages of 64", contexts, heads=(64, 8), page=64)
+    yield of(f"{name}, as Qwen3-0.6B", contexts, heads=(16, 8))
+    yield of("64 of 256 to 128k, kv", works["64 of 256 to 128k"], kv_dtype=E4M3)
 
 
 def prefill(small: bool) -> Iterator[Case]:
+    """Yield prompts, chunks of prompts, and chunks beside decoding."""
     works = {
         "prefill 1 x 8192": [(8192, 8192)],
         "prefill 8 x 1024": [(1024, 1024)] * 8,
@@ -204,9 +207,9 @@ def prefill(small: bool) -> Iterator[Case]:
     }
     if small:
         works = {"prefill": [(20, 20)] * 2, "chunk": [(4, 24)], "mixed": [(1, 24), (5, 24)]}
-    shared = {16: (4, 2)} if small else {16: (32, 8), 64: (64, 8)}
-    caches = (BF16,) if small else (BF16, E4M3)
-    for (name, lengths), (page, heads), kv_dtype in product(works.items(), shared.items(), caches):
-        bucket = "mixed" if name.startswith("mixed") else f"prefill, {short(kv_dtype)} kv"
-        flex = page == 16 and kv_dtype == BF16 and len(lengths) < 8
-        yield attention(name, bucket, lengths, heads, 128, page, BF16, kv_dtype, flex)
+    heads = (4, 2) if small else (32, 8)
+    for name, lengths in works.items():
+        bucket = "mixed" if name.startswith("mixed") else "prefill, bf16 kv"
+        yield attention(name, bucket, lengths, heads)
+    name, lengths = next(iter(works.items()))
+    yield attention(name, "prefill, e4m3 kv", lengths, heads, kv_dtype=E4M3)

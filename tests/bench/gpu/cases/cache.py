@@ -8,8 +8,20 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernel_case import BF16, E4M3, E5M2, FP16, FP32, Case, Peer, Tensors, fused_qkv, short, writing
 
+from gpu.cases.case import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    Case,
+    Peer,
+    Tensors,
+    fused_qkv,
+    short,
+    writing,
+)
 from vllm_module.kernels.copy_blocks import copy_blocks, copy_blocks_reference
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
 from vllm_module.kernels.swap_blocks import swap_blocks
@@ -38,9 +50,7 @@ def index_copy(key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any, *_:
 def cache_writes(small: bool) -> Iterator[Case]:
     kinds = [(8, 128, BF16, BF16), (8, 128, BF16, E4M3), (2, 80, FP16, FP16), (3, 112, FP16, E5M2),
              (5, 96, BF16, E4M3), (1, 128, FP32, BF16)]  # fmt: skip
-    for (kv_heads, size, dtype, kv_dtype), tokens in product(
-        kinds, (9,) if small else (77, 128, 8192)
-    ):
+    for (kv_heads, size, dtype, kv_dtype), tokens in product(kinds, (9,) if small else (77, 8192)):
         timed = (kv_heads, size) == (8, 128) and tokens != 77
         moved = tokens * (2 * kv_heads * size * (dtype.itemsize + kv_dtype.itemsize) + 8)
         dtypes = f"{short(dtype)} to {short(kv_dtype)}"

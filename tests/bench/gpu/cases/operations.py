@@ -1,0 +1,33 @@
+"""The cases of each operation. If one fails its check, no case of its operation is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from gpu.cases.attention import decode, options, prefill
+from gpu.cases.cache import cache_writes
+from gpu.cases.case import Case
+from gpu.cases.experts import experts
+from gpu.cases.matmul import products
+from gpu.cases.quantizing import fused_quantizers, quantizers
+from gpu.cases.rows import activations, norms, rotary
+
+# With true, the small inputs of a CPU. Most important first.
+OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "matmul": products,
+    "experts": experts,
+    "cache": cache_writes,
+    "norm": norms,
+    "rotary": rotary,
+    "activation": activations,
+    "quantize": quantizers,
+    "fused_quantize": fused_quantizers,
+    "attention options": options,
+}
+
+
+def all_cases(small: bool) -> list[tuple[str, Case]]:
+    """Return every case with its operation."""
+    return [(name, case) for name, make in OPERATIONS.items() for case in make(small)]

@@ -1,0 +1,105 @@
+"""A process whose results are read line by line, and which is killed when its time is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Result = dict[str, Any]
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def run_child(
+    command: Sequence[str],
+    seconds: float,
+    on_result: Callable[[Result], None],
+    *,
+    silence: float = float("inf"),
+    environment: Mapping[str, str] | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> str:
+    """Run a command, and call ``on_result`` with each line of JSON as soon as it prints it.
+
+    Args:
+        command: what to run, in a process group of its own.
+        seconds: after which the process and its children are killed.
+        on_result: called in this thread.
+        silence: seconds between two lines after which they are killed, too.
+        environment: of the process.
+        now: the clock.
+
+    Returns:
+        Why it did not end well, or an empty string.
+
+    """
+    end = now() + seconds
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    _running.add(process)
+    lines: queue.Queue[str | None] = queue.Queue()
+    reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
+    reader.start()
+    try:
+        while True:
+            left = end - now()
+            if left <= 0:
+                return f"killed: its {seconds:.0f} s were over"
+            try:
+                line = lines.get(timeout=min(left, silence))
+            except queue.Empty:
+                if silence < left:
+                    return f"killed: it was silent for {silence:.0f} s"
+                continue
+            if line is None:
+                break
+            result = _parsed(line)
+            if result is not None:
+                on_result(result)
+        try:
+            status = process.wait(max(0.1, end - now()))
+        except subprocess.TimeoutExpired:
+            return f"killed: its {seconds:.0f} s were over"
+        return "" if status == 0 else f"it ended with status {status}"
+    finally:
+        _kill(process)
+        reader.join(1)  # a process that left the group may hold the pipe
+
+
+def kill_all() -> None:
+    """Kill every process that is still running, with its children."""
+    for process in list(_running):
+        _kill(process)
+
+
+def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+def _parsed(line: str) -> Result | None:
+    """Return the object of a line, or nothing for what a library printed."""
+    if line.startswith("{"):
+        with contextlib.suppress(json.JSONDecodeError):
+            found: Result = json.loads(line)
+            return found
+    return None
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _running.discard(process)

@@ -1,0 +1,112 @@
+"""Job: steps of an engine, with a model of a real shape and random weights.
+
+A step's floor is the bytes that it must read, weights and the tokens' keys and values, over the
+rate at which the device reads in the same minute. The host gap is the part of a step in which the
+device does nothing: the step's time, less the time in which any kernel or copy ran.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from gpu import ceilings
+from gpu.device import Gpu
+from gpu.models import random_model
+from gpu.timing import Work, in_turns, rates, spread
+from gpu.worker import Emit
+from vllm_module import LLM, SamplingParams
+
+PROMPT, STEPS, PROFILED = 512, 24, 6
+
+
+def main(emit: Emit, device: Gpu, model: str, options: dict[str, Any], requests: list[int]) -> None:
+    small, what = device.dry, {"model": model, "options": options}
+    sizes: dict[str, Any] = {"max_model_len": 4096, "gpu_memory_utilization": 0.6}
+    if small:
+        sizes = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20}
+    limits = ceilings.ceilings(device)
+    emit(facts=device.facts())
+    begin = time.perf_counter()
+    with LLM(
+        random_model(model, device.name, small), dtype="bfloat16", skip_tokenizer_init=True,
+        device=device.name, max_num_seqs=max(requests), enable_prefix_caching=False,
+        max_num_batched_tokens=64 if small else 8192, **sizes, **options,
+    ) as llm:  # fmt: skip
+        emit(**what, name=f"{model}, start", seconds=time.perf_counter() - begin)
+        for count in requests:
+            name = ", ".join([model, *map(str, options.values()), f"{count} requests"])
+            prompt, steps = (6, 3) if small else (PROMPT, STEPS)
+            cold = measure(llm, device, count, prompt, 2)
+            figures = measure(llm, device, count, prompt, steps)
+            figures["cold_first_token"] = cold["first_token"]
+            measured = rates(
+                in_turns(device, {key: Work(device.graph(x.call)) for key, x in limits.items()}),
+                limits,
+            )
+            read = statistics.median(measured["read"])
+            fraction = figures["bytes"] / read / figures["step"]["median"]
+            emit(**what, name=name, requests=count, **figures, read_rate=read, fraction=fraction,
+                 rates={key: spread(each) for key, each in measured.items()},
+                 clocks=device.clocks())  # fmt: skip
+
+
+def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[str, Any]:
+    """Serve requests until all decode, time steps, and look at some more with the profiler."""
+    engine = llm.engine
+    draw = random.Random(count).randrange
+    tokens = steps + PROFILED + 8
+    params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    for index in range(count):
+        ids = [draw(engine.vocab_size) for _ in range(prompt)]
+        engine.add(str(index), ids, params)
+    first: dict[str, float] = {}
+    while len(first) < count:
+        for request in engine.step():
+            if request.error is not None:
+                raise RuntimeError(request.error)
+            first.setdefault(request.request_id, time.perf_counter() - begin)
+    engine.step()
+    device.synchronize()
+    times = []
+    for _ in range(steps):
+        before = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - before)
+    contexts = sum(len(s.tokens) for r in engine.requests.values() for s in r.sequences)
+    busy, launches = device.busy(lambda: [engine.step() for _ in range(PROFILED)])
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
+    step = statistics.median(times)
+    return {
+        "first_token": spread(list(first.values())),
+        "step": spread(times),
+        "tokens_per_second": count * steps / sum(times),
+        "busy": busy / PROFILED,
+        "host_gap": step - busy / PROFILED,
+        "launches": launches / PROFILED,
+        "bytes": weights_read(llm) + contexts * token_bytes(llm),
+    }
+
+
+def weights_read(llm: LLM) -> int:
+    """Return the bytes of weights that a step reads: all, but of embeddings a few rows."""
+    model = llm.executor.worker.model
+    embedding = next(p for name, p in model.named_parameters() if "embed_tokens" in name)
+    tied = all(name != "lm_head.weight" for name, _ in model.named_parameters())
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return total - (0 if tied else embedding.nbytes)
+
+
+def token_bytes(llm: LLM) -> int:
+    """Return the bytes of a token's keys and values."""
+    return llm.executor.worker.page_bytes // llm.engine.scheduler.pool.page_size
+
+
+if torch.get_num_threads() > 8:  # one thread serves; others would only wait
+    torch.set_num_threads(8)

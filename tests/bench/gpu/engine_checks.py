@@ -1,0 +1,283 @@
+"""Job: engines on the device against transformers, against our own on the CPU, and their loading.
+
+Everything is of tiny models with random weights, which are saved by transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gpu.check import SMALLEST
+from gpu.device import Gpu
+from gpu.worker import Emit
+from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
+from vllm_module.errors import RankError
+
+T = TypeVar("T")
+TINY = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 256, "tie_word_embeddings": False, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+LENGTHS = (16, 1, 40, 5, 17)  # of prompts: 16 fill a page, 17 start another
+NEW = 24
+Scored = list[tuple[list[int], torch.Tensor]]  # sequences, and the logprobs of all tokens but one
+
+
+def main(emit: Emit, device: Gpu, what: list[str]) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    emit(facts=device.facts() | {"transformers": transformers.__version__})
+    for name in what:
+        with tempfile.TemporaryDirectory() as directory:
+            CHECKS[name](partial(attempt, emit, name), device, Path(directory))
+
+
+def attempt(emit: Emit, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
+    """Emit what a check found, or how it failed."""
+    what = {"name": f"{group}: {name}", "operation": group}
+    emit(begin=what["name"])
+    try:
+        emit(**what, check=work())
+    except Exception as problem:  # whatever it is, the others are checked
+        emit(**what, failed=f"{type(problem).__name__}: {problem}"[:500])
+
+
+def few(values: Iterable[T], device: Gpu, count: int = 1) -> list[T]:
+    """Return the values, and of these only the first on the stand-in for a device."""
+    return list(values)[: count if device.dry else None]
+
+
+def saved(folder: Path, kind: str) -> Path:
+    """Save a model whose weights are large enough for its logits to differ."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        norm, embedding = "norm" in name, "embed" in name or "lm_head" in name
+        scale = 0.2 if norm else 0.5 if embedding else 0.08
+        parameter.data.normal_(float(norm), scale, generator=generator)
+    model.save_pretrained(folder / kind)
+    return folder / kind
+
+
+@contextmanager
+def engine(folder: Path, device: str, **options: Any) -> Iterator[LLM]:
+    """Start an engine whose prompts are computed in chunks, beside tokens that are decoded."""
+    with LLM(
+        str(folder), device=device, skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8,
+        max_num_batched_tokens=32, kv_cache_memory_bytes=1 << 23, **options,
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    size = TINY["vocab_size"]
+    return [torch.randint(int(size or 0), (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def generated(llm: LLM) -> Scored:
+    """Generate greedily: a prompt's logprobs come from prefill, and new tokens' from decoding."""
+    params = SamplingParams(
+        temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+    found = []
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        sequence = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+        values = [entry[token].logprob for entry, token in zip(entries, sequence[1:], strict=True)]
+        found.append((sequence, torch.tensor(values)))
+    return found
+
+
+def scored(llm: LLM, sequences: Sequence[list[int]]) -> torch.Tensor:
+    """Return the logprobs of the sequences' tokens, as one engine computes them as prompts."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": s} for s in sequences], params, use_tqdm=False)
+    return torch.tensor([
+        entry[token].logprob
+        for output in outputs
+        for entry, token in zip(
+            output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True
+        )
+    ])  # fmt: skip
+
+
+@torch.inference_mode()
+def reference_logits(
+    folder: Path, device: str, dtype: torch.dtype, sequences: Sequence[list[int]]
+) -> list[torch.Tensor]:
+    """Return transformers' logits of all tokens but the last, for each sequence."""
+    # Eager attention writes the softmax out: another kernel than the one that is checked.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = model.eval().to(device)
+    return [
+        model(torch.tensor([s[:-1]], device=device)).logits[0].float().cpu() for s in sequences
+    ]  # fmt: skip
+
+
+def logprobs(logits: Sequence[torch.Tensor], sequences: Sequence[list[int]]) -> torch.Tensor:
+    return torch.cat([
+        each.log_softmax(-1).gather(-1, torch.tensor(s[1:])[:, None]).squeeze(-1)
+        for each, s in zip(logits, sequences, strict=True)
+    ])  # fmt: skip
+
+
+def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Return the norm of the difference over that of the truth; not a number is infinite."""
+    value = float((found.double() - truth.double()).norm() / truth.double().norm())
+    return math.inf if math.isnan(value) else value
+
+
+def demand(found: float, allowed: float, what: str) -> dict[str, float]:
+    if not found <= allowed:
+        raise AssertionError(f"{what}: {found:.3g}, and {allowed:.3g} is allowed")
+    return {"error": found, "allowed": allowed}
+
+
+def check_tokens(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+    """Greedy tokens and logprobs of every sequence are transformers', with graphs and without."""
+
+    def compare(path: Path, dtype: torch.dtype, eager: bool) -> dict[str, float]:
+        with engine(path, device.name, dtype=dtype, enforce_eager=eager) as llm:
+            found = generated(llm)
+        sequences = [sequence for sequence, _ in found]
+        # The truth is computed in more precision than both are; the CPU has float64.
+        exact = reference_logits(path, "cpu", torch.float64, sequences)
+        plain = reference_logits(path, device.name, dtype, sequences)
+        truth = logprobs(exact, sequences)
+        # Twice what transformers is off in the same dtype: no two ways of adding up agree.
+        error = relative(torch.cat([values for _, values in found]), truth)
+        allowed = 2 * relative(logprobs(plain, sequences), truth) + 10 * SMALLEST
+        result = demand(error, allowed, "the error of the logprobs")
+        # A token whose logit is that close to the greatest may be chosen in its place. Two logits
+        # are off by twice what transformers' worst one is, each: four times its error.
+        off = max(float((a - b).abs().max()) for a, b in zip(plain, exact, strict=True))
+        gap = max(
+            float((each.max(-1).values - each.gather(-1, torch.tensor(s[1:])[:, None])[:, 0])
+                  [-NEW:].max())
+            for each, s in zip(exact, sequences, strict=True)
+        )  # fmt: skip
+        demand(gap, 4 * off + 1e-4, "a chosen token's logit is below the greatest by")
+        return result | {"gap": gap}
+
+    for kind in few(("qwen3", "llama"), device):
+        path = saved(folder, kind)
+        for dtype in (torch.float32, torch.bfloat16):
+            for eager in few((False, True), device):
+                name = f"{kind} {str(dtype)[6:]} {'eager' if eager else 'graphs'}"
+                attempt(name, partial(compare, path, dtype, eager))
+
+
+def check_eight_bits(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+    """FP8 weights and an FP8 cache give the logprobs of our own engine on the CPU."""
+    path = saved(folder, "qwen3")
+
+    def compare(options: dict[str, Any]) -> dict[str, float]:
+        with engine(path, device.name, dtype="bfloat16", **options) as llm:
+            found = generated(llm)
+        sequences = [sequence for sequence, _ in found]
+        with engine(path, "cpu", dtype="float32", **options) as llm:
+            truth = scored(llm, sequences)
+        with engine(path, "cpu", dtype="float32") as llm:
+            wide = scored(llm, sequences)
+        # The CPU rounds weights, or keys and values, and nothing else. The device rounds inputs of
+        # products to the same format, and bfloat16 moves some values to the next one of eight bits:
+        # each moves logprobs about as far as the CPU's rounding does. Twice that is allowed; a
+        # wrong or missing scale moves them by many times that.
+        error = relative(torch.cat([values for _, values in found]), truth)
+        return demand(error, 2 * relative(truth, wide), "the distance to the CPU's logprobs")
+
+    for name, options in few({
+        "per channel": {"quantization": "fp8_per_channel"},
+        "cache": {"kv_cache_dtype": "fp8"},
+        "per tensor": {"quantization": "fp8_per_tensor"},
+        "per block": {"quantization": "fp8_per_block"},
+    }.items(), device, 2):  # fmt: skip
+        attempt(name, partial(compare, options))
+
+
+def check_loading(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+    """What is loaded onto the device has the bits of what is loaded onto the CPU."""
+    path = saved(folder, "qwen3")
+
+    def compare(options: dict[str, Any]) -> dict[str, int]:
+        config = ModelConfig(model=str(path), **options)
+        ours, theirs = (
+            get_model(model_config=config, device_config=DeviceConfig(device=each))
+            for each in (device.name, "cpu")
+        )
+        mine = dict([*ours.named_parameters(), *ours.named_buffers()])
+        expected = dict([*theirs.named_parameters(), *theirs.named_buffers()])
+        assert mine.keys() == expected.keys(), f"{mine.keys() ^ expected.keys()}"
+        for name, tensor in expected.items():
+            got = mine[name].detach().cpu()
+            assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape), name
+            # Angles of positions are computed where the model is, and not loaded.
+            if name in dict(theirs.named_parameters()):
+                bits = (x.detach().contiguous().view(torch.uint8) for x in (got, tensor))
+                assert torch.equal(*bits), f"{name} has other bits"
+        return {"tensors": len(expected)}
+
+    for name, options in few({
+        "bfloat16": {"dtype": "bfloat16"},
+        "float16": {"dtype": "float16"},
+        "fp8 per tensor": {"quantization": "fp8_per_tensor"},
+        "fp8 per channel": {"quantization": "fp8_per_channel", "dtype": "bfloat16"},
+        "fp8 per block": {"quantization": "fp8_per_block", "dtype": "bfloat16"},
+        "int8": {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"},
+    }.items(), device, 1):  # fmt: skip
+        attempt(name, partial(compare, options))
+
+
+def check_ranks(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+    """Two ranks capture graphs and give one rank's tokens; if one is killed, the engine says so."""
+    if device.dry or torch.cuda.device_count() < 2:
+        attempt("two devices", lambda: {"skipped": "there are no two devices"})
+        return
+    path = saved(folder, "qwen3")
+
+    def same() -> dict[str, float]:
+        with engine(path, device.name, dtype="float32") as llm:
+            alone = generated(llm)
+        with engine(path, device.name, dtype="float32", tensor_parallel_size=2) as llm:
+            both = generated(llm)
+        assert [x for x, _ in alone] == [x for x, _ in both], "other tokens"
+        return {"sequences": len(both)}
+
+    def killed() -> dict[str, str]:
+        with engine(path, device.name, dtype="float32", tensor_parallel_size=2) as llm:
+            generated(llm)
+            for process in multiprocessing.active_children():
+                process.kill()
+            try:
+                generated(llm)
+            except RankError as error:
+                return {"said": str(error)[:200]}
+        raise AssertionError("the engine served on without a rank")
+
+    attempt("tokens", same)
+    attempt("a killed rank", killed)
+
+
+CHECKS: dict[str, Callable[[Callable[..., None], Gpu, Path], None]] = {
+    "tokens": check_tokens,
+    "eight bits": check_eight_bits,
+    "loading": check_loading,
+    "ranks": check_ranks,
+}

@@ -1,0 +1,142 @@
+"""The parts of a run, most important first: checks, the engine, kernels, candidates."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from gpu.child import Result
+from gpu.choosing import table
+from gpu.run import PACKAGE, Run
+from gpu.trials import choices_of, done, passed, title, trials_of
+
+Part = Callable[[Run, float], None]
+KERNEL_PROCESSES = 10  # beside one for each group of checks of engines, on 16 cores
+CHOICES = PACKAGE / "kernels" / "choices.json"
+
+
+def checks(run: Run, seconds: float) -> None:
+    """Check kernels and engines side by side, as most of the time is the compiler's."""
+    small = run.dry or bool(run.wrapper)
+    count = 1 if run.dry else min(KERNEL_PROCESSES, max(1, (os.cpu_count() or 1) - 4))
+    groups = ["tokens", "eight bits", "loading", "ranks"]
+
+    def kernels(share: int) -> None:
+        def following(results: list[Result]) -> Mapping[str, Any] | None:
+            over = done(results)
+            trials = [
+                trial
+                for each in results
+                if each.get("timed") and "check" in each
+                for trial in trials_of(each["name"], {(k, key): n for k, key, n in each["asked"]})
+                if title(trial) not in over
+            ]
+            planned = next((each["planned"] for each in results if "planned" in each), None)
+            if planned is not None and over.issuperset(planned) and not trials:
+                return None
+            return {"small": small, "seed": run.seed, "share": (share, count),
+                    "over": sorted(over), "trials": trials}  # fmt: skip
+
+        run.jobs_until_done("checks", "kernel checks", following, seconds, wrapper=run.wrapper)
+
+    def engines(what: list[str]) -> None:
+        def following(results: list[Result]) -> Mapping[str, Any] | None:
+            return None if results else {"what": what}
+
+        run.jobs_until_done("checks", "engine checks", following, seconds)
+
+    jobs: list[Callable[[], None]] = [lambda i=i: kernels(i) for i in range(count)]
+    if not run.wrapper:
+        each = [groups] if run.dry else [[group] for group in groups]
+        jobs += [lambda what=what: engines(what) for what in each]
+    with ThreadPoolExecutor(1 if run.dry else len(jobs)) as pool:
+        for future in [pool.submit(job) for job in jobs]:
+            future.result()
+    results = run.results.parts.get("checks", [])
+    planned = {name for each in results for name in each.get("planned", [])}
+    unchecked = sorted(planned - done(results))
+    if unchecked:
+        run.results.fail(f"{len(unchecked)} kernels' cases were not checked: {unchecked}")
+
+
+def engine(run: Run, seconds: float) -> None:
+    """Serve models of real shapes, each in a process of its own; then transformers."""
+    wrong = {each["operation"] for each in run.results.parts.get("checks", []) if "failed" in each}
+    if "tokens" in wrong:
+        run.results.leave("the engine: its tokens are wrong")
+        return
+    end = time.monotonic() + seconds
+    requests = [1, 2] if run.dry else [1, 64, 256]
+    jobs: list[tuple[str, dict[str, Any]]] = [
+        ("engine", {"model": "Llama-8B", "options": {}, "requests": requests}),
+        ("engine", {"model": "Qwen3-0.6B", "options": {}, "requests": requests}),
+        ("transformers", {"model": "Llama-8B", "requests": requests[:2]}),
+        ("transformers", {"model": "Qwen3-0.6B", "requests": requests[:2]}),
+        ("engine", {"model": "Llama-8B", "options": {"quantization": "fp8"},
+                    "requests": requests[:2]}),
+        ("engine", {"model": "Qwen3-0.6B", "options": {"enforce_eager": True},
+                    "requests": requests[:2]}),
+    ]  # fmt: skip
+    if "eight bits" in wrong:
+        jobs = [job for job in jobs if "quantization" not in job[1].get("options", {})]
+    if run.dry:
+        jobs = [jobs[0], jobs[3]]
+    for name, arguments in jobs:
+        left = end - time.monotonic()
+        if left < 1:
+            run.results.leave(f"{name} of {arguments}: there was no time left")
+            continue
+        found, why = run.job("engine", name, arguments, min(left, 60.0), threads=8)
+        if why.startswith("killed"):
+            run.results.leave(f"the rest of {name} of {arguments}: {why}")
+        elif why and not any("failed" in each for each in found):
+            run.results.fail(f"{name} of {arguments}: {why}")
+
+
+def kernels(run: Run, seconds: float) -> None:
+    """Time kernels one after another, in one process."""
+    names = passed(run.results.parts.get("checks", []))
+
+    def following(results: list[Result]) -> Mapping[str, Any] | None:
+        left = [name for name in names if name not in done(results)]
+        return {"small": run.dry, "seed": run.seed, "names": left} if left else None
+
+    run.jobs_until_done("kernels", "kernels", following, seconds, threads=4)
+
+
+def candidates(run: Run, seconds: float) -> None:
+    """Time candidates, and write the table of choices that follows."""
+    choices = choices_of(run.results.parts.get("checks", []))
+    if not choices:
+        run.results.leave("candidates: no kernel whose checks passed lists any")
+
+    def following(results: list[Result]) -> Mapping[str, Any] | None:
+        over = {(each.get("kernel"), each.get("case")) for each in results}
+        left = [each for each in choices if (each["kernel"], each["case"]) not in over]
+        return {"small": run.dry, "seed": run.seed, "choices": left} if left else None
+
+    run.jobs_until_done("candidates", "candidates", following, seconds, threads=4)
+    decisions = [each for each in run.results.parts.get("candidates", []) if "chosen" in each]
+    committed = json.loads(CHOICES.read_text())
+    gpu = str(run.results.facts.get("gpu", "unknown"))
+    run.results.write_json("choices.json", table(committed, gpu, decisions))
+
+
+PARTS: dict[str, tuple[Part, float]] = {  # with its share of the time
+    "checks": (checks, 150.0),
+    "engine": (engine, 180.0),
+    "kernels": (kernels, 110.0),
+    "candidates": (candidates, 80.0),
+}
+
+
+def sanitizer() -> str | None:
+    """Return the path of compute-sanitizer, if it is installed."""
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
