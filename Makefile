@@ -1,4 +1,4 @@
-# Every target runs in .venv; the first target that needs it creates it.
+# Every target but gpu runs in .venv; the first target that needs it creates it.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test laws lint docs wheel bench fuzz clean
+.PHONY: help demo test laws lint docs wheel bench gpu fuzz clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s%s\n", $$1, $$2}' Makefile
@@ -39,6 +39,12 @@ bench: .venv/dev.stamp  ## measure and draw docs/figures.svg; about 45 minutes, 
 	$(BIN)/python tests/bench/engine.py --shapes 3M 58M 0.6B --out tests/bench/results/engine.json
 	$(BIN)/python tests/bench/figures.py
 	$(BIN)/python tests/bench/draw.py
+
+# On a GPU not in .venv: with the packages of that machine, and this tree.
+OUT ?= build/gpu
+gpu: $(if $(DRY),.venv/dev.stamp)  ## check and measure on a GPU, into OUT=build/gpu; DRY=1: small, on a CPU
+	@cd tests/bench && $(if $(DRY),$(abspath $(BIN))/python,$(PYTHON)) -m gpu --out $(abspath $(OUT)) $(if $(DRY),--dry) \
+		$(if $(COMPUTE_SANITIZER),--sanitize) $(ARGS)
 
 SECONDS ?= 60
 fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints, for SECONDS=60 in all

@@ -11,7 +11,6 @@ it small on a CPU. Nothing is installed, and the card's settings stay as they ar
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -85,7 +84,7 @@ def main() -> int:
             kill_all()
             results.write_summary()
     print("\n".join(report(results)))
-    print(f"results are in {os.path.relpath(results.folder)}")
+    print(f"results are in {results.folder}")
     return status
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpu.attempt import attempt
 from gpu.cases.case import Case
 from gpu.cases.operations import all_cases
 from gpu.choosing import chosen
@@ -26,10 +27,8 @@ def main(emit: Emit, device: Gpu, small: bool, seed: int, choices: list[dict[str
     cases = {case.name: case for _, case in all_cases(small)}
     for choice in choices:
         what = {"kernel": choice["kernel"], "case": choice["case"]}
-        try:
-            emit(**what, **decide(device, [cases[name] for name in choice["of"]], choice, seed))
-        except Exception as problem:  # whatever it is, the other choices are measured
-            emit(**what, failed=f"{type(problem).__name__}: {problem}"[:500])
+        of = [cases[name] for name in choice["of"]]
+        attempt(emit, what, partial(decide, device, of, choice, seed))
         device.free()
 
 

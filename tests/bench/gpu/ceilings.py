@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from gpu.check import CLOSE, error
 from gpu.device import Call, Gpu
+from gpu.timing import Work
 
 _BLOCK = 8192  # bytes of a program's step: 64 for each of its threads
 _PROGRAMS = 132 * 8  # on every multiprocessor as many as fit
@@ -18,9 +19,9 @@ _PROGRAMS = 132 * 8  # on every multiprocessor as many as fit
 
 @dataclass
 class Ceiling:
-    """A call, and what it does: bytes or floating-point operations."""
+    """What is replayed, and what a replay does: bytes or floating-point operations."""
 
-    call: Call
+    work: Work
     amount: float
 
 
@@ -61,26 +62,27 @@ def ceilings(device: Gpu, size: int = 8192, copied: int = 2 << 30) -> dict[str, 
         )
 
     amount = copied if device.dry else 4 * steps * _PROGRAMS * _BLOCK // 4
-    found: dict[str, Ceiling] = {
-        "read": Ceiling(read, amount),
-        "copy": Ceiling(lambda: target.copy_(words), 2 * copied),
-        "bf16": Ceiling(lambda: torch.mm(a, b), 2 * size**3),
-        "fp8": Ceiling(multiply_fp8, 2 * size**3),
-    }
     if not device.dry:  # a rate counts only if the whole work was done
         read()
         assert int(sums.sum()) == int(words[: amount // 4].sum(dtype=torch.int64)), "a wrong sum"
     rows = slice(64)
     assert error(torch.mm(a, b)[rows], a[rows].float() @ b.float()) < CLOSE
     assert error(multiply_fp8()[rows], x[rows].float() @ y.float()) < CLOSE
-    for ceiling in found.values():
-        ceiling.call()
-    return found
+    calls: dict[str, tuple[Call, float]] = {
+        "read": (read, amount),
+        "copy": (lambda: target.copy_(words), 2 * copied),
+        "bf16": (lambda: torch.mm(a, b), 2 * size**3),
+        "fp8": (multiply_fp8, 2 * size**3),
+    }
+    for call, _ in calls.values():
+        call()
+    return {name: Ceiling(Work(device.graph(call)), most) for name, (call, most) in calls.items()}
 
 
-def facts(rates: dict[str, Any]) -> str:
-    """Return a line about the rates."""
-    return (
-        f"reads {rates['read'] / 1e9:.0f} GB/s, copies {rates['copy'] / 1e9:.0f} GB/s, multiplies "
-        f"{rates['bf16'] / 1e12:.0f} TFLOP/s in bf16 and {rates['fp8'] / 1e12:.0f} in fp8"
-    )
+def rates(
+    times: Mapping[str, Sequence[float]], ceilings: Mapping[str, Ceiling]
+) -> dict[str, list[float]]:
+    """Return what each ceiling did in a second, for each round."""
+    return {
+        name: [ceiling.amount / each for each in times[name]] for name, ceiling in ceilings.items()
+    }

@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,9 @@ def run_child(
             if line is None:
                 break
             result = _parsed(line)
-            if result is not None:
+            if result is None:
+                print(line, end="", file=sys.stderr)
+            else:
                 on_result(result)
         try:
             status = process.wait(max(0.1, end - now()))

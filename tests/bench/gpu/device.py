@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from machine import machine
 
 Call = Callable[[], object]
@@ -40,6 +41,7 @@ class Gpu:
             "memory": properties.total_memory,
             "l2": self.l2,
             "cuda": torch.version.cuda,
+            "triton": triton.__version__,
             "clocks": self.clocks(),
         }
 
@@ -83,8 +85,11 @@ class Gpu:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def busy(self, work: Call) -> tuple[float, int]:
-        """Return the seconds in which the device worked during a call, and its launches."""
+    def busy(self, work: Call) -> tuple[float | None, int]:
+        """Return the seconds in which the device worked during a call, and its launches.
+
+        The seconds are ``None`` where the profiler sees none.
+        """
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             work()
@@ -94,7 +99,7 @@ class Gpu:
             for event in profile.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
         )
-        return covered(spans) / 1e6, len(spans)
+        return covered(spans) / 1e6 if spans else None, len(spans)
 
 
 class Cpu(Gpu):
@@ -127,7 +132,7 @@ class Cpu(Gpu):
             replay()
         return time.perf_counter() - begin
 
-    def busy(self, work: Call) -> tuple[float, int]:
+    def busy(self, work: Call) -> tuple[float | None, int]:
         begin = time.process_time()
         work()
         return time.process_time() - begin, 0

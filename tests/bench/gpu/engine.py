@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from gpu import ceilings
+from gpu.ceilings import rates
 from gpu.device import Gpu
 from gpu.models import random_model
-from gpu.timing import Work, in_turns, rates, spread
+from gpu.timing import in_turns, spread
 from gpu.worker import Emit
 from vllm_module import LLM, SamplingParams
 
@@ -39,14 +40,13 @@ def main(emit: Emit, device: Gpu, model: str, options: dict[str, Any], requests:
     ) as llm:  # fmt: skip
         emit(**what, name=f"{model}, start", seconds=time.perf_counter() - begin)
         for count in requests:
-            name = ", ".join([model, *map(str, options.values()), f"{count} requests"])
+            name = ", ".join([model, *map(str, options), f"{count} requests"])
             prompt, steps = (6, 3) if small else (PROMPT, STEPS)
             cold = measure(llm, device, count, prompt, 2)
             figures = measure(llm, device, count, prompt, steps)
             figures["cold_first_token"] = cold["first_token"]
             measured = rates(
-                in_turns(device, {key: Work(device.graph(x.call)) for key, x in limits.items()}),
-                limits,
+                in_turns(device, {key: each.work for key, each in limits.items()}), limits
             )
             read = statistics.median(measured["read"])
             fraction = figures["bytes"] / read / figures["step"]["median"]
@@ -87,8 +87,8 @@ def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[
         "first_token": spread(list(first.values())),
         "step": spread(times),
         "tokens_per_second": count * steps / sum(times),
-        "busy": busy / PROFILED,
-        "host_gap": step - busy / PROFILED,
+        "busy": None if busy is None else busy / PROFILED,
+        "host_gap": None if busy is None else step - busy / PROFILED,
         "launches": launches / PROFILED,
         "bytes": weights_read(llm) + contexts * token_bytes(llm),
     }

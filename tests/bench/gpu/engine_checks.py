@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gpu.attempt import attempt
 from gpu.check import SMALLEST
 from gpu.device import Gpu
 from gpu.worker import Emit
@@ -42,17 +43,13 @@ def main(emit: Emit, device: Gpu, what: list[str]) -> None:
     emit(facts=device.facts() | {"transformers": transformers.__version__})
     for name in what:
         with tempfile.TemporaryDirectory() as directory:
-            CHECKS[name](partial(attempt, emit, name), device, Path(directory))
+            CHECKS[name](partial(named, emit, name), device, Path(directory))
 
 
-def attempt(emit: Emit, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
+def named(emit: Emit, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
     """Emit what a check found, or how it failed."""
     what = {"name": f"{group}: {name}", "operation": group}
-    emit(begin=what["name"])
-    try:
-        emit(**what, check=work())
-    except Exception as problem:  # whatever it is, the others are checked
-        emit(**what, failed=f"{type(problem).__name__}: {problem}"[:500])
+    attempt(emit, what, lambda: {"check": work()})
 
 
 def few(values: Iterable[T], device: Gpu, count: int = 1) -> list[T]:
@@ -150,7 +147,7 @@ def demand(found: float, allowed: float, what: str) -> dict[str, float]:
     return {"error": found, "allowed": allowed}
 
 
-def check_tokens(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+def check_tokens(test: Callable[..., None], device: Gpu, folder: Path) -> None:
     """Greedy tokens and logprobs of every sequence are transformers', with graphs and without."""
 
     def compare(path: Path, dtype: torch.dtype, eager: bool) -> dict[str, float]:
@@ -181,10 +178,10 @@ def check_tokens(attempt: Callable[..., None], device: Gpu, folder: Path) -> Non
         for dtype in (torch.float32, torch.bfloat16):
             for eager in few((False, True), device):
                 name = f"{kind} {str(dtype)[6:]} {'eager' if eager else 'graphs'}"
-                attempt(name, partial(compare, path, dtype, eager))
+                test(name, partial(compare, path, dtype, eager))
 
 
-def check_eight_bits(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+def check_eight_bits(test: Callable[..., None], device: Gpu, folder: Path) -> None:
     """FP8 weights and an FP8 cache give the logprobs of our own engine on the CPU."""
     path = saved(folder, "qwen3")
 
@@ -209,10 +206,10 @@ def check_eight_bits(attempt: Callable[..., None], device: Gpu, folder: Path) ->
         "per tensor": {"quantization": "fp8_per_tensor"},
         "per block": {"quantization": "fp8_per_block"},
     }.items(), device, 2):  # fmt: skip
-        attempt(name, partial(compare, options))
+        test(name, partial(compare, options))
 
 
-def check_loading(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+def check_loading(test: Callable[..., None], device: Gpu, folder: Path) -> None:
     """What is loaded onto the device has the bits of what is loaded onto the CPU."""
     path = saved(folder, "qwen3")
 
@@ -242,13 +239,13 @@ def check_loading(attempt: Callable[..., None], device: Gpu, folder: Path) -> No
         "fp8 per block": {"quantization": "fp8_per_block", "dtype": "bfloat16"},
         "int8": {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"},
     }.items(), device, 1):  # fmt: skip
-        attempt(name, partial(compare, options))
+        test(name, partial(compare, options))
 
 
-def check_ranks(attempt: Callable[..., None], device: Gpu, folder: Path) -> None:
+def check_ranks(test: Callable[..., None], device: Gpu, folder: Path) -> None:
     """Two ranks capture graphs and give one rank's tokens; if one is killed, the engine says so."""
     if device.dry or torch.cuda.device_count() < 2:
-        attempt("two devices", lambda: {"skipped": "there are no two devices"})
+        test("two devices", lambda: {"skipped": "there are no two devices"})
         return
     path = saved(folder, "qwen3")
 
@@ -271,8 +268,8 @@ def check_ranks(attempt: Callable[..., None], device: Gpu, folder: Path) -> None
                 return {"said": str(error)[:200]}
         raise AssertionError("the engine served on without a rank")
 
-    attempt("tokens", same)
-    attempt("a killed rank", killed)
+    test("tokens", same)
+    test("a killed rank", killed)
 
 
 CHECKS: dict[str, Callable[[Callable[..., None], Gpu, Path], None]] = {

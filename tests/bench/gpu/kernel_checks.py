@@ -5,12 +5,13 @@ This compiles what the jobs that measure run, whose processes find it in Triton'
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from typing import Any
 
 import torch
 
 from gpu.asking import asked
+from gpu.attempt import attempt
 from gpu.cases.case import Case
 from gpu.cases.operations import all_cases
 from gpu.check import check
@@ -53,32 +54,22 @@ def main(
     for name in [each for each in names if each not in over]:
         operation, case = cases[name]
         what = {"name": name, "operation": operation, "timed": bool(case.bucket)}
-        emit(begin=what)
-        with asked() as found:
-            passed = checked(emit, device, case, seed, what, found)
-        if passed:
-            trials += trials_of(name, found) if case.bucket else []
+        found: list[Any] = []
+        if attempt(emit, what, partial(checked, case, device, seed, found)) and case.bucket:
+            trials = trials + trials_of(name, found)
+        device.free()
     for trial in trials:
         name, kernel, key, candidate = trial
         what = {"name": title(trial), "of": name, "kernel": kernel, "case": key,
                 "candidate": candidate}  # fmt: skip
-        emit(begin=what)
         with trying({kernel: candidate}):
-            checked(emit, device, cases[name][1], seed + 1, what, {})
-
-
-def checked(
-    emit: Emit, device: Gpu, case: Case, seed: int, what: dict[str, Any], found: dict[Any, Any]
-) -> bool:
-    """Check a case, emit what was found, and return whether it is right."""
-    try:
-        errors = check(case, device, seed)
-    except Exception as problem:  # whatever it is, the others are checked
-        emit(**what, failed=f"{type(problem).__name__}: {problem}"[:500])
-        if "CUDA error" in str(problem):
-            sys.exit(3)  # this process cannot use the device any more: another one goes on
-        return False
-    finally:
+            attempt(emit, what, partial(checked, cases[name][1], device, seed + 1, []))
         device.free()
-    emit(**what, check=errors, asked=[[*key, names] for key, names in found.items()])
-    return True
+
+
+def checked(case: Case, device: Gpu, seed: int, found: list[Any]) -> dict[str, Any]:
+    """Check a case; put the choices that it made into ``found``."""
+    with asked() as choices:
+        errors = check(case, device, seed)
+    found += [[kernel, key, names] for (kernel, key), names in choices.items()]
+    return {"check": errors, "asked": found}

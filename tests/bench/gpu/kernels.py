@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from gpu import ceilings
+from gpu.attempt import attempt
 from gpu.cases.case import Case, Peer
 from gpu.cases.operations import all_cases
-from gpu.ceilings import Ceiling
+from gpu.ceilings import Ceiling, rates
 from gpu.check import CLOSE, error, made, tensors
 from gpu.device import Gpu
-from gpu.timing import Work, in_turns, rates, replayed, sets_of, spread
+from gpu.timing import Work, in_turns, replayed, sets_of, spread
 from gpu.worker import Emit
 
 
@@ -32,10 +34,7 @@ def main(emit: Emit, device: Gpu, small: bool, seed: int, names: list[str]) -> N
         if case.name not in names:
             continue
         what = {"name": case.name, "operation": operation, "bucket": case.bucket}
-        try:
-            emit(**what, **time_case(case, device, limits, seed))
-        except Exception as problem:  # whatever it is, the others are timed
-            emit(**what, failed=f"{type(problem).__name__}: {problem}"[:500])
+        attempt(emit, what, partial(time_case, case, device, limits, seed))
         device.free()
     emit(clocks_after=device.clocks())
 
@@ -45,7 +44,7 @@ def time_case(
 ) -> dict[str, Any]:  # fmt: skip
     """Time an operation, its peers that work and give the same, and the device's own rates."""
     counted = {name: limits[name] for name in ("read", "copy", *[case.rate] * bool(case.flops))}
-    works = {name: Work(device.graph(ceiling.call)) for name, ceiling in counted.items()}
+    works = {name: ceiling.work for name, ceiling in counted.items()}
     sets = sets_of(case, device, seed)
     works["ours"] = replayed(device, case.ours, sets)
     expected = [x.clone() for x in tensors(case.ours(*made(case, device, seed)))]

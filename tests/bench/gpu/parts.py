@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from gpu.trials import choices_of, done, passed, title, trials_of
 
 Part = Callable[[Run, float], None]
 KERNEL_PROCESSES = 10  # beside one for each group of checks of engines, on 16 cores
+ENGINES_NEED = ("pydantic", "safetensors", "transformers")
 CHOICES = PACKAGE / "kernels" / "choices.json"
 
 
@@ -33,7 +35,7 @@ def checks(run: Run, seconds: float) -> None:
                 trial
                 for each in results
                 if each.get("timed") and "check" in each
-                for trial in trials_of(each["name"], {(k, key): n for k, key, n in each["asked"]})
+                for trial in trials_of(each["name"], each["asked"])
                 if title(trial) not in over
             ]
             planned = next((each["planned"] for each in results if "planned" in each), None)
@@ -51,7 +53,10 @@ def checks(run: Run, seconds: float) -> None:
         run.jobs_until_done("checks", "engine checks", following, seconds)
 
     jobs: list[Callable[[], None]] = [lambda i=i: kernels(i) for i in range(count)]
-    if not run.wrapper:
+    lacking = missing()
+    if lacking:
+        run.results.leave(f"engines: {', '.join(lacking)} cannot be imported here")
+    elif not run.wrapper:
         each = [groups] if run.dry else [[group] for group in groups]
         jobs += [lambda what=what: engines(what) for what in each]
     with ThreadPoolExecutor(1 if run.dry else len(jobs)) as pool:
@@ -67,6 +72,10 @@ def checks(run: Run, seconds: float) -> None:
 def engine(run: Run, seconds: float) -> None:
     """Serve models of real shapes, each in a process of its own; then transformers."""
     wrong = {each["operation"] for each in run.results.parts.get("checks", []) if "failed" in each}
+    lacking = missing()
+    if lacking:
+        run.results.leave(f"the engine: {', '.join(lacking)} cannot be imported here")
+        return
     if "tokens" in wrong:
         run.results.leave("the engine: its tokens are wrong")
         return
@@ -91,7 +100,7 @@ def engine(run: Run, seconds: float) -> None:
         if left < 1:
             run.results.leave(f"{name} of {arguments}: there was no time left")
             continue
-        found, why = run.job("engine", name, arguments, min(left, 60.0), threads=8)
+        found, why = run.job("engine", name, arguments, min(left, 80.0), threads=8)
         if why.startswith("killed"):
             run.results.leave(f"the rest of {name} of {arguments}: {why}")
         elif why and not any("failed" in each for each in found):
@@ -133,6 +142,11 @@ PARTS: dict[str, tuple[Part, float]] = {  # with its share of the time
     "kernels": (kernels, 110.0),
     "candidates": (candidates, 80.0),
 }
+
+
+def missing() -> list[str]:
+    """Return the packages that engines need and this machine lacks; kernels need none of them."""
+    return [name for name in ENGINES_NEED if importlib.util.find_spec(name) is None]
 
 
 def sanitizer() -> str | None:

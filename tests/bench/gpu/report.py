@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ def report(results: Results) -> list[str]:
     parts = results.parts
     facts = results.facts
     lines = ["", f"{facts.get('gpu', 'no GPU')}, commit {facts.get('commit', 'unknown')}"]
+    if facts.get("dry"):
+        lines.append("a dry run: these times are of stand-ins on a CPU and say nothing of a GPU")
     found = parts.get("checks", [])
     right = sum("check" in each for each in found)
     lines.append(f"checks: {right} passed, {sum('failed' in each for each in found)} failed")
@@ -39,7 +42,7 @@ def _engines(found: list[dict[str, Any]]) -> list[str]:
             )
             continue
         lines.append(
-            f"{each['name']:52} {_ms(step['median'])} {_ms(each['host_gap'])} "
+            f"{each['name']:52} {_ms(step['median'])} {_ms(each['host_gap'] or math.nan)} "
             f"{_ms(first['median'])} {each['tokens_per_second']:9.0f}  {each['fraction']:.0%}"
         )
     return lines

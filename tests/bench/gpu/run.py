@@ -48,7 +48,7 @@ class Run:
         arguments: Mapping[str, Any],
         seconds: float,
         *,
-        silence: float = 120.0,
+        silence: float = 60.0,
         threads: int = 1,
         wrapper: Sequence[str] = (),
     ) -> tuple[list[Result], str]:
@@ -99,14 +99,16 @@ class Run:
             results += found
             if not why:
                 return
-            if found and "begin" in found[-1]:
+            if not any("begin" in result for result in found):
+                self.results.fail(f"{job}: {why}")
+                return
+            if "begin" in found[-1]:
                 culprit = found[-1]["begin"] | {"failed": why}
                 results.append(culprit)
                 self.results.add(part, culprit)
                 self.results.fail(f"{_name(culprit)}: {why}")
-            elif not any("begin" in result for result in found):
+            else:
                 self.results.fail(f"{job}: {why}")
-                return
 
 
 def _name(result: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu.cases.case import Case
-from gpu.ceilings import Ceiling
 from gpu.check import made
 from gpu.device import Call, Gpu
 
@@ -57,13 +56,6 @@ def in_turns(
             took = device.seconds(works[name].replay, counts[name])
             times[name].append(took / counts[name] / works[name].calls)
     return times
-
-
-def rates(times: Mapping[str, Sequence[float]], ceilings: Mapping[str, Ceiling]) -> Any:
-    """Return the rate of each ceiling in each round."""
-    return {
-        name: [ceiling.amount / each for each in times[name]] for name, ceiling in ceilings.items()
-    }
 
 
 def sets_of(case: Case, device: Gpu, seed: int) -> list[tuple[Any, ...]]:

@@ -9,11 +9,11 @@ Result = Mapping[str, Any]
 Trial = list[str]  # a case, a kernel that it calls, what the kernel chooses for, and a candidate
 
 
-def trials_of(name: str, asked: Mapping[tuple[str, str], list[str]]) -> list[Trial]:
-    """Return a trial for each candidate of what a case chooses."""
+def trials_of(name: str, asked: Sequence[tuple[str, str, list[str]]]) -> list[Trial]:
+    """Return a trial for each candidate of the choices that a case makes."""
     return [
         [name, kernel, key, candidate]
-        for (kernel, key), candidates in asked.items()
+        for kernel, key, candidates in asked
         for candidate in candidates
         if len(candidates) > 1
     ]
