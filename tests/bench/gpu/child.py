@@ -52,15 +52,13 @@ def run_child(
     reader.start()
     try:
         while True:
-            left = end - now()
-            if left <= 0:
-                return f"killed: its {seconds:.0f} s were over"
+            left = max(0.0, end - now())
             try:
                 line = lines.get(timeout=min(left, silence))
             except queue.Empty:
                 if silence < left:
                     return f"killed: it was silent for {silence:.0f} s"
-                continue
+                return f"killed: its {seconds:.0f} s were over"
             if line is None:
                 break
             result = _parsed(line)

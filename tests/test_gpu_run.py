@@ -1,0 +1,215 @@
+"""`make gpu`: its time limits, its failures, what is kept of them, and all of it on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parent / "bench"
+PRINT = "import json, sys, threading\nsay = lambda **x: print(json.dumps(x), flush=True)\n"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[SimpleNamespace]:
+    """Import the harness, which needs no torch."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        from gpu import __main__ as command
+        from gpu import budget, child, parts, report, results, run
+
+        yield SimpleNamespace(
+            budget=budget, child=child, command=command, parts=parts, report=report,
+            results=results, run=run,
+        )  # fmt: skip
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+class Clock:
+    """A clock that only moves when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_a_part_leaves_is_divided_among_the_next(gpu) -> None:
+    """A part has its share of the time that is left, and nothing is left after the deadline."""
+    clock = Clock()
+    budget = gpu.budget.Budget(100, {"a": 1, "b": 1, "c": 2}, clock)
+    assert budget.limit("a") == 25
+    clock.now = 10
+    assert budget.limit("b") == 30
+    clock.now = 101
+    assert budget.left == budget.limit("c") == 0
+
+
+def python(code: str) -> list[str]:
+    """Return a command that has ``say``, which prints a result."""
+    before = "import json, sys, threading\nsay = lambda **x: print(json.dumps(x), flush=True)\n"
+    return [sys.executable, "-c", before + code]
+
+
+def test_results_of_a_process_that_hangs_are_kept(gpu) -> None:
+    """A process is killed with its children when its time is over, and its lines count."""
+    clock, found = Clock(), []
+    code = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+print("a library says so")
+say(name="one", child=child.pid)
+threading.Event().wait()
+"""
+
+    def keep(result: dict[str, Any]) -> None:
+        found.append(result)
+        clock.now = 9.99  # of 10 seconds
+
+    why = gpu.child.run_child(python(code), 10, keep, now=clock)
+    assert why == "killed: its 10 s were over"
+    assert [result["name"] for result in found] == ["one"]
+    assert has_ended(found[0]["child"])
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"  # killed, and not waited for by the process that inherited it
+
+
+@pytest.mark.parametrize(
+    ("code", "silence", "why"),
+    [
+        ("say(name='one')", 60.0, ""),
+        ("sys.exit(3)", 60.0, "it ended with status 3"),
+        ("threading.Event().wait()", 0.01, "killed: it was silent for 0 s"),
+    ],
+)
+def test_how_a_process_ended_is_said(gpu, code, silence, why) -> None:
+    """A good end, a status, and silence are told apart."""
+    assert gpu.child.run_child(python(code), 60, lambda _: None, silence=silence) == why
+
+
+def made_run(gpu, folder: Path, code: str) -> Any:
+    """Return a run whose jobs are a program, which finds its arguments in ``given``."""
+    command = python("given = json.loads(sys.argv[2])\n" + code)
+    results = gpu.results.Results(folder)
+    return gpu.run.Run(results, True, 1, dict(os.environ), command=command)
+
+
+def test_what_a_process_dies_of_fails_and_the_rest_is_done(gpu, tmp_path) -> None:
+    """Another process goes on after one that died, and what that was at has failed."""
+    code = """
+for name in given["names"]:
+    say(begin={"name": name, "operation": "x"})
+    if name == "b":
+        sys.exit(9)
+    say(name=name, operation="x", check={}, timed=True)
+"""
+    run = made_run(gpu, tmp_path, code)
+
+    def following(results: list[dict[str, Any]]) -> dict[str, Any] | None:
+        left = [name for name in "abc" if name not in {x.get("name") for x in results}]
+        return {"names": left} if left else None
+
+    run.jobs_until_done("checks", "job", following, 60)
+    lines = [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["a", "b", "c"]
+    assert lines[1]["failed"] == "it ended with status 9"
+    assert run.results.failed == ["b: it ended with status 9"]
+    # A process that cannot even begin is not started again for ever.
+    other = made_run(gpu, tmp_path / "other", "sys.exit(1)")
+    other.jobs_until_done("checks", "job", following, 60)
+    assert other.results.failed == ["job: it ended with status 1"]
+
+
+def test_a_part_that_fails_leaves_the_others(gpu, tmp_path, capsys) -> None:
+    """The exit status is 1 after a failure, and later parts ran with the time that was left."""
+    run = made_run(gpu, tmp_path, "say(name='found', facts={'gpu': 'X'})")
+    limits = []
+
+    def broken(run: Any, seconds: float) -> None:
+        raise RuntimeError("no such kernel")
+
+    def works(run: Any, seconds: float) -> None:
+        limits.append(seconds)
+        assert run.job("second", "job", {}, seconds)[1] == ""
+
+    parts = {"first": (broken, 1.0), "second": (works, 1.0)}
+    budget = gpu.budget.Budget(60, {"first": 1, "second": 1}, Clock())
+    assert gpu.command.run_parts(run, parts, budget) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["failed"] == ["first: RuntimeError: no such kernel"]
+    assert list(summary["parts"]) == ["first", "second"]
+    assert limits == [60]
+    assert "X" in "\n".join(gpu.report.report(run.results))
+    assert gpu.command.run_parts(run, {}, budget) == 1
+    assert "FAILED first" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(gpu, monkeypatch, tmp_path, capsys) -> None:
+    """One line says what is missing, the exit status is 2, and no results are written."""
+    monkeypatch.setattr(gpu.command, "has_gpu", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path / "out")])
+    assert gpu.command.main() == 2
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_is_not_measured_where_it_cannot_be(gpu, monkeypatch, tmp_path) -> None:
+    """Wrong tokens, or a package that is missing, keep the engine's times out."""
+    run = made_run(gpu, tmp_path, "say(name='measured')")
+    monkeypatch.setattr(gpu.parts, "ENGINES_NEED", ("json", "no_such_package"))
+    gpu.parts.engine(run, 60)
+    monkeypatch.setattr(gpu.parts, "ENGINES_NEED", ())
+    run.results.add("checks", {"name": "x", "operation": "tokens", "failed": "other tokens"})
+    gpu.parts.engine(run, 60)
+    assert "engine" not in run.results.parts
+    assert [each.split(":")[0] for each in run.results.unfinished] == ["the engine"] * 2
+    assert "no_such_package" in run.results.unfinished[0]
+
+
+def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
+    """A dry run checks and measures in every part, and nothing fails."""
+    command = [sys.executable, "-m", "gpu", "--dry", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("checks", "engine", "kernels")
+    }
+    checked = {each["name"] for each in found["checks"] if "check" in each}
+    planned = {name for each in found["checks"] for name in each.get("planned", [])}
+    assert planned <= checked
+    groups = {each["operation"] for each in found["checks"] if "operation" in each}
+    assert groups >= {"tokens", "eight bits", "loading", "ranks", "decode", "matmul", "experts"}
+    timed = {each["name"]: each for each in found["kernels"] if "time" in each}
+    assert timed.keys() == {x["name"] for x in found["checks"] if x.get("timed") and "check" in x}
+    refused = {peer for each in timed.values() for peer in each["refused"]}
+    # Of torch's ways, these need a GPU; torch 2.11 takes scales of rows on a GPU only, too.
+    assert refused <= {"sdpa cudnn", "sdpa flash", "_scaled_mm blocks", "_scaled_mm rows",
+                       "_scaled_mm rows fast", "_grouped_mm"}  # fmt: skip
+    served = {each["name"] for each in found["engine"] if "step" in each}
+    assert {"Llama-8B, 2 requests", "transformers, Qwen3-0.6B, 2 requests"} <= served
+    decisions = tmp_path / "candidates.jsonl"
+    if decisions.exists():
+        assert all("failed" not in json.loads(x) for x in decisions.read_text().splitlines())
+    else:
+        assert "candidates: no kernel" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary["parts"]) == sorted(["checks", "engine", "kernels", "candidates"])
+    assert summary["failed"] == []
+    assert "torch" in summary
+    assert "say nothing of a GPU" in done.stdout
+    assert (tmp_path / "choices.json").exists()
