@@ -91,6 +91,25 @@ def test_the_device_is_busy_while_any_kernel_runs(gpu) -> None:
     assert gpu.device.covered([(0, 2), (1, 3), (1, 2), (5, 6)]) == 4
 
 
+def test_what_a_profiler_sees_is_the_devices(gpu, monkeypatch) -> None:
+    """Time is that of the device's events alone, in seconds; without any it is unknown."""
+    kinds = torch.autograd.DeviceType
+    seen = [(kinds.CPU, 0, 100), (kinds.CUDA, 20, 30), (kinds.CUDA, 10, 15)]
+    events = [
+        SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+        for kind, start, end in seen
+    ]
+    profile = SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(
+        torch.profiler, "profile", lambda activities: contextlib.nullcontext(profile)
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    device = object.__new__(gpu.device.Gpu)
+    assert device.busy(lambda: None) == (15e-6, 2)
+    del events[1:]
+    assert device.busy(lambda: None) == (None, 0)
+
+
 def test_ceilings_are_of_right_products(gpu, monkeypatch) -> None:
     """A wrong product gives no ceiling; rates are amounts over seconds."""
     found = gpu.ceilings.ceilings(gpu.cpu)
@@ -128,7 +147,8 @@ def test_candidates_are_found_by_running_a_kernel(gpu, monkeypatch) -> None:
     assert quantize.choose is choices.choose
     asked = [[*key, names] for key, names in found.items()]
     results = [{"name": "doubling", "operation": "x", "timed": True, "check": {}, "asked": asked}]
-    for trial in gpu.trials.trials_of("doubling", asked):
+    assert len(gpu.trials.trials_of(results, True)) == 2
+    for trial in gpu.trials.trials_of(results, False):
         what = {"of": trial[0], "kernel": trial[1], "case": trial[2], "candidate": trial[3]}
         with choices.trying({"doubling": trial[3]}):
             try:

@@ -11,6 +11,7 @@ it small on a CPU. Nothing is installed, and the card's settings stay as they ar
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -43,6 +44,19 @@ def run_parts(run: Run, parts: Mapping[str, tuple[Part, float]], budget: Budget)
     return int(bool(results.failed))
 
 
+def stop_well(results: Results) -> None:
+    """Kill the processes of jobs, and keep a summary, when this one is told to end."""
+
+    def stop(number: int, _: object) -> None:
+        kill_all()
+        results.leave(f"the rest: signal {number}")
+        results.write_summary()
+        os._exit(128 + number)  # threads that wait for jobs would start others
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
 def has_gpu() -> bool:
     import torch  # slow, and not needed without a GPU's being asked for
 
@@ -63,9 +77,9 @@ def main() -> int:
     if not options.dry and not has_gpu():
         print("make gpu: torch sees no CUDA device here; DRY=1 runs all of it small on a CPU")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parts = {name: part for name, part in PARTS.items() if name in options.only}
     results = Results(options.out)
+    stop_well(results)
     results.facts = {"seed": options.seed, "dry": options.dry, "seconds": options.seconds}
     wrapper: list[str] = []
     if options.sanitize and not options.dry:
@@ -83,7 +97,9 @@ def main() -> int:
         finally:
             kill_all()
             results.write_summary()
-    print("\n".join(report(results)))
+    lines = report(results)
+    (results.folder / "report.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
     print(f"results are in {results.folder}")
     return status
 

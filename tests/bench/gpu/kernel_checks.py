@@ -37,8 +37,8 @@ def main(
         emit, device: as for every job.
         small: whether inputs are small.
         seed: of the inputs.
-        share: the index of a process, and how many there are. Each has neighbouring cases, because
-            they run the same compiled kernels.
+        share: the index of a process, and how many there are. Neighbouring cases, which run the
+            same kernels, are in different ones: so are the candidates that all of them have.
         over: names of what is done.
         trials: to do beside.
 
@@ -49,27 +49,32 @@ def main(
         interpret()
     cases = {case.name: (operation, case) for operation, case in all_cases(small)}
     index, of = share
-    names = list(cases)[index * len(cases) // of : (index + 1) * len(cases) // of]
+    names = list(cases)[index::of]
     emit(planned=names)
+    results: list[dict[str, Any]] = []
+
+    def keep(**result: Any) -> None:
+        results.append(result)
+        emit(**result)
+
     for name in [each for each in names if each not in over]:
         operation, case = cases[name]
         what = {"name": name, "operation": operation, "timed": bool(case.bucket)}
-        found: list[Any] = []
-        if attempt(emit, what, partial(checked, case, device, seed, found)) and case.bucket:
-            trials = trials + trials_of(name, found)
+        attempt(keep, what, partial(checked, case, device, seed))
         device.free()
+    trials = trials + trials_of(results, device.dry)
     for trial in trials:
         name, kernel, key, candidate = trial
         what = {"name": title(trial), "of": name, "kernel": kernel, "case": key,
                 "candidate": candidate}  # fmt: skip
         with trying({kernel: candidate}):
-            attempt(emit, what, partial(checked, cases[name][1], device, seed + 1, []))
+            attempt(emit, what, partial(checked, cases[name][1], device, seed + 1))
         device.free()
 
 
-def checked(case: Case, device: Gpu, seed: int, found: list[Any]) -> dict[str, Any]:
-    """Check a case; put the choices that it made into ``found``."""
+def checked(case: Case, device: Gpu, seed: int) -> dict[str, Any]:
+    """Check a case, and return the choices that it made beside the errors."""
     with asked() as choices:
         errors = check(case, device, seed)
-    found += [[kernel, key, names] for (kernel, key), names in choices.items()]
+    found = [[kernel, key, names] for (kernel, key), names in choices.items()]
     return {"check": errors, "asked": found}

@@ -13,11 +13,11 @@ from typing import Any
 
 from gpu.child import Result
 from gpu.choosing import table
-from gpu.run import PACKAGE, Run
+from gpu.run import PACKAGE, SILENCE, Run
 from gpu.trials import choices_of, done, passed, title, trials_of
 
 Part = Callable[[Run, float], None]
-KERNEL_PROCESSES = 10  # beside one for each group of checks of engines, on 16 cores
+KERNEL_PROCESSES = 12  # beside one for each group of checks of engines, on 16 cores
 ENGINES_NEED = ("pydantic", "safetensors", "transformers")
 CHOICES = PACKAGE / "kernels" / "choices.json"
 
@@ -31,20 +31,17 @@ def checks(run: Run, seconds: float) -> None:
     def kernels(share: int) -> None:
         def following(results: list[Result]) -> Mapping[str, Any] | None:
             over = done(results)
-            trials = [
-                trial
-                for each in results
-                if each.get("timed") and "check" in each
-                for trial in trials_of(each["name"], each["asked"])
-                if title(trial) not in over
-            ]
+            trials = [x for x in trials_of(results, run.dry) if title(x) not in over]
             planned = next((each["planned"] for each in results if "planned" in each), None)
             if planned is not None and over.issuperset(planned) and not trials:
                 return None
             return {"small": small, "seed": run.seed, "share": (share, count),
                     "over": sorted(over), "trials": trials}  # fmt: skip
 
-        run.jobs_until_done("checks", "kernel checks", following, seconds, wrapper=run.wrapper)
+        silence = seconds if run.wrapper else SILENCE
+        run.jobs_until_done(
+            "checks", "kernel checks", following, seconds, wrapper=run.wrapper, silence=silence
+        )
 
     def engines(what: list[str]) -> None:
         def following(results: list[Result]) -> Mapping[str, Any] | None:

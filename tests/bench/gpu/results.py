@@ -27,7 +27,9 @@ class Results:
         self.failed: list[str] = []
         self.unfinished: list[str] = []
         self.facts: dict[str, Any] = {}
-        self._lock = threading.Lock()  # checks report from several threads
+        self._lock = (
+            threading.RLock()
+        )  # checks report from several threads, and a signal may come inside
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.jsonl"):
             old.unlink()

@@ -18,6 +18,7 @@ from gpu.results import Results
 
 BENCH = Path(__file__).parents[1]
 PACKAGE = BENCH.parents[1] / "vllm_module"
+SILENCE = 60.0  # seconds in which a job that works has a result, however slow a compiler is
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Run:
         arguments: Mapping[str, Any],
         seconds: float,
         *,
-        silence: float = 60.0,
+        silence: float = SILENCE,
         threads: int = 1,
         wrapper: Sequence[str] = (),
     ) -> tuple[list[Result], str]:

@@ -9,14 +9,20 @@ Result = Mapping[str, Any]
 Trial = list[str]  # a case, a kernel that it calls, what the kernel chooses for, and a candidate
 
 
-def trials_of(name: str, asked: Sequence[tuple[str, str, list[str]]]) -> list[Trial]:
-    """Return a trial for each candidate of the choices that a case makes."""
-    return [
-        [name, kernel, key, candidate]
-        for kernel, key, candidates in asked
-        for candidate in candidates
-        if len(candidates) > 1
-    ]
+def trials_of(results: Sequence[Result], few: bool) -> list[Trial]:
+    """Return a trial of each candidate of the choices that timed cases make.
+
+    If ``few``, of the first choice of each kernel only the first two candidates.
+    """
+    found: list[Trial] = []
+    for each in results:
+        if each.get("timed") and "check" in each:
+            for kernel, key, candidates in each["asked"]:
+                met = any(trial[1] == kernel for trial in found)
+                if len(candidates) > 1 and not (few and met):
+                    chosen = candidates[: 2 if few else None]
+                    found += [[each["name"], kernel, key, candidate] for candidate in chosen]
+    return found
 
 
 def title(trial: Trial) -> str:
@@ -40,29 +46,24 @@ def passed(results: Sequence[Result]) -> list[str]:
 
 
 def choices_of(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return the choices that passed cases make, with the candidates that are right on all."""
-    right = passed(results)
-    candidates: dict[tuple[str, str], list[str]] = {}
-    cases: dict[tuple[str, str], list[str]] = {}
+    """Return the choices whose default is right, with the candidates that are right on all cases.
+
+    A case counts if it may be timed and its candidates were tried.
+    """
+    right = set(passed(results))
+    tried: dict[tuple[str, str], dict[str, dict[str, bool]]] = {}  # by choice, candidate and case
     for each in results:
-        if each.get("name") in right:
-            for kernel, key, names in each.get("asked", []):
-                if len(names) > 1:
-                    candidates[kernel, key] = names
-                    cases.setdefault((kernel, key), []).append(each["name"])
-    tried = {
-        (each["of"], each["kernel"], each["case"], each["candidate"]): "check" in each
-        for each in results
-        if "candidate" in each
-    }
+        if each.get("of") in right:
+            candidates = tried.setdefault((each["kernel"], each["case"]), {})
+            candidates.setdefault(each["candidate"], {})[each["of"]] = "check" in each
     found = []
-    for (kernel, key), names in candidates.items():
+    for (kernel, key), candidates in tried.items():
+        cases = list(next(iter(candidates.values())))  # of the default, which is tried first
         good = [
             name
-            for name in names
-            if all(tried.get((case, kernel, key, name)) for case in cases[kernel, key])
+            for name, outcomes in candidates.items()
+            if all(outcomes.get(case) for case in cases)
         ]
-        if names[0] in good and len(good) > 1:
-            found.append({"kernel": kernel, "case": key, "candidates": good,
-                          "of": cases[kernel, key]})  # fmt: skip
+        if len(good) > 1 and good[0] == next(iter(candidates)):
+            found.append({"kernel": kernel, "case": key, "candidates": good, "of": cases})
     return found

@@ -8,6 +8,7 @@ from gpu.cases.attention import decode, options, prefill
 from gpu.cases.cache import cache_writes
 from gpu.cases.case import Case
 from gpu.cases.experts import experts
+from gpu.cases.latent import latent
 from gpu.cases.matmul import products
 from gpu.cases.quantizing import fused_quantizers, quantizers
 from gpu.cases.rows import activations, norms, rotary
@@ -18,6 +19,7 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "prefill": prefill,
     "matmul": products,
     "experts": experts,
+    "latent attention": latent,
     "cache": cache_writes,
     "norm": norms,
     "rotary": rotary,
