@@ -140,8 +140,9 @@ def test_what_is_declared_is_imported() -> None:
 def test_what_the_tests_import_is_declared() -> None:
     """Tests and examples import core dependencies, what two extras bring, and each other."""
     declared = CORE | extra("test") | extra("fuzz") | PEERS
-    ours = {
-        distribution(p.stem) for p in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.py")]
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.py")]
+    ours = {distribution(p.stem) for p in files} | {
+        distribution(p.parent.name) for p in files if p.name == "__init__.py"
     }
     unknown = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

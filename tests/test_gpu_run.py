@@ -134,6 +134,18 @@ for name in given["names"]:
     assert other.results.failed == ["job: it ended with status 1"]
 
 
+def test_a_tool_around_a_process_can_fail_it(gpu, tmp_path) -> None:
+    """What compute-sanitizer finds is its exit status, also if all results are good."""
+    run = made_run(gpu, tmp_path, "say(begin={}); say(name='good', check={})")
+    tool = "import subprocess, sys; print('an error'); sys.exit(subprocess.call(sys.argv[1:]) or 9)"
+    run.jobs_until_done(
+        "checks", "job", lambda results: None if results else {}, 60,
+        wrapper=[sys.executable, "-c", tool],
+    )  # fmt: skip
+    assert [each["name"] for each in run.results.parts["checks"]] == ["good"]
+    assert run.results.failed == ["job: it ended with status 9"]
+
+
 def test_a_part_that_fails_leaves_the_others(gpu, tmp_path, capsys) -> None:
     """The exit status is 1 after a failure, and later parts ran with the time that was left."""
     run = made_run(gpu, tmp_path, "say(name='found', facts={'gpu': 'X'})")
