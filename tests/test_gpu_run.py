@@ -75,7 +75,7 @@ threading.Event().wait()
         clock.now = 9.99  # of 10 seconds
 
     why = gpu.child.run_child(python(code), 10, keep, now=clock)
-    assert why == "killed: its 10 s were over"
+    assert why == "killed at its limit: its 10 s were over"
     assert [result["name"] for result in found] == ["one"]
     assert has_ended(found[0]["child"])
 
@@ -128,6 +128,10 @@ for name in given["names"]:
     assert [line["name"] for line in lines] == ["a", "b", "c"]
     assert lines[1]["failed"] == "it ended with status 9"
     assert run.results.failed == ["b: it ended with status 9"]
+    # Without time left, a check has failed and a measurement is only not done.
+    run.jobs_until_done("checks", "job", following, 0)
+    run.jobs_until_done("kernels", "job", following, 0)
+    assert len(run.results.unfinished) == 2
     # A process that cannot even begin is not started again for ever.
     other = made_run(gpu, tmp_path / "other", "sys.exit(1)")
     other.jobs_until_done("checks", "job", following, 60)
@@ -187,8 +191,10 @@ def test_an_engine_is_not_measured_where_it_cannot_be(gpu, monkeypatch, tmp_path
     monkeypatch.setattr(gpu.parts, "ENGINES_NEED", ())
     run.results.add("checks", {"name": "x", "operation": "tokens", "failed": "other tokens"})
     gpu.parts.engine(run, 60)
+    run.results.add("checks", {"name": "y", "operation": "tokens", "check": {}})
+    gpu.parts.engine(run, 60)
     assert "engine" not in run.results.parts
-    assert [each.split(":")[0] for each in run.results.unfinished] == ["the engine"] * 2
+    assert [each.split(":")[0] for each in run.results.unfinished] == ["the engine"] * 3
     assert "no_such_package" in run.results.unfinished[0]
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 Result = dict[str, Any]
 
+OVER = "killed at its limit:"  # what the reason begins with where time was over
+
 _running: set[subprocess.Popen[str]] = set()
 
 
@@ -58,7 +60,7 @@ def run_child(
             except queue.Empty:
                 if silence < left:
                     return f"killed: it was silent for {silence:.0f} s"
-                return f"killed: its {seconds:.0f} s were over"
+                return f"{OVER} its {seconds:.0f} s were over"
             if line is None:
                 break
             result = _parsed(line)
@@ -69,7 +71,7 @@ def run_child(
         try:
             status = process.wait(max(0.1, end - now()))
         except subprocess.TimeoutExpired:
-            return f"killed: its {seconds:.0f} s were over"
+            return f"{OVER} its {seconds:.0f} s were over"
         return "" if status == 0 else f"it ended with status {status}"
     finally:
         _kill(process)

@@ -13,12 +13,13 @@ import time
 from typing import Any
 
 import torch
+from machine import spread
 
 from gpu import ceilings
 from gpu.ceilings import rates
 from gpu.device import Gpu
 from gpu.models import random_model
-from gpu.timing import in_turns, spread
+from gpu.timing import in_turns
 from gpu.worker import Emit
 from vllm_module import LLM, SamplingParams
 

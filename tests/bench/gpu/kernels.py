@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from machine import spread
 
 from gpu import ceilings
 from gpu.attempt import attempt
@@ -22,7 +23,7 @@ from gpu.cases.operations import all_cases
 from gpu.ceilings import Ceiling, rates
 from gpu.check import CLOSE, error, made, tensors
 from gpu.device import Gpu
-from gpu.timing import Work, in_turns, replayed, sets_of, spread
+from gpu.timing import Work, in_turns, replayed, sets_of
 from gpu.worker import Emit
 
 

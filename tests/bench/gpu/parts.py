@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gpu.child import Result
+from gpu.child import OVER, Result
 from gpu.choosing import table
 from gpu.run import PACKAGE, SILENCE, Run
-from gpu.trials import choices_of, done, passed, title, trials_of
+from gpu.trials import choices_of, done, passed, right_operations, title, trials_of
 
 Part = Callable[[Run, float], None]
 KERNEL_PROCESSES = 12  # beside one for each group of checks of engines, on 16 cores
@@ -68,13 +68,13 @@ def checks(run: Run, seconds: float) -> None:
 
 def engine(run: Run, seconds: float) -> None:
     """Serve models of real shapes, each in a process of its own; then transformers."""
-    wrong = {each["operation"] for each in run.results.parts.get("checks", []) if "failed" in each}
+    right = right_operations(run.results.parts.get("checks", []))
     lacking = missing()
     if lacking:
         run.results.leave(f"the engine: {', '.join(lacking)} cannot be imported here")
         return
-    if "tokens" in wrong:
-        run.results.leave("the engine: its tokens are wrong")
+    if "tokens" not in right:
+        run.results.leave("the engine: no check has found its tokens right")
         return
     end = time.monotonic() + seconds
     requests = [1, 2] if run.dry else [1, 64, 256]
@@ -88,7 +88,7 @@ def engine(run: Run, seconds: float) -> None:
         ("engine", {"model": "Qwen3-0.6B", "options": {"enforce_eager": True},
                     "requests": requests[:2]}),
     ]  # fmt: skip
-    if "eight bits" in wrong:
+    if "eight bits" not in right:
         jobs = [job for job in jobs if "quantization" not in job[1].get("options", {})]
     if run.dry:
         jobs = [jobs[0], jobs[3]]
@@ -98,7 +98,7 @@ def engine(run: Run, seconds: float) -> None:
             run.results.leave(f"{name} of {arguments}: there was no time left")
             continue
         found, why = run.job("engine", name, arguments, min(left, 80.0), threads=8)
-        if why.startswith("killed"):
+        if why.startswith(OVER):
             run.results.leave(f"the rest of {name} of {arguments}: {why}")
         elif why and not any("failed" in each for each in found):
             run.results.fail(f"{name} of {arguments}: {why}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +61,3 @@ def sets_of(case: Case, device: Gpu, seed: int) -> list[tuple[Any, ...]]:
     """Return inputs that are cold: together they are several times the cache."""
     count = 1 if device.dry else math.ceil(COLD * device.l2 / case.moved)
     return [made(case, device, seed + index) for index in range(max(1, min(MOST_SETS, count)))]
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "greatest": max(values)}

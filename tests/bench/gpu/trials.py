@@ -35,13 +35,19 @@ def done(results: Sequence[Result]) -> set[str]:
     return {result["name"] for result in results if "name" in result}
 
 
+def right_operations(results: Sequence[Result]) -> set[str]:
+    """Return the operations that were checked, and of which no check failed."""
+    checked = {each["operation"] for each in results if "check" in each and "operation" in each}
+    return checked - {each.get("operation") for each in results if "failed" in each}
+
+
 def passed(results: Sequence[Result]) -> list[str]:
     """Return the timed cases that are right, of operations of which no check failed."""
-    wrong = {each["operation"] for each in results if "failed" in each and "operation" in each}
+    right = right_operations(results)
     return [
         each["name"]
         for each in results
-        if each.get("timed") and "check" in each and each["operation"] not in wrong
+        if each.get("timed") and "check" in each and each["operation"] in right
     ]
 
 
