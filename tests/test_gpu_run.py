@@ -138,6 +138,30 @@ for name in given["names"]:
     assert other.results.failed == ["job: it ended with status 1"]
 
 
+@pytest.mark.parametrize(
+    ("part", "what", "failed"),
+    [
+        ("checks", {"name": "a"}, True),
+        ("checks", {"name": "a", "candidate": "b"}, False),
+        ("kernels", {"name": "a"}, False),
+    ],
+)
+def test_only_a_check_fails_when_time_is_over(
+    gpu, monkeypatch, tmp_path, part, what, failed
+) -> None:
+    """What was measured, or tried, when its time was over is not done, and is not wrong."""
+    run, begun = made_run(gpu, tmp_path, ""), [what, None]
+
+    def killed(command: list[str], seconds: float, on_result: Any, **_: Any) -> str:
+        on_result({"begin": what})
+        return f"{gpu.child.OVER} its time was over"
+
+    monkeypatch.setattr(gpu.run, "run_child", killed)
+    run.jobs_until_done(part, "job", lambda results: {} if begun.pop(0) else None, 60)
+    assert bool(run.results.failed) == failed
+    assert bool(run.results.unfinished) != failed
+
+
 def test_a_tool_around_a_process_can_fail_it(gpu, tmp_path) -> None:
     """What compute-sanitizer finds is its exit status, also if all results are good."""
     run = made_run(gpu, tmp_path, "say(begin={}); say(name='good', check={})")

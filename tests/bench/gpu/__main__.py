@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="small, on a CPU")
     parser.add_argument("--sanitize", action="store_true", help="check under compute-sanitizer")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=540.0, help="of the whole run")
+    parser.add_argument("--seconds", type=float, default=525.0, help="of the whole run")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of random inputs")
     options = parser.parse_args()
     if not options.dry and not has_gpu():

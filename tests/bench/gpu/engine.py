@@ -12,7 +12,6 @@ import statistics
 import time
 from typing import Any
 
-import torch
 from machine import spread
 
 from gpu import ceilings
@@ -62,9 +61,9 @@ def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[
     draw = random.Random(count).randrange
     tokens = steps + PROFILED + 8
     params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+    prompts = [[draw(engine.vocab_size) for _ in range(prompt)] for _ in range(count)]
     begin = time.perf_counter()
-    for index in range(count):
-        ids = [draw(engine.vocab_size) for _ in range(prompt)]
+    for index, ids in enumerate(prompts):
         engine.add(str(index), ids, params)
     first: dict[str, float] = {}
     while len(first) < count:
@@ -107,7 +106,3 @@ def weights_read(llm: LLM) -> int:
 def token_bytes(llm: LLM) -> int:
     """Return the bytes of a token's keys and values."""
     return llm.executor.worker.page_bytes // llm.engine.scheduler.pool.page_size
-
-
-if torch.get_num_threads() > 8:  # one thread serves; others would only wait
-    torch.set_num_threads(8)

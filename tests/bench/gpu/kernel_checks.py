@@ -51,6 +51,8 @@ def main(
     index, of = share
     names = list(cases)[index::of]
     emit(planned=names)
+    if index == 0:
+        emit(facts=device.facts())
     results: list[dict[str, Any]] = []
 
     def keep(**result: Any) -> None:

@@ -87,8 +87,8 @@ class Run:
         """Run a job, and again with what is left each time that its process ends badly.
 
         ``following`` returns the arguments of the next process from all results so far, or ``None``
-        if nothing is left. What a process was at when it ended has failed, unless it was only to be
-        measured, and the time for that was over.
+        if nothing is left. What a process was at when it ended has failed, unless the time was over
+        for what is only measured, or for a candidate.
         """
         end = time.monotonic() + seconds
         results: list[Result] = []
@@ -100,7 +100,8 @@ class Run:
             results += found
             if not why:
                 return
-            if why.startswith(OVER) and part != "checks":
+            is_trial = "candidate" in found[-1].get("begin", {}) if found else False
+            if why.startswith(OVER) and (part != "checks" or is_trial):
                 break
             if not any("begin" in result for result in found):
                 self.results.fail(f"{job}: {why}")
