@@ -81,10 +81,14 @@ class Gemma2Model(LlamaModel):
     norm_class = Gemma2RMSNorm
     layer_class = Gemma2DecoderLayer
 
+    def __init__(self, config: Gemma2Config) -> None:
+        super().__init__(config)
+        dtype = self.embed_tokens.weight.dtype  # rounded to it, as in training
+        factor = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu")
+        self.embedding_factor: float = factor.item()  # a CUDA graph captures no host tensor
+
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = super().embed_input_ids(input_ids)
-        # Rounded, as in training; on the CPU, from where kernels take it as a number.
-        return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device="cpu")
+        return super().embed_input_ids(input_ids) * self.embedding_factor
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):

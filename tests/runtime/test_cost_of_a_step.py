@@ -51,7 +51,7 @@ def within(module: vLLMModule, begin: Callable[[], Any], end: Callable[[], Any])
 @pytest.fixture
 def runner(model: vLLMModule) -> Iterator[ModelRunner]:
     cache = KVCache(model, PAGES, PAGE, CPU, torch.float32)
-    yield ModelRunner(model, CPU)
+    yield ModelRunner(model, CPU, 4, 3)
     cache.close()
 
 
@@ -66,7 +66,8 @@ def decoding(contexts: list[int]) -> StepInputs:
     positions = [context - 1 for context in contexts]
     ids, rows = [5] * count, list(range(count))
     starts = list(range(count + 1))
-    return StepInputs(ids, positions, slots, tables, contexts, starts, rows, 1, [], [], [])
+    listed = [(row, 0, pages) for row, pages in enumerate(tables)]
+    return StepInputs(ids, positions, slots, contexts, starts, rows, listed, 3, rows, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_a_batch_gives_what_its_sequences_give_alone(runner) -> None:
     together = runner.run(decoding(contexts))
     for index in range(len(contexts)):
         inputs = decoding(contexts)
-        for name in ("input_ids", "positions", "slot_mapping", "block_tables", "context_lens"):
+        for name in ("input_ids", "positions", "slot_mapping", "table_rows", "context_lens"):
             setattr(inputs, name, getattr(inputs, name)[index : index + 1])
         inputs.query_start_loc, inputs.rows = [0, 1], [0]
         torch.testing.assert_close(runner.run(inputs)[0], together[index], rtol=1e-5, atol=1e-5)

@@ -131,7 +131,7 @@ def ended(
 
 def step(lengths: list[int], counts: list[int]) -> StepInputs:
     """Compute the last ``counts`` tokens of sequences of ``lengths``, each on its own pages."""
-    inputs = StepInputs([], [], [], [], lengths, [0], [], max(counts), [], [], [])
+    inputs = StepInputs([], [], [], lengths, [0], [], [], 16, [], max(counts))
     page = 0
     for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         pages = list(range(page, page + -(-length // PAGE)))
@@ -140,7 +140,8 @@ def step(lengths: list[int], counts: list[int]) -> StepInputs:
         inputs.input_ids += [(7 * place + index) % 130 for place in places]
         inputs.positions += places
         inputs.slot_mapping += [pages[place // PAGE] * PAGE + place % PAGE for place in places]
-        inputs.block_tables.append(pages)
+        inputs.table_rows.append(index)
+        inputs.new_pages.append((index, 0, pages))
         inputs.query_start_loc.append(len(inputs.input_ids))
         inputs.rows.append(len(inputs.input_ids) - 1)
     return inputs

@@ -77,9 +77,9 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         cache = KVCache(self.model, 1, size, self.device, self.cache_dtype)
-        ModelRunner(self.model, self.device).largest_steps(
-            config.max_num_batched_tokens, config.max_num_seqs, -(-max_model_len // size)
-        )
+        most_pages = -(-max_model_len // size)
+        runner = ModelRunner(self.model, self.device, config.max_num_seqs, most_pages)
+        runner.largest_steps(config.max_num_batched_tokens)
         cache.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
@@ -89,12 +89,15 @@ class Worker:
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
         """Allocate the KV cache; on a GPU, capture the CUDA graphs of decoding steps."""
-        size = self.config.block_size
+        config, size = self.config, self.config.block_size
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
-        self.runner = ModelRunner(self.model, self.device, self.config.enable_torch_compile)
+        most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
+        self.runner = ModelRunner(
+            self.model, self.device, config.max_num_seqs, most_pages, compiled
+        )
         self._shape = num_pages, host_pages, max_model_len
-        if self.device.type == "cuda" and not self.config.enforce_eager:
-            self.runner.capture(self.config.max_num_seqs, -(-max_model_len // size))
+        if self.device.type == "cuda" and not config.enforce_eager:
+            self.runner.capture()
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``.
