@@ -180,9 +180,11 @@ class Stub:
 
     def __init__(self, wrong: Callable[[torch.Tensor], object] = id) -> None:
         self.wrong, self.calls = wrong, []  # type: ignore[var-annotated]
+        self.given: tuple[Any, ...] = ()
 
-    def __call__(self, ids: torch.Tensor, *_: object) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, *others: Any) -> torch.Tensor:
         self.calls.append(len(ids))
+        self.given = ids, *others
         self.wrong(ids)
         return ids.unsqueeze(-1)
 

@@ -13,7 +13,7 @@ from vllm_module.layers import AttentionMetadata
 from vllm_module.messages import shorten
 from vllm_module.module import vLLMModule
 from vllm_module.registry import blamed_on
-from vllm_module.runtime.packing import pack, unpack
+from vllm_module.runtime.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.scheduler import Step
 
 
@@ -148,7 +148,9 @@ class ModelRunner:
             )
         self.model: Any = torch.compile(model, dynamic=True) if compiled else model
         self.device = device
-        self._tables = torch.zeros(max_num_seqs, max_pages, dtype=torch.int32, device=device)
+        # A step may get a view of some rows, so each begins at an address that kernels expect.
+        width = -(-max_pages // ALIGNMENT) * ALIGNMENT
+        self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._sizes: list[int] = []  # of graphs, ascending
 

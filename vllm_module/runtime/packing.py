@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-# Triton compiles a kernel again for addresses that are no multiples of this.
-_ALIGNMENT = 16  # bytes
+# Triton compiles a kernel again for addresses and strides that are no multiples of this.
+ALIGNMENT = 16
 _CODES = {torch.int64: "q", torch.int32: "i"}
 
 
@@ -17,7 +17,7 @@ def pack(parts: Iterable[tuple[torch.dtype, Sequence[int]]]) -> torch.Tensor:
     data = bytearray()
     for dtype, values in parts:
         data += array(_CODES[dtype], values)
-        data += bytes(-len(data) % _ALIGNMENT)
+        data += bytes(-len(data) % ALIGNMENT)
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -31,5 +31,5 @@ def unpack(
         first = begin // dtype.itemsize
         views.append(of_dtype[dtype][first : first + len(values)])
         nbytes = len(values) * dtype.itemsize
-        begin += nbytes + -nbytes % _ALIGNMENT
+        begin += nbytes + -nbytes % ALIGNMENT
     return views
