@@ -188,6 +188,20 @@ def test_two_ranks_compute_what_one_computes(alone: Executor, shared: Executor) 
         torch.testing.assert_close(shared.run(inputs), expected, rtol=0, atol=1e-4)
 
 
+def test_every_rank_keeps_the_block_tables(shared: Executor) -> None:
+    """A step that sends no pages computes with those that an earlier one sent to every rank."""
+    shared.run(PREFILL)
+    decoding = step([4, 17, 34], [1, 1, 1])
+    expected = shared.run(decoding).clone()
+    shared.run(step([3, 16, 33], [3, 16, 33]))
+    decoding.new_pages = []
+    assert torch.equal(shared.run(decoding), expected)
+    other = step([4, 17, 34], [1, 1, 1])
+    other.new_pages = [(row, 0, [page + 16 for page in pages]) for row, _, pages in other.new_pages]
+    shared.run(other)
+    assert not torch.equal(shared.run(decoding), expected)
+
+
 def test_one_rank_alone_needs_no_processes(shared: Executor, alone: Executor) -> None:
     """It starts no process, also while another engine runs; and it cannot follow."""
     before = workers()
