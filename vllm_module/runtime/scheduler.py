@@ -236,7 +236,6 @@ class Scheduler:
             sequence.host_pages = self.host.allocate(len(pages))
             step.swapped_out += zip(pages, sequence.host_pages, strict=True)
             self.pool.free(pages)
-            sequence.num_writable = 0
             self._free_row(sequence)
         else:
             self._free_pages(sequence)
@@ -275,7 +274,6 @@ class Scheduler:
             self.pool.free(page for page in reversed(sequence.pages) if page >= 0)
         sequence.pages = []
         sequence.num_cached_pages, sequence.prefix, sequence.num_passed_pages = 0, ROOT, 0
-        sequence.num_writable = 0
         self._free_row(sequence)
 
 

@@ -26,7 +26,8 @@ class Sequence:
         host_pages: in host memory, while the sequence is swapped out.
         num_cached_pages: the first pages, which the pool has in its index under ``prefix``.
         num_passed_pages: the first pages, which the sliding window has passed.
-        num_writable: the first tokens that can be stored without allocating or copying a page.
+        num_writable: while it runs, the first tokens that can be stored without allocating or
+            copying a page.
         row: of the block tables, which every rank keeps; -1 for none.
         num_listed_pages: the first pages, which the row has on every rank.
         uniform: generator of this sequence's random numbers, one per generated token.
