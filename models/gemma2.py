@@ -81,14 +81,14 @@ class Gemma2Model(LlamaModel):
     norm_class = Gemma2RMSNorm
     layer_class = Gemma2DecoderLayer
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Gemma2Config) -> None:
         super().__init__(config)
-        scale = torch.tensor(config.hidden_size**0.5, device="cpu")
-        # Rounded, as in training; and a number, so that no step has a tensor of the host.
-        self.embedding_scale = scale.to(self.embed_tokens.weight.dtype).item()
+        dtype = self.embed_tokens.weight.dtype  # rounded to it, as in training
+        factor = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu")
+        self.embedding_factor: float = factor.item()  # a CUDA graph captures no host tensor
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed_input_ids(input_ids) * self.embedding_scale
+        return super().embed_input_ids(input_ids) * self.embedding_factor
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):

@@ -144,7 +144,8 @@ def product(rows: int, columns: int, out: int) -> dict[str, Any]:
 def overhead(sequences: int, vocab: int) -> dict[str, float]:
     """Return microseconds a step without a model: its logits are there already."""
     logits = torch.randn(sequences, vocab)
-    runner = ModelRunner(_Nothing(logits), torch.device("cpu"))  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    runner = ModelRunner(_Nothing(logits), device, sequences, 20)  # type: ignore[arg-type]
 
     def execute(inputs: StepInputs) -> torch.Tensor:
         return runner.run(inputs)

@@ -90,7 +90,7 @@ def generate(
     dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)
     device = torch.device("cpu")
     cache = KVCache(model, pages, page_size, device, dtype, host_pages)
-    runner = ModelRunner(model, device)
+    runner = ModelRunner(model, device, len(prompts), pages)
 
     def execute(inputs: StepInputs) -> torch.Tensor:
         cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)

@@ -59,7 +59,7 @@ def main(checkpoint: str, *options: str) -> None:
         say("interrupted")
     executor = start(checkpoint)
     while True:
-        executor.run(StepInputs([1], [0], [0], [[0]], [1], [0, 1], [0], 1, [], [], []))
+        executor.run(StepInputs([1], [0], [0], [1], [0, 1], [0], [(0, 0, [0])], 1, [0], 1))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from vllm_module.runtime.executor import Executor
 from vllm_module.runtime.model_runner import StepInputs
 
 FIVE = StepInputs(
-    [3, 1, 4, 1, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [[0]], [5], [0, 5], [4], 5, [], [], []
+    [3, 1, 4, 1, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [5], [0, 5], [0], [(0, 0, [0])], 1, [4], 5
 )
 
 

@@ -50,6 +50,7 @@ from compiling import launching
 META, CPU = torch.device("meta"), torch.device("cpu")
 PAGE, PAGES, STEPS = 16, 64, 15
 LIMITS = {"max_num_batched_tokens": 1100, "max_num_seqs": 40, "max_model_len": 900}
+MOST_PAGES = -(-LIMITS["max_model_len"] // PAGE)  # no multiple of 4, as tables may have
 
 
 class HostUsedError(Exception):
@@ -168,7 +169,7 @@ class Served:
     def __init__(self, model: Any, watched: bool = False, cache_dtype: Any = None) -> None:
         dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)
         self.cache = KVCache(model, PAGES, PAGE, META, cache_dtype or dtype)
-        self.runner = ModelRunner(model, META)
+        self.runner = ModelRunner(model, META, LIMITS["max_num_seqs"], MOST_PAGES)
         if watched:
             self.runner.model = Watched(model)
 
@@ -177,14 +178,20 @@ class Served:
         self.runner.run(inputs)
 
 
-def step(sequences: list[tuple[int, int]], copied: int = 0) -> StepInputs:
-    """Return a step of sequences, each with its new tokens and all of its tokens."""
-    inputs = StepInputs([], [], [], [], [], [0], [], 1, [], [], [])
+def step(sequences: list[tuple[int, int]], copied: int = 0, first: int = 0) -> StepInputs:
+    """Return a step of sequences, each with its new tokens and all of its tokens.
+
+    They have the rows of the block tables from ``first`` on.
+    """
+    inputs = StepInputs([], [], [], [], [0], [], [], 1, [], 1)
     for new, context in sequences:
         inputs.input_ids += [1] * new
         inputs.positions += range(context - new, context)
         inputs.slot_mapping += range(context - new, context)
-        inputs.block_tables.append([0] * -(-context // PAGE))
+        pages, row = -(-context // PAGE), first + len(inputs.table_rows)
+        inputs.table_rows.append(row)
+        inputs.new_pages.append((row, pages - 1, [1]))
+        inputs.num_table_pages = max(inputs.num_table_pages, pages)
         inputs.context_lens.append(context)
         inputs.query_start_loc.append(len(inputs.input_ids))
         inputs.rows.append(len(inputs.input_ids) - 1)
@@ -203,7 +210,8 @@ def some_step(rng: random.Random) -> StepInputs:
         longest = rng.choice([new, LIMITS["max_model_len"]])
         sequences.append((new, rng.randint(new, longest)))
         left -= new
-    return step(sequences, rng.choice([0, 0, 1, 5]))
+    first = rng.randint(0, LIMITS["max_num_seqs"] - len(sequences))
+    return step(sequences, rng.choice([0, 0, 1, 5]), first)
 
 
 def some_batch(rng: random.Random) -> EmbeddingInputs:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,8 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_module import vLLMModule
 from vllm_module.kernels.paged_layout import PagedLayout
+from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.scheduler import Scheduler
 
 PAGE, PAGES = 16, 12
 CPU = torch.device("cpu")
@@ -51,7 +57,7 @@ def within(module: vLLMModule, begin: Callable[[], Any], end: Callable[[], Any])
 @pytest.fixture
 def runner(model: vLLMModule) -> Iterator[ModelRunner]:
     cache = KVCache(model, PAGES, PAGE, CPU, torch.float32)
-    yield ModelRunner(model, CPU)
+    yield ModelRunner(model, CPU, 4, 3)
     cache.close()
 
 
@@ -66,7 +72,8 @@ def decoding(contexts: list[int]) -> StepInputs:
     positions = [context - 1 for context in contexts]
     ids, rows = [5] * count, list(range(count))
     starts = list(range(count + 1))
-    return StepInputs(ids, positions, slots, tables, contexts, starts, rows, 1, [], [], [])
+    listed = [(row, 0, pages) for row, pages in enumerate(tables)]
+    return StepInputs(ids, positions, slots, contexts, starts, rows, listed, 3, rows, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,62 @@ def test_a_batch_gives_what_its_sequences_give_alone(runner) -> None:
     together = runner.run(decoding(contexts))
     for index in range(len(contexts)):
         inputs = decoding(contexts)
-        for name in ("input_ids", "positions", "slot_mapping", "block_tables", "context_lens"):
+        for name in ("input_ids", "positions", "slot_mapping", "table_rows", "context_lens"):
             setattr(inputs, name, getattr(inputs, name)[index : index + 1])
         inputs.query_start_loc, inputs.rows = [0, 1], [0]
         torch.testing.assert_close(runner.run(inputs)[0], together[index], rtol=1e-5, atol=1e-5)
+
+
+class Prepared:
+    """A model that takes no time."""
+
+    def __call__(self, ids: torch.Tensor, *_: Any) -> torch.Tensor:
+        return ids.unsqueeze(-1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), 8)
+
+
+def host_work(sequences: int) -> tuple[Counter[str], StepInputs]:
+    """Return the Python calls of an engine's decoding step, by file, and the step's inputs.
+
+    The sequences have some 200 pages, and need no other page in this step.
+    """
+    most = 202
+    runner = ModelRunner(Prepared(), CPU, sequences, most)  # type: ignore[arg-type]
+    pool = PagePool(most * sequences, PAGE)
+    steps: list[StepInputs] = []
+
+    def execute(inputs: StepInputs) -> torch.Tensor:
+        steps.append(inputs)
+        return runner.run(inputs)
+
+    engine = Engine(execute, Scheduler(pool, PagePool(0, PAGE), sequences, 1 << 20), 8, 1 << 20)
+    for index in range(sequences):
+        prompt = [index % 8] * (200 * PAGE)
+        engine.add(str(index), prompt, SamplingParams(temperature=0, max_tokens=64))
+    for _ in range(3):
+        engine.step()
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls[Path(frame.f_code.co_filename).stem] += 1
+
+    sys.setprofile(count)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    return calls, steps[-1]
+
+
+def test_host_work_of_a_step_that_adds_no_page() -> None:
+    """No call of scheduler or runner is made for each sequence, and no entry of a table written."""
+    (few, _), (many, inputs) = host_work(4), host_work(16)
+    for file in ("scheduler", "page_pool", "model_runner", "packing", "sequence"):
+        assert many[file] == few[file] <= 12, file
+    assert many["stopping"] == 16  # one for each token
+    assert many["engine"] - few["engine"] <= 2 * 12
+    assert inputs.new_pages == []
+    assert len(pickle.dumps(inputs)) < 600 + 32 * 16  # what travels to another rank

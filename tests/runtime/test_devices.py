@@ -309,6 +309,6 @@ def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     device, model = torch.device("meta"), Model()
-    ModelRunner(model, device).capture(4, 2)  # type: ignore[arg-type]
+    ModelRunner(model, device, 4, 2).capture()  # type: ignore[arg-type]
     stream = "stream", device
     assert captures == [(None, stream), ("pool", stream), ("pool", stream)]

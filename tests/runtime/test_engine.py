@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -41,13 +42,17 @@ def keys_of(tokens: list[int], window: int | None = None) -> list[int]:
 
 @dataclass
 class Pages:
-    """A model with its cache, which holds one number per token in place of key and value."""
+    """A model with its cache, which holds one number per token in place of key and value.
+
+    Like a rank, it keeps the block tables and is told their changes.
+    """
 
     size: int
     window: int | None = None
     device: dict[int, list[int | None]] = field(default_factory=dict)
     host: dict[int, list[int | None]] = field(default_factory=dict)
     steps: list[StepInputs] = field(default_factory=list)
+    tables: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         self.steps.append(inputs)
@@ -61,9 +66,12 @@ class Pages:
         assert len(set(inputs.slot_mapping)) == len(inputs.slot_mapping), (
             "two tokens share a cache slot"
         )
+        for row, first, pages in inputs.new_pages:
+            self.tables.setdefault(row, {}).update(enumerate(pages, start=first))
+        assert len(set(inputs.table_rows)) == len(inputs.table_rows), "two sequences share a row"
         logits = torch.zeros(len(inputs.input_ids), VOCAB)
         for table, context, begin, end in zip(
-            inputs.block_tables,
+            map(self.tables.__getitem__, inputs.table_rows),
             inputs.context_lens,
             inputs.query_start_loc,
             inputs.query_start_loc[1:],
@@ -216,6 +224,70 @@ def test_aborted_requests_free_their_pages_and_change_no_other_request(
             else:
                 assert sequence.finish_reason == "abort"
                 assert sequence.output == tokens[: len(sequence.output)]
+
+
+@given(setups, schedules, st.data())
+@settings(max_examples=75)
+def test_block_tables_are_right_after_steps_that_failed(
+    setup: Setup, schedule: list[tuple[list[int], int, int, int]], data: st.DataObject
+) -> None:
+    """Wherever a step raises, before or after the tables were written, later tokens are right."""
+    outcomes = st.sampled_from(["right"] * 3 + ["fails before", "fails after", "is interrupted"])
+
+    def failing(inputs: StepInputs) -> torch.Tensor:
+        outcome = data.draw(outcomes) if len(inputs.table_rows) > 1 else "right"
+        if outcome == "fails before":
+            raise RuntimeError(outcome)
+        logits = setup.pages(inputs)
+        if outcome != "right":
+            raise RuntimeError(outcome) if outcome == "fails after" else KeyboardInterrupt
+        return logits
+
+    setup.engine.execute = failing
+    asked = []
+    for index, (prompt, count, steps, n) in enumerate(schedule):
+        asked.append((setup.engine.add(str(index), prompt, greedy(count, n=n)), prompt, count))
+        for _ in range(steps):
+            with suppress(RuntimeError, KeyboardInterrupt):
+                setup.engine.step()
+    setup.engine.execute = setup.pages
+    setup.run()
+    for request, prompt, count in asked:
+        tokens = expected(prompt, count, setup.window)
+        for sequence in request.sequences:
+            assert sequence.output == tokens[: len(sequence.output)]
+            assert sequence.finish_reason == "error" or sequence.output == tokens
+
+
+def test_samples_beyond_max_num_seqs_take_turns_with_the_rows_of_the_tables() -> None:
+    """A sample that loses its row has its pages listed again, and gets the same tokens."""
+    setup = Setup(num_pages=60, max_num_seqs=3, max_num_batched_tokens=100)
+    requests = [setup.engine.add(str(index), [index] * 9, greedy(12, n=3)) for index in range(3)]
+    listed = []
+    while setup.engine.requests:
+        setup.engine.step()
+        listed += [(row, first) for row, first, _ in setup.pages.steps[-1].new_pages]
+        assert len(setup.scheduler.running) <= 9
+    assert {row for row, _ in listed} == {0, 1, 2}
+    assert sum(first == 0 for _, first in listed) > 9  # more often than there are samples
+    for index, request in enumerate(requests):
+        assert [s.output for s in request.sequences] == [expected([index] * 9, 12)] * 3
+    setup.run()
+
+
+def test_a_step_sends_each_page_once() -> None:
+    """A step that decodes sends a page when it allocates it, and else no entry of the tables."""
+    setup = Setup(num_pages=60, max_num_batched_tokens=100)
+    requests = [setup.engine.add(str(index), [index] * 9, greedy(20)) for index in range(4)]
+    while setup.engine.requests:
+        setup.engine.step()
+        (*_, step) = setup.pages.steps
+        if step.max_query_len == 1:
+            grown = [context for context in step.context_lens if context % setup.size == 1]
+            assert [len(pages) for _, _, pages in step.new_pages] == [1] * len(grown)
+    sent = sum(len(pages) for step in setup.pages.steps for _, _, pages in step.new_pages)
+    held = [-(-(len(r.sequences[0].tokens) - 1) // setup.size) for r in requests]
+    assert sent == sum(held)
 
 
 def test_the_first_sequence_is_never_preempted() -> None:
@@ -673,7 +745,7 @@ def test_no_step_has_more_than_max_num_seqs() -> None:
         for index in range(5):
             setup.engine.add(str(index), [index] * 5, greedy(5, n=n))
         setup.run()
-        assert max(len(step.block_tables) for step in setup.pages.steps) == 3
+        assert max(len(step.table_rows) for step in setup.pages.steps) == 3
 
 
 def test_exactly_the_pages_before_the_window_are_freed() -> None:

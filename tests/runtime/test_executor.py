@@ -131,7 +131,7 @@ def ended(
 
 def step(lengths: list[int], counts: list[int]) -> StepInputs:
     """Compute the last ``counts`` tokens of sequences of ``lengths``, each on its own pages."""
-    inputs = StepInputs([], [], [], [], lengths, [0], [], max(counts), [], [], [])
+    inputs = StepInputs([], [], [], lengths, [0], [], [], 16, [], max(counts))
     page = 0
     for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         pages = list(range(page, page + -(-length // PAGE)))
@@ -140,7 +140,8 @@ def step(lengths: list[int], counts: list[int]) -> StepInputs:
         inputs.input_ids += [(7 * place + index) % 130 for place in places]
         inputs.positions += places
         inputs.slot_mapping += [pages[place // PAGE] * PAGE + place % PAGE for place in places]
-        inputs.block_tables.append(pages)
+        inputs.table_rows.append(index)
+        inputs.new_pages.append((index, 0, pages))
         inputs.query_start_loc.append(len(inputs.input_ids))
         inputs.rows.append(len(inputs.input_ids) - 1)
     return inputs
@@ -185,6 +186,20 @@ def test_two_ranks_compute_what_one_computes(alone: Executor, shared: Executor) 
         expected = alone.run(inputs)
         assert expected.abs().max() > 0.5
         torch.testing.assert_close(shared.run(inputs), expected, rtol=0, atol=1e-4)
+
+
+def test_every_rank_keeps_the_block_tables(shared: Executor) -> None:
+    """A step that sends no pages computes with those that an earlier one sent to every rank."""
+    shared.run(PREFILL)
+    decoding = step([4, 17, 34], [1, 1, 1])
+    expected = shared.run(decoding).clone()
+    shared.run(step([3, 16, 33], [3, 16, 33]))
+    decoding.new_pages = []
+    assert torch.equal(shared.run(decoding), expected)
+    other = step([4, 17, 34], [1, 1, 1])
+    other.new_pages = [(row, 0, [page + 16 for page in pages]) for row, _, pages in other.new_pages]
+    shared.run(other)
+    assert not torch.equal(shared.run(decoding), expected)
 
 
 def test_one_rank_alone_needs_no_processes(shared: Executor, alone: Executor) -> None:

@@ -141,8 +141,12 @@ class Engine:
         A sequence gets a token once all tokens that it has are computed. A prompt that is computed
         in chunks gets one after its last chunk.
         """
-        complete = [sequence for sequence, count in step.scheduled if count == sequence.remaining]
-        prompts = [(s.request, s.prompt_logprob_positions(count)) for s, count in step.scheduled]
+        complete = [s for s, count in step.scheduled if s.num_computed + count == len(s.tokens)]
+        prompts = [
+            (s.request, s.prompt_logprob_positions(count))
+            for s, count in step.scheduled
+            if s.request.prompt_logprobs is not None
+        ]
         self.scheduler.mark_computed(step)
         row = 0
         for request, positions in prompts:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm_module.layers import AttentionMetadata
 from vllm_module.messages import shorten
 from vllm_module.module import vLLMModule
 from vllm_module.registry import blamed_on
+from vllm_module.runtime.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.scheduler import Step
 
 
@@ -22,9 +24,12 @@ class StepInputs:
     Attributes:
         input_ids, positions: of the step's tokens, one sequence after another.
         slot_mapping: the cache slot of each token: its page * page size + its place on the page.
-        block_tables: the pages of each sequence; -1 for a page that the sliding window has passed.
         context_lens: each sequence's tokens up to the end of this step.
         query_start_loc: where each sequence's tokens start, and where the last one's end.
+        table_rows: the row of the block tables that has each sequence's pages.
+        new_pages: the changes of these rows: a row, the first entry that changes, and the pages
+            from there on. Every rank keeps the tables, and writes the changes before the step.
+        num_table_pages: the most pages of a sequence.
         rows: the indices of the tokens whose logits are returned.
         max_query_len: the most tokens of a sequence in this step.
         swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.scheduler.Step`.
@@ -34,14 +39,16 @@ class StepInputs:
     input_ids: list[int]
     positions: list[int]
     slot_mapping: list[int]
-    block_tables: list[list[int]]
     context_lens: list[int]
     query_start_loc: list[int]
+    table_rows: list[int]
+    new_pages: list[tuple[int, int, list[int]]]
+    num_table_pages: int
     rows: list[int]
     max_query_len: int
-    swapped_out: list[tuple[int, int]]
-    copied: list[tuple[int, int]]
-    swapped_in: list[tuple[int, int]]
+    swapped_out: list[tuple[int, int]] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    swapped_in: list[tuple[int, int]] = field(default_factory=list)
 
 
 def step_inputs(step: Step, page_size: int) -> StepInputs:
@@ -53,39 +60,49 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
     ids: list[int] = []
     positions: list[int] = []
     slot_mapping: list[int] = []
-    block_tables, context_lens, query_start_loc = [], [], [0]
+    context_lens, query_start_loc, table_rows = [], [0], []
+    new_pages: list[tuple[int, int, list[int]]] = []
     prompt_rows: list[int] = []
     last_rows: list[int] = []
-    longest = 0
+    longest = most_pages = 0
     for sequence, count in step.scheduled:
-        pages, start = sequence.pages, sequence.num_computed
+        pages, tokens, start = sequence.pages, sequence.tokens, sequence.num_computed
         end = start + count
         if count == 1:  # decoding: most sequences of most steps
-            ids.append(sequence.tokens[start])
+            ids.append(tokens[start])
             positions.append(start)
             slot_mapping.append(pages[start // page_size] * page_size + start % page_size)
         else:
-            ids += sequence.tokens[start:end]
+            ids += tokens[start:end]
             positions += range(start, end)
             slot_mapping += [
                 pages[position // page_size] * page_size + position % page_size
                 for position in range(start, end)
             ]
-        block_tables.append(pages)
         context_lens.append(end)
         query_start_loc.append(len(ids))
-        longest = max(longest, count)
-        wanted = sequence.prompt_logprob_positions(count)
-        prompt_rows += [len(ids) - end + position for position in wanted]
-        if end == len(sequence.tokens):
+        table_rows.append(sequence.row)
+        listed = sequence.num_listed_pages
+        if listed < len(pages):
+            new_pages.append((sequence.row, listed, pages[listed:]))
+        if len(pages) > most_pages:
+            most_pages = len(pages)
+        if count > longest:
+            longest = count
+        if sequence.request.prompt_logprobs is not None:
+            wanted = sequence.prompt_logprob_positions(count)
+            prompt_rows += [len(ids) - end + position for position in wanted]
+        if end == len(tokens):
             last_rows.append(len(ids) - 1)
     return StepInputs(
         ids,
         positions,
         slot_mapping,
-        block_tables,
         context_lens,
         query_start_loc,
+        table_rows,
+        new_pages,
+        most_pages,
         prompt_rows + last_rows,
         longest,
         step.swapped_out,
@@ -97,6 +114,8 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
 class ModelRunner:
     """Runs steps on one rank's model, whose attention layers have a cache.
 
+    The block tables stay on the device. A step's other numbers come in one buffer, by one copy.
+
     On a GPU, steps that only decode replay CUDA graphs, which :meth:`capture` records for some
     batch sizes. A batch is padded to the next of these sizes with sequences of no tokens: context
     0, and cache slot -1, where nothing is stored.
@@ -104,6 +123,8 @@ class ModelRunner:
     Args:
         model: this rank's.
         device: of the model.
+        max_num_seqs: most sequences in a step; the rows of the block tables.
+        max_pages: most pages of a sequence.
         compiled: whether torch.compile fuses the model's operations.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
@@ -111,7 +132,14 @@ class ModelRunner:
 
     """
 
-    def __init__(self, model: vLLMModule, device: torch.device, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        model: vLLMModule,
+        device: torch.device,
+        max_num_seqs: int,
+        max_pages: int,
+        compiled: bool = False,
+    ) -> None:
         self._cls = type(model)
         if not callable(getattr(model, "compute_logits", None)):
             raise UnsupportedModelError(
@@ -120,7 +148,11 @@ class ModelRunner:
             )
         self.model: Any = torch.compile(model, dynamic=True) if compiled else model
         self.device = device
+        # A step may get a view of some rows, so each begins at an address that kernels expect.
+        width = -(-max_pages // ALIGNMENT) * ALIGNMENT
+        self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._sizes: list[int] = []  # of graphs, ascending
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> torch.Tensor:
@@ -128,79 +160,121 @@ class ModelRunner:
 
         Raises ``RuntimeError`` if the model does not return a row for each token.
         """
-        rows = self._tensor(inputs.rows, torch.int64)
-        count = len(inputs.input_ids)
-        if self._graphs and inputs.max_query_len == 1 and count <= max(self._graphs):
-            hidden = self._replay(inputs, min(size for size in self._graphs if size >= count))
+        count, size = len(inputs.input_ids), self._graph_size(inputs)
+        parts = self._parts(inputs, 0 if size is None else size - count)
+        packed = pack(parts)
+        if self.device.type == "cuda":
+            packed = packed.pin_memory()  # torch reuses this memory once copies of it are done
+        if size is None:
+            packed = packed.to(self.device, non_blocking=True)
         else:
-            metadata = AttentionMetadata(
-                slot_mapping=self._tensor(inputs.slot_mapping, torch.int64),
-                block_tables=self._tensor(_padded(inputs.block_tables), torch.int32),
-                context_lens=self._tensor(inputs.context_lens, torch.int32),
-                query_start_loc=self._tensor(inputs.query_start_loc, torch.int32),
-                max_query_len=inputs.max_query_len,
-            ).laid_out()
-            ids = self._tensor(inputs.input_ids, torch.int64)
-            hidden = self._forward(ids, self._tensor(inputs.positions, torch.int64), metadata)
-            if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:
-                raise UnsupportedModelError(
-                    f"{self._cls.__name__}.forward should return hidden states of shape "
-                    f"({count}, hidden_size), and returned {described_result(hidden)}"
-                )
+            packed = self._static[: len(packed)].copy_(packed, non_blocking=True)
+        *step, rows, entries, pages = unpack(packed, parts)
+        if len(entries):
+            self._tables.view(-1).index_copy_(0, entries, pages)
+        if size is not None:
+            graph, hidden = self._graphs[size]
+            graph.replay()
+            return self._logits(hidden, rows)
+        hidden = self._compute(step, self._tables_of(inputs, step[-1]), inputs.max_query_len)
+        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:
+            raise UnsupportedModelError(
+                f"{self._cls.__name__}.forward should return hidden states of shape "
+                f"({count}, hidden_size), and returned {described_result(hidden)}"
+            )
         return self._logits(hidden, rows)
 
     @torch.inference_mode()
-    def largest_steps(self, tokens: int, max_num_seqs: int, max_pages: int) -> None:
+    def largest_steps(self, tokens: int) -> None:
         """Run the steps that need most memory: ``tokens`` of one sequence, and one token of many.
 
         Nothing is stored in the cache, and only its first page is read.
         """
-        ids = torch.zeros(max(tokens, max_num_seqs), dtype=torch.int64, device=self.device)
+        most = len(self._tables)
+        ids = torch.zeros(max(tokens, most), dtype=torch.int64, device=self.device)
         hidden = self._forward(ids[:tokens], torch.arange(tokens, device=self.device))
-        self._logits(hidden, slice(max_num_seqs))
+        self._logits(hidden, slice(most))
         del hidden
-        ones = torch.ones(max_num_seqs, dtype=torch.int32, device=self.device)
-        metadata = AttentionMetadata(
-            slot_mapping=torch.full((max_num_seqs,), -1, dtype=torch.int64, device=self.device),
-            block_tables=ones.new_zeros(max_num_seqs, max_pages),
-            context_lens=ones,
-            query_start_loc=torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self.device),
-            max_query_len=1,
-        )
-        ids = ids[:max_num_seqs]
-        self._logits(self._forward(ids, ids, metadata), slice(None))
+        slots = torch.full((most,), -1, dtype=torch.int64, device=self.device)
+        ones = torch.ones(most, dtype=torch.int32, device=self.device)
+        starts = torch.arange(most + 1, dtype=torch.int32, device=self.device)
+        step = [ids[:most], ids[:most], slots, ones, starts]
+        self._logits(self._compute(step, torch.zeros_like(self._tables)), slice(None))
 
     @torch.inference_mode()
-    def capture(self, max_num_seqs: int, max_pages: int) -> None:
+    def capture(self) -> None:
         """Capture graphs of steps that only decode, the largest first, in one memory pool."""
-        sizes = [1, 2, 4, *range(8, max_num_seqs + 1, 8)]
-        sizes = [size for size in sizes if size <= max_num_seqs]
-        most, device = sizes[-1], self.device
-        self._ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self._slot_mapping = torch.full((most,), -1, dtype=torch.int64, device=device)
-        self._block_tables = torch.full((most, max_pages), -1, dtype=torch.int32, device=device)
-        self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
-        self._query_start_loc = torch.arange(most + 1, dtype=torch.int32, device=device)
         # torch's own stream is that of the first capture in the process, maybe on another device.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has no hints
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch has no hints
+        most = len(self._tables)
+        sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most]
+        nothing = StepInputs([], [], [], [], [0], [], [], 0, [], 1)
+        # No part of a step that replays a graph has more numbers.
+        longest = [(torch.int64, range(most + 1)) for _ in self._parts(nothing, most)]
+        self._static = torch.zeros_like(pack(longest), device=self.device)
         pool = None
-        for size in reversed(sizes):
-            metadata = AttentionMetadata(
-                slot_mapping=self._slot_mapping[:size],
-                block_tables=self._block_tables[:size],
-                context_lens=self._context_lens[:size],
-                query_start_loc=self._query_start_loc[: size + 1],
-                max_query_len=1,
-            )
-            arguments = self._ids[:size], self._positions[:size], metadata
-            self._forward(*arguments)  # compiles kernels and allocates the libraries' workspaces
+        for size in (most, *reversed(sizes)):
+            parts = self._parts(nothing, size)
+            packed = pack(parts)
+            self._static[: len(packed)].copy_(packed)
+            step = unpack(self._static, parts)[:-3]
+            # This compiles kernels and allocates the libraries' workspaces.
+            self._compute(step, self._tables.index_select(0, step[-1]))
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream):
-                hidden = self._forward(*arguments)
+                hidden = self._compute(step, self._tables.index_select(0, step[-1]))
             pool = pool or graph.pool()
             self._graphs[size] = graph, hidden
+        self._sizes = sorted(self._graphs)
+
+    def _graph_size(self, inputs: StepInputs) -> int | None:
+        """Return the size of the graph to replay; ``None`` for a step without one."""
+        if inputs.max_query_len > 1 or not self._sizes:
+            return None
+        if sum(len(pages) for _, _, pages in inputs.new_pages) > self._sizes[-1]:
+            return None  # after a fork, or when sequences start over or are swapped in
+        return self._sizes[bisect_left(self._sizes, len(inputs.input_ids))]
+
+    def _parts(self, inputs: StepInputs, padding: int) -> list[tuple[torch.dtype, list[int]]]:
+        """Return all numbers that the device needs, and ``padding`` sequences of no tokens."""
+        width, tokens = self._tables.shape[1], len(inputs.input_ids)
+        entries: list[int] = []
+        pages: list[int] = []
+        for row, first, changed in inputs.new_pages:
+            assert first + len(changed) <= width, "a row of the block tables ends here"
+            entries += range(row * width + first, row * width + first + len(changed))
+            pages += changed
+        zeros = [0] * padding
+        return [
+            (torch.int64, inputs.input_ids + zeros),
+            (torch.int64, inputs.positions + zeros),
+            (torch.int64, inputs.slot_mapping + [-1] * padding),
+            (torch.int32, inputs.context_lens + zeros),
+            (torch.int32, [*inputs.query_start_loc, *range(tokens + 1, tokens + padding + 1)]),
+            (torch.int64, inputs.table_rows + zeros),
+            (torch.int64, inputs.rows),
+            (torch.int64, entries),
+            (torch.int32, pages),
+        ]
+
+    def _tables_of(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
+        """Return the block tables of a step's sequences, as a view where their rows adjoin."""
+        tables = self._tables[:, : inputs.num_table_pages]
+        first, count = inputs.table_rows[0], len(inputs.table_rows)
+        if inputs.table_rows == list(range(first, first + count)):
+            return tables[first : first + count]
+        return tables.index_select(0, rows)
+
+    def _compute(
+        self, step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int = 1
+    ) -> torch.Tensor:
+        """Return the hidden states of a step, whose tensors are in the order of :meth:`_parts`."""
+        ids, positions, slot_mapping, context_lens, query_start_loc = step[:5]
+        metadata = AttentionMetadata(
+            slot_mapping, tables, context_lens, query_start_loc, max_query_len
+        )
+        return self._forward(ids, positions, metadata.laid_out())
 
     def _forward(self, *arguments: torch.Tensor | AttentionMetadata) -> torch.Tensor:
         with blamed_on(self._cls):
@@ -211,32 +285,6 @@ class ModelRunner:
         with blamed_on(self._cls):
             logits: torch.Tensor = self.model.compute_logits(hidden[rows])
         return logits
-
-    def _replay(self, inputs: StepInputs, size: int) -> torch.Tensor:
-        """Run a step that only decodes by the graph of ``size`` sequences."""
-        count = len(inputs.input_ids)
-        for static, values, padding in (
-            (self._ids, inputs.input_ids, 0),
-            (self._positions, inputs.positions, 0),
-            (self._slot_mapping, inputs.slot_mapping, -1),
-            (self._context_lens, inputs.context_lens, 0),
-        ):
-            padded = values + [padding] * (size - count)
-            static[:size].copy_(torch.tensor(padded, dtype=static.dtype), non_blocking=True)
-        tables = torch.tensor(_padded(inputs.block_tables), dtype=torch.int32)
-        self._block_tables[:count, : tables.shape[1]].copy_(tables, non_blocking=True)
-        graph, hidden = self._graphs[size]
-        graph.replay()
-        return hidden
-
-    def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
-
-
-def _padded(block_tables: list[list[int]]) -> list[list[int]]:
-    """Return the tables with one length, padded by -1."""
-    width = max(map(len, block_tables))
-    return [pages + [-1] * (width - len(pages)) for pages in block_tables]
 
 
 def described_result(value: object) -> str:

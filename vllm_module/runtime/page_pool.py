@@ -6,6 +6,7 @@ and with it the public API and the kernels, calls a page a block: ``block_size``
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 ROOT = 0  # the prefix of no tokens, with which every sequence starts
@@ -37,8 +38,9 @@ class PagePool:
     def reset(self) -> None:
         """Free all pages and evict everything that is cached."""
         self._reference_counts = [0] * self.num_pages
-        # In order of allocation. A dict, because sharing takes pages out of the middle.
-        self._free = dict.fromkeys(range(self.num_pages))
+        # In order of allocation. Sharing takes pages out of the middle, and to find the first key
+        # of a dict takes the longer the more were deleted before it.
+        self._free = OrderedDict.fromkeys(range(self.num_pages))
         self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of cached pages
         self._last_prefix = ROOT
@@ -65,8 +67,7 @@ class PagePool:
             raise RuntimeError(f"{count} pages are needed and {len(self._free)} are free")
         pages = []
         for _ in range(count):
-            page = next(iter(self._free))
-            del self._free[page]
+            page, _ = self._free.popitem(last=False)
             key = self._keys.pop(page, None)
             if key is not None:
                 del self._cached[key]

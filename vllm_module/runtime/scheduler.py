@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from vllm_module.runtime.page_pool import ROOT, PagePool
 from vllm_module.runtime.sequence import Request, Sequence
@@ -65,6 +66,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both in the order of arrival
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self._free_rows = list(range(max_num_seqs))  # a heap: rows next to each other are a view
 
     def schedule(self) -> Step:
         """Choose the sequences and tokens of the next step, and allocate their pages."""
@@ -74,9 +76,12 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget and position < self.max_num_seqs:
             sequence = self.running[position]
-            count = min(sequence.remaining, budget)
-            if not self._allocate_or_preempt(sequence, count, step):
+            count = min(len(sequence.tokens) - sequence.num_computed, budget)
+            needs_pages = sequence.num_computed + count > sequence.num_writable
+            if needs_pages and not self._allocate_or_preempt(sequence, count, step):
                 break
+            if sequence.row < 0:
+                self._take_row(sequence)
             step.scheduled.append((sequence, count))
             budget -= count
             position += 1
@@ -91,15 +96,23 @@ class Scheduler:
             count = min(sequence.remaining, budget)
             allocated = self._allocate(sequence, count, step)
             assert allocated, "_admit made sure that the pages for all its tokens are free"
+            self._take_row(sequence)
             step.scheduled.append((sequence, count))
             budget -= count
         return step
 
     def mark_computed(self, step: Step) -> None:
-        """Record that the step's tokens are in the cache; cache full pages for other prompts."""
+        """Record that the step's tokens are in the cache; cache full pages for other prompts.
+
+        The step's pages are in the block tables of all ranks now, too. If the step fails, this is
+        not called, and they are sent again.
+        """
         size = self.pool.page_size
         for sequence, count in step.scheduled:
             sequence.num_computed += count
+            sequence.num_listed_pages = len(sequence.pages)
+            if sequence.num_computed % size >= count and self.window is None:
+                continue  # no page is full that was not full before
             full = sequence.num_computed // size if self.prefix_caching else 0
             while sequence.num_cached_pages < full:
                 index = sequence.num_cached_pages
@@ -117,6 +130,7 @@ class Scheduler:
     def fork(self, request: Request) -> None:
         """Add the request's other samples, which share the pages of its first sequence."""
         first = request.sequences[0]
+        first.num_writable = 0
         while len(request.sequences) < request.params.n:
             sequence = request.new_sequence()
             sequence.num_computed, sequence.pages = first.num_computed, list(first.pages)
@@ -140,6 +154,7 @@ class Scheduler:
         self.waiting, self.running = [], []
         self.pool.reset()
         self.host.reset()
+        self._free_rows = list(range(self.max_num_seqs))
 
     def reset_prefix_cache(self) -> None:
         """Make later prompts reuse no page computed before now, as after a weight update."""
@@ -205,8 +220,10 @@ class Scheduler:
             step.copied.append((pages[written], copy))
             pool.free([pages[written]])
             pages[written] = copy
+            sequence.num_listed_pages = min(sequence.num_listed_pages, written)
         if needed > 0:
             pages += pool.allocate(needed)
+        sequence.num_writable = len(pages) * pool.page_size
         return True
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
@@ -219,9 +236,25 @@ class Scheduler:
             sequence.host_pages = self.host.allocate(len(pages))
             step.swapped_out += zip(pages, sequence.host_pages, strict=True)
             self.pool.free(pages)
+            self._free_row(sequence)
         else:
             self._free_pages(sequence)
         self.add(sequence)
+
+    def _take_row(self, sequence: Sequence) -> None:
+        """Give ``sequence`` a row of the block tables.
+
+        Samples may be more than ``max_num_seqs``. Then the last sequence with a row loses it: it is
+        not in this step, which has fewer sequences than there are rows.
+        """
+        if not self._free_rows:
+            self._free_row(next(each for each in reversed(self.running) if each.row >= 0))
+        sequence.row = heappop(self._free_rows)
+
+    def _free_row(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            heappush(self._free_rows, sequence.row)
+        sequence.row, sequence.num_listed_pages = -1, 0
 
     def _free_passed_pages(self, sequence: Sequence, window: int) -> None:
         """Free pages whose tokens are outside of the window of all later tokens."""
@@ -241,6 +274,7 @@ class Scheduler:
             self.pool.free(page for page in reversed(sequence.pages) if page >= 0)
         sequence.pages = []
         sequence.num_cached_pages, sequence.prefix, sequence.num_passed_pages = 0, ROOT, 0
+        self._free_row(sequence)
 
 
 def _arrival(sequence: Sequence) -> tuple[int, int]:

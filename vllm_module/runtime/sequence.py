@@ -26,6 +26,10 @@ class Sequence:
         host_pages: in host memory, while the sequence is swapped out.
         num_cached_pages: the first pages, which the pool has in its index under ``prefix``.
         num_passed_pages: the first pages, which the sliding window has passed.
+        num_writable: while it runs, the first tokens that can be stored without allocating or
+            copying a page.
+        row: of the block tables, which every rank keeps; -1 for none.
+        num_listed_pages: the first pages, which the row has on every rank.
         uniform: generator of this sequence's random numbers, one per generated token.
         stream: turns tokens into text, if the text is needed at every step.
 
@@ -41,6 +45,9 @@ class Sequence:
     num_cached_pages: int = 0
     prefix: int = ROOT
     num_passed_pages: int = 0
+    num_writable: int = 0
+    row: int = -1
+    num_listed_pages: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     text: str = ""

@@ -68,14 +68,13 @@ def _step(
         input_ids=[0] * len(positions),
         positions=positions,
         slot_mapping=[-1] * len(positions),
-        block_tables=[[0] * pages for _ in new],
         context_lens=contexts,
         query_start_loc=[0, *accumulate(new)],
+        table_rows=list(range(len(new))),
+        new_pages=[],  # the tables have the first page everywhere before they are written
+        num_table_pages=pages,
         rows=list(range(len(positions)))[:most_rows],
         max_query_len=max(new),
-        swapped_out=[],
-        copied=[],
-        swapped_in=[],
     )
 
 

@@ -82,9 +82,9 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         cache = KVCache(self.model, 1, size, self.device, self.cache_dtype)
-        ModelRunner(self.model, self.device).largest_steps(
-            config.max_num_batched_tokens, config.max_num_seqs, -(-max_model_len // size)
-        )
+        most_pages = -(-max_model_len // size)
+        runner = ModelRunner(self.model, self.device, config.max_num_seqs, most_pages)
+        runner.largest_steps(config.max_num_batched_tokens)
         cache.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
@@ -96,7 +96,10 @@ class Worker:
         """Allocate the KV cache; on a GPU, compile kernels and capture graphs of decoding steps."""
         config, size, on_gpu = self.config, self.config.block_size, self.device.type == "cuda"
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
-        self.runner = ModelRunner(self.model, self.device, config.enable_torch_compile)
+        most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
+        self.runner = ModelRunner(
+            self.model, self.device, config.max_num_seqs, most_pages, compiled
+        )
         if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
             begin = time.monotonic()
             limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
@@ -106,7 +109,7 @@ class Worker:
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len
         if on_gpu and not config.enforce_eager:
-            self.runner.capture(config.max_num_seqs, -(-max_model_len // size))
+            self.runner.capture()
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``.

@@ -240,7 +240,7 @@ def serve(
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     vocabulary = range(engine.vocab_size)
     prompts = [generator.choices(vocabulary, k=input_len) for _ in range(num_prompts)]
-    execute, last_step = engine.execute, [StepInputs([], [], [], [], [], [], [], 0, [], [], [])]
+    execute, last_step = engine.execute, [StepInputs([], [], [], [], [], [], [], 0, [], 0)]
 
     def observe(inputs: StepInputs) -> torch.Tensor:
         last_step[0] = inputs

@@ -89,7 +89,7 @@ def _greedy_tokens(
     pages = PagePool(-(-length // _PAGE_SIZE), _PAGE_SIZE)
     cache = KVCache(model, pages.num_pages, _PAGE_SIZE, CPU, torch.float32)
     scheduler = Scheduler(pages, PagePool(0, _PAGE_SIZE), 1, length)
-    runner = ModelRunner(model, CPU)
+    runner = ModelRunner(model, CPU, 1, pages.num_pages)
     engine = Engine(runner.run, scheduler, config.vocab_size, length, stop_token_ids=stops)
     request = engine.add("demo", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
     while engine.requests:

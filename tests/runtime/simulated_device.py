@@ -1,0 +1,211 @@
+"""A device that is simulated on the CPU, and its graphs, which refuse what asks the host.
+
+Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+try:
+    from triton.runtime import interpreter  # tests run with Triton's interpreter
+except ImportError:  # Triton exists for Linux alone
+    interpreter = None
+
+DEVICE = torch.device("cuda:0")
+# The host waits for the device to know their result, or its size.
+SYNCHRONIZING = (
+    "item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose",
+    "unique", "unique2", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+)  # fmt: skip
+_KERNELS = "vllm_module.kernels."
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose memory, ``memory`` on the CPU, only operators of the device may use."""
+
+    memory: torch.Tensor
+    is_cpu = False
+    is_cuda = True
+    device = DEVICE
+
+    @staticmethod
+    def __new__(cls, memory: torch.Tensor) -> OnDevice:
+        layout: Any = {"strides": memory.stride(), "storage_offset": memory.storage_offset()}
+        made = torch.Tensor._make_wrapper_subclass(cls, memory.shape, dtype=memory.dtype, **layout)
+        made.memory = memory
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{function} uses a tensor of the device outside of its simulation")
+
+
+class HostError(AssertionError):
+    """What a captured graph would do wrong, or a device refuse."""
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """Runs operators on tensors of :data:`DEVICE`, and records those that a graph captures.
+
+    Within :meth:`present`, tensors that are made with ``device="cuda"`` are :class:`OnDevice`. An
+    operator on tensors of the device and of the host raises :class:`HostError`. While a graph is
+    captured, so does every operator that makes a tensor on the host, waits for the device or copies
+    from or to the host.
+
+    Attributes:
+        copies: from the host, as (bytes, whether from pinned memory and without waiting).
+
+    """
+
+    # Makes torch.zeros(device="cuda") come here without asking for CUDA.
+    _mode_key = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[int, bool]] = []
+        self.pinned: list[torch.Tensor] = []
+        self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] | None = None
+        self.captured = 0  # graphs
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Have the device there, in inference mode; ``torch.cuda.graph`` captures graphs of it."""
+
+        def nothing(*_: Any, **__: Any) -> None:
+            pass
+
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), self:
+            patch.setattr(torch.cuda, "CUDAGraph", Graph)
+            patch.setattr(torch.cuda, "graph", self._capture)
+            patch.setattr(torch.cuda, "Stream", lambda device: "stream")
+            patch.setattr(torch.cuda, "synchronize", nothing)
+            patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+            patch.setattr(torch.cuda, "get_device_name", lambda *_: "simulated")
+            if interpreter is not None:
+                patch.setattr(interpreter.GridExecutor, "__call__", nothing)
+            patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+            yield
+
+    @contextmanager
+    def _capture(self, graph: Graph, pool: str | None, stream: str) -> Iterator[None]:
+        assert pool == ("pool" if self.captured else None), "the first graph's pool is for all"
+        self.captured += 1
+        self.calls = []
+        try:
+            yield
+            graph.calls = self.calls
+        finally:
+            self.calls = None
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = function.name().split("::")[1].split(".")[0]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        ours = [x for x in tensors if isinstance(x, OnDevice)]
+        asked = kwargs.get("device")
+        to_device = asked is not None and torch.device(asked).type == DEVICE.type
+        copied = name in ("to", "_to_copy", "copy_") and (asked is not None or name == "copy_")
+        if copied and len(ours) < len(tensors) and (to_device or ours):
+            source = tensors[-1]
+            without_waiting = kwargs.get("non_blocking", args[2:] == (True,))
+            self.copies.append((source.nbytes, without_waiting and self.is_pinned(source)))
+            self._refuse(f"{function} copies from the host")
+        elif ours and asked is not None and not to_device:
+            self._refuse(f"{function} copies to the host, which waits")
+        elif ours and len(ours) < len(tensors):
+            raise HostError(f"{function} has tensors of the device and of the host")
+        on_device = bool(ours) or to_device
+        if not on_device:
+            self._refuse(f"{function} makes a tensor on the host")
+            return function(*args, **kwargs)
+        if name in SYNCHRONIZING or (
+            name in INDEXING and any(x.dtype == torch.bool for x in tensors[1:])
+        ):
+            self._refuse(f"{function} waits for the device")
+        if asked is not None:
+            kwargs["device"] = torch.device("cpu")
+        wrappers = {id(x.memory): x for x in ours}
+        wrapped, wrapped_kwargs = args, kwargs
+        args, kwargs = tree_map(_inner, (args, kwargs))
+        result = function(*args, **kwargs)
+        if self.calls is not None:
+            if function.namespace == "vllm_module":
+                self._launch(f"{name}_triton", wrapped, wrapped_kwargs)
+            made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            self.calls.append((function, args, kwargs, made))
+
+        def outer(value: Any) -> Any:
+            if id(value) in wrappers:  # of an operator in place
+                return wrappers[id(value)]
+            return OnDevice(value) if isinstance(value, torch.Tensor) else value
+
+        return tree_map(outer, result)
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> None:
+        """Do what the host does to launch a kernel of ours; what runs instead is its reference."""
+        modules = [each for key, each in sys.modules.items() if key.startswith(_KERNELS)]
+        launch = next(vars(each)[name] for each in modules if name in vars(each))
+        calls, self.calls = self.calls, []
+        try:
+            with self:
+                launch(*args, **kwargs)
+        finally:
+            self.calls = calls
+
+    def _refuse(self, what: str) -> None:
+        if self.calls is not None:
+            raise HostError(f"while a graph is captured, {what}")
+
+    def take(self, model: torch.nn.Module) -> None:
+        """Bring a model's parameters and buffers to the device."""
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        copied = OnDevice(tensor.detach().clone())
+                        tensors[name] = copied  # type: ignore[assignment]
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Do what ``tensor.pin_memory()`` does."""
+        self.pinned.append(tensor.clone())
+        return self.pinned[-1]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is each for each in self.pinned)
+
+
+def _inner(value: Any) -> Any:
+    return value.memory if isinstance(value, OnDevice) else value
+
+
+class Graph:
+    """What torch.cuda.CUDAGraph does: runs the same operators on the same memory again."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for function, args, kwargs, outputs in self.calls:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            memory = {x.untyped_storage().data_ptr() for x in given}
+            again = [
+                x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, torch.Tensor)
+            ]
+            for output, value in zip(outputs, again, strict=True):
+                if output.untyped_storage().data_ptr() not in memory:
+                    output.copy_(value)
+
+    def pool(self) -> str:
+        return "pool"
