@@ -78,6 +78,7 @@ FusedMoE(num_experts, top_k, hidden_size, intermediate_size, params_dtype=None, 
     apply_router_weight_on_input=False, *, shard_names=('gate_proj', 'up_proj', 'down_proj'),
     block=None, transposed=False, interleaved=False)
 GeluAndMul(approximate='none')
+LatentRotation(rotary_emb, cos_sin, kv_norm)
 LayerNorm(hidden_size, eps=1e-05, bias=True, params_dtype=None)
 MLAAttention(num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, scale=None)
 MLAUpProjection(kv_lora_rank, num_heads, qk_nope_head_dim, v_head_dim, params_dtype=None)
@@ -92,6 +93,7 @@ QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=No
 RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
 ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None, *,
     output=None)
+Rotation(rotary_emb, cos_sin, q_norm=None, k_norm=None)
 RotaryEmbedding(head_size, max_position, base=10000.0, scaling=None, rotary_dim=None,
     is_neox_style=True, max_model_len=None)
 Router(hidden_size, num_experts, bias=False, params_dtype=None, *, e_score_correction_bias=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -159,6 +159,9 @@ def _module_of_rank(
     }
     own = {name: t if t is None else tensors[t] for name, t in module._parameters.items()}
     other.__dict__.update(module.__dict__, _parameters=own, _modules=children)
+    computed: Any = getattr(other, "computed_buffers", None)  # of a quantized layer
+    if computed is not None:
+        other.__dict__["_buffers"] = {**module._buffers, **computed()}
     return other
 
 

@@ -151,6 +151,12 @@ def checkpoints(
     return root
 
 
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show what a machine of two cores shows: the memory to load depends on reading threads."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
 @pytest.mark.parametrize("name", SCREENS)
 def test_screens(name: str, show: Show, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each screen is the golden one, fits its terminal, and breaks no word in the middle."""

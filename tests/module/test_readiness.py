@@ -54,7 +54,10 @@ def test_a_forward_pass_without_the_check_reads_no_memory_that_nothing_filled(sc
         layer(x)
     unfilled, filled = layer.forward(x).chunk(2, dim=-1)
     assert unfilled.isnan().all()
-    torch.testing.assert_close(filled, x, rtol=0.1, atol=0.02)  # FP8 activations
+    if scheme == "fp8_per_tensor":  # the scales of products are computed once all are loaded
+        assert filled.isnan().all()
+    else:
+        torch.testing.assert_close(filled, x, rtol=0.1, atol=0.02)  # FP8 activations
 
 
 @pytest.mark.parametrize("tied", [False, True])

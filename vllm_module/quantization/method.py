@@ -179,8 +179,9 @@ class QuantizableLayer(vLLMModule):
         device = self.load_state.device
         with torch.inference_mode(False):  # so that every load may write to them
             for name, value in method.compute_buffers(self).items():
-                empty = torch.empty(value.shape, dtype=value.dtype, device=device)
-                self.register_buffer(name, empty, persistent=False)
+                # NaN until a load computes it, so that no product has numbers that nothing wrote.
+                unknown = torch.full(value.shape, torch.nan, dtype=value.dtype, device=device)
+                self.register_buffer(name, unknown, persistent=False)
         self.quant_method = method
         # What the layer itself declares stays.
         replaced = own.conversions(self).keys()
@@ -242,6 +243,14 @@ class QuantizableLayer(vLLMModule):
             self.quant_method.process_weights_after_loading(self)
         self._compute_buffers()
         super().process_weights()
+
+    def computed_buffers(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the buffers that follow from the parameters, ``None`` for one that is not used.
+
+        A plan of another rank takes them from that rank's parameters, which are on meta.
+        """
+        method = self.quant_method
+        return {**dict.fromkeys(method.buffer_names), **method.compute_buffers(self)}
 
     def _compute_buffers(self) -> None:
         for name, value in self.quant_method.compute_buffers(self).items():
