@@ -232,7 +232,7 @@ def grouped_matmul_triton(
     _multiply_groups[(tiles,)](
         x,
         weight,
-        _descriptor(weight, config, K if groups <= 1 else block_columns),
+        _descriptor(weight, config, span),
         scale,
         x_scale,
         bias,

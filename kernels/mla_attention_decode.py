@@ -31,7 +31,7 @@ def launch_decode(arguments: Arguments, constants: dict[str, Any], chosen: Decod
     splits, tiles = chosen.splits, chosen.tiles
     head_blocks = -(-heads // tiles.block_m)
     count = splits.count(arguments.capacity)
-    most = sequences_of_a_launch(sequences, heads, latent, count)
+    most = sequences_of_a_launch(heads, latent, count)
     partial = empty_partial(min(most, sequences), heads, count, latent, query.device)
     for begin in range(0, max(1, sequences), most):
         end = min(begin + most, sequences)

@@ -94,7 +94,7 @@ def launch_decode(arguments: Arguments, constants: dict[str, Any]) -> None:
     chosen = choose("paged_attention_decode", case, candidates, query.device)
     splits, tiles = chosen.splits, chosen.tiles
     count = splits.count(arguments.capacity)
-    most = sequences_of_a_launch(sequences, heads, query.shape[2], count)
+    most = sequences_of_a_launch(heads, query.shape[2], count)
     partial = empty_partial(min(most, sequences), heads, count, query.shape[2], query.device)
     for begin in range(0, max(1, sequences), most):
         end = min(begin + most, sequences)

@@ -37,7 +37,7 @@ class Splits:
         return max(1, min(self.most, -(-capacity // self.tokens)))
 
 
-def sequences_of_a_launch(sequences: int, heads: int, size: int, splits: int) -> int:
+def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
     """Return how many sequences one launch takes, so that its scratch memory is bounded.
 
     A sequence's bits do not depend on it.

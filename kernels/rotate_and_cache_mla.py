@@ -18,7 +18,7 @@ from vllm_module.kernels.operators import (
 from vllm_module.kernels.reshape_and_cache import check_slots, converted
 from vllm_module.kernels.rms_norm import rms_norm_reference, weighted
 from vllm_module.kernels.rotary_embedding import rotary_embedding_reference
-from vllm_module.kernels.rotate_and_cache import rotate_rows
+from vllm_module.kernels.rotate_tile import rotate_rows
 
 _PER_PROGRAM = 2048  # features of queries, or of latents, for each program
 

@@ -37,7 +37,8 @@ def scaled_matmul(
 
     On a GPU, sums are cut by the bucket of the number of tokens (:func:`configurations
     <vllm_module.kernels.scaled_matmul_configurations.configurations>` lists the buckets): a token's
-    bits depend on its own input and on the bucket of its batch.
+    bits depend on its own input and on the bucket of its batch. Where torch's own product was
+    chosen, they depend on the number of tokens.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.

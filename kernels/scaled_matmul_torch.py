@@ -16,8 +16,10 @@ def torch_takes(product: Product) -> bool:
     return (
         x_scale is not None
         and y.dtype == torch.bfloat16
-        and len(x) > 1  # with one token, the strides of its scales say nothing
+        and len(x) > 1  # with one token, the layout of its scales cannot be told from their strides
+        and (scale.shape[1] == 1 or len(x) % 4 == 0)  # cuBLAS's rule for scales of blocks
         and all(each.stride(1) == 1 and each.stride(0) % 16 == 0 for each in (x, weight))
+        and all(each.is_meta or each.data_ptr() % 16 == 0 for each in (x, weight, y))
         and scale.is_contiguous()
         and (bias is None or bias.is_contiguous())
     )

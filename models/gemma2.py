@@ -83,12 +83,17 @@ class Gemma2Model(LlamaModel):
 
     def __init__(self, config: Gemma2Config) -> None:
         super().__init__(config)
-        dtype = self.embed_tokens.weight.dtype  # rounded to it, as in training
-        factor = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu")
-        self.embedding_factor: float = factor.item()  # a CUDA graph captures no host tensor
+        # Rounded to the embeddings' dtype, as in training. Numbers: a CUDA graph captures no tensor
+        # of the host.
+        factor = torch.tensor(config.hidden_size**0.5, dtype=torch.float64, device="cpu")
+        self.embedding_factors: dict[torch.dtype, float] = {
+            dtype: factor.to(dtype).item()
+            for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        }
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed_input_ids(input_ids) * self.embedding_factor
+        x = super().embed_input_ids(input_ids)
+        return x * self.embedding_factors[x.dtype]
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):

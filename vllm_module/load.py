@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
@@ -100,6 +100,8 @@ class Load:
         self._misfits: set[str] = set()
         self._allocation = Allocation(partial=mode == "update")
         self._folder: Path | None = None  # of the first handle that says
+        self._opened = ExitStack()  # the readers, until the load ends
+        self._readers: Readers | None = None
         self._overwritten: list[Location] = []  # what had memory when the load began
         self._failure: BaseException | None = None
         self._filled: dict[Node, None] = {}  # owners of tensors that were read
@@ -133,9 +135,10 @@ class Load:
         token = _current.set(load)
         state.in_progress = True
         try:
-            with paused_gc() if isinstance(weights, Collection) else nullcontext():
-                yield load
-            load.finish()
+            with load._opened:  # whose memory is released before the load's is
+                with paused_gc() if isinstance(weights, Collection) else nullcontext():
+                    yield load
+                load.finish()
             if mode == "update" and was_ready:
                 unguard(module)
         except BaseException as error:
@@ -327,12 +330,20 @@ class Load:
                 assigned = [each for each in assigned if each.tied_to not in waiting]
             guard(self.root)  # no forward pass meanwhile
             self.written = True
-            with torch.no_grad(), Readers(state_of(self.root).device) as readers:
+            readers = self._open_readers()
+            with torch.no_grad():
                 for module, group in in_reading_order(assigned):
                     self._read_group(group, readers, processes=module is not None)
         except BaseException as error:
             self._failure = error  # an override that catches it does not make the load whole
             raise
+
+    def _open_readers(self) -> Readers:
+        """Return the readers of this load, which keep threads and buffers from read to read."""
+        if self._readers is None or self._readers.stopped:
+            device = state_of(self.root).device
+            self._readers = self._opened.enter_context(Readers(device))
+        return self._readers
 
     def _read_group(self, fills: Fills, readers: Readers, *, processes: bool) -> None:
         readers.read(self._jobs(fills, readers))

@@ -251,7 +251,7 @@ def test_a_launch_keeps_to_the_bound(sequences, heads, size, capacity) -> None:
     for candidate in decode_candidates(128, 4, 128, 2, 2, True).values():
         count = candidate.splits.count(capacity)
         assert count <= candidate.splits.most
-        taken = sequences_of_a_launch(sequences, heads, size, count)
+        taken = sequences_of_a_launch(heads, size, count)
         assert 1 <= taken <= SEQUENCES
         assert 4 * taken * heads * size * count <= SCRATCH
 

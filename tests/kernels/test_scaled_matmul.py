@@ -245,9 +245,9 @@ def test_what_a_candidate_does_not_take_is_multiplied_by_the_default(monkeypatch
 def test_torch_multiplies_as_the_default_does(as_accurate, monkeypatch, block, given) -> None:
     """Scales reach torch in the layout that it has for them; one call replaces the kernel."""
     weight, scale = quantized(32, 512, block)
-    wide, bias = torch.randn(130, 512).bfloat16(), torch.randn(32).bfloat16()
-    shared = (130, 512) if given == "one" else (1, block[1])
-    rounded, scales = quantized(130, 512, shared, of=wide)
+    wide, bias = torch.randn(132, 512).bfloat16(), torch.randn(32).bfloat16()
+    shared = (132, 512) if given == "one" else (1, block[1])
+    rounded, scales = quantized(132, 512, shared, of=wide)
     exact = exactly(rounded, scales, shared)
     real, calls = torch._scaled_mm, []
 
@@ -268,10 +268,22 @@ def test_torch_multiplies_as_the_default_does(as_accurate, monkeypatch, block, g
         )  # fmt: skip
     ((shape, stride, other_stride),) = calls
     one, groups = given == "one" and block[0] == 32, scales.shape[1]
-    assert shape == ((1, 1) if one else (130, groups))
-    assert groups == 1 or (stride, other_stride) == ((1, 130), (1, groups))
+    assert shape == ((1, 1) if one else (132, groups))
+    assert groups == 1 or (stride, other_stride) == ((1, 132), (1, groups))
     low = F.linear(exact.bfloat16(), dequantize(weight, scale, block, torch.bfloat16), bias)
     as_accurate(y, F.linear(exact, exactly(weight, scale, block), bias.double()), low)
+
+
+def test_torch_is_not_asked_for_blocks_of_other_rows(as_accurate, monkeypatch) -> None:
+    """Scales of blocks go to torch in multiples of four rows, as cuBLAS takes them."""
+    monkeypatch.setattr(torch, "_scaled_mm", None)
+    weight, scale = quantized(32, 512, (128, 128))
+    rounded, scales = quantized(131, 512, (1, 128))
+    with trying({"scaled_matmul": "torch"}):
+        y = launched(rounded, weight, scale, (128, 128), None, scales, dtype=torch.bfloat16)
+    wide, exact = exactly(weight, scale, (128, 128)), exactly(rounded, scales, (1, 128))
+    low = F.linear(exact.bfloat16(), wide.bfloat16())
+    as_accurate(y, F.linear(exact, wide), low)
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float32])

@@ -141,6 +141,22 @@ def test_modules_that_do_more_are_called(case: str, fused) -> None:
     assert not fused
 
 
+def test_a_hook_of_all_modules_is_called(fused) -> None:
+    """Where a hook is registered for every module, norms and rotation are modules, too."""
+    called = []
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: called.append(type(module).__name__)
+    )
+    with hook, torch.inference_mode():
+        attended(
+            rotation_of(q_norm=norm(torch.float32), k_norm=norm(torch.float32)),
+            torch.float32,
+            separate=False,
+        )
+    assert {"RMSNorm", "RotaryEmbedding"} <= set(called)
+    assert not fused
+
+
 def test_weights_of_another_dtype_are_multiplied_by_their_modules(fused) -> None:
     """A norm whose weight has another dtype gives other numbers than the operation."""
     rotation = rotation_of(q_norm=norm(torch.float32), k_norm=norm(torch.float32))

@@ -114,6 +114,13 @@ def test_computed_scales_keep_their_memory(scheme: Scheme) -> None:
             assert not torch.equal(each, before[name]), name
 
 
+def test_a_state_dict_is_copied_and_not_assigned() -> None:
+    """Parameters of a state dict do not know their shard, so they cannot replace quantized ones."""
+    model = loaded(Scheme("tensor", online=True), 0)
+    with pytest.raises(RuntimeError, match="assign=True would replace parameters that know"):
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
 def test_a_part_of_the_slots_is_updated() -> None:
     """After an update of one slot, only this slot's scale differs."""
     model = loaded(Scheme("tensor", online=True), 0)

@@ -509,3 +509,15 @@ def test_edges() -> None:
         4,
     ]
     assert tokens(torch.tensor([[1.0, 1 + 1e-12]], dtype=torch.float64), [Row(GREEDY)]) == [0]
+
+
+@pytest.mark.parametrize("params", [{"top_k": 20}, {"top_p": 0.9}], ids=str)
+def test_a_nan_with_a_sign_ends_its_own_row_alone(params) -> None:
+    """A NaN that sorts below everything leaves the other rows their tokens."""
+    logits = torch.zeros(2, 50257)
+    logits[1, : 63 * 64] = -torch.tensor(torch.nan)
+    logits[1, -17:] = 1
+    rows = [Row(SamplingParams(seed=1, **params), uniform=0.5) for _ in range(2)]
+    with pytest.raises(LogitsError) as broken:
+        sample(logits, rows)
+    assert broken.value.rows == [1]

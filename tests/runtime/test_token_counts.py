@@ -97,6 +97,31 @@ def test_the_table_is_as_large_as_the_largest_step() -> None:
     assert counts.nbytes == 8 * 4 * 8  # rows, tokens, bytes
 
 
+def test_the_table_follows_distinct_tokens() -> None:
+    """A sequence that repeats a few tokens takes a few columns, however long it is."""
+    counts, ids = TokenCounts(), [1, 2, 3]
+    params = SamplingParams(temperature=0, frequency_penalty=0.5)
+    for _ in range(400):
+        (token,) = sample(torch.zeros(1, 5), [Row(params, ids, 3, 0.0, (), "a")], counts)
+        assert [token] == sample(torch.zeros(1, 5), [Row(params, ids, 3)])
+        ids.append(token.token_id)
+    assert counts.nbytes <= 8 * 256
+
+
+def test_a_table_that_was_too_large_is_made_anew() -> None:
+    """After a long sequence has ended, the table becomes small, and no count is lost."""
+    counts = TokenCounts()
+    params = SamplingParams(temperature=0, frequency_penalty=0.5)
+    sample(torch.zeros(1, 4000), [Row(params, range(3000), 0, 0.0, (), "long")], counts)
+    large = counts.nbytes
+    ids: list[int] = []
+    for _ in range(600):
+        (token,) = sample(torch.zeros(1, 4000), [Row(params, ids, 0, 0.0, (), "short")], counts)
+        assert token.token_id == len(ids) % 4000
+        ids.append(token.token_id)
+    assert counts.nbytes < large / 2
+
+
 def test_two_rows_with_one_key_are_refused() -> None:
     """A key names one sequence."""
     row = Row(SamplingParams(repetition_penalty=2.0), [1], 1, 0.0, (), "a")

@@ -273,6 +273,15 @@ def test_tensors_in_memory_take_the_same_way(device, tensors) -> None:
     assert device.copies >= 40 * 50 * 2 // PIECE
 
 
+def test_a_stream_of_tensors_keeps_its_buffers(device, tensors) -> None:
+    """One load has one set of threads and buffers, however many tensors come one by one."""
+    model = torch.nn.ModuleList(RowParallelLinear(50, 40, bias=False) for _ in range(6))
+    tree = vLLMModule()
+    tree.layers = model
+    tree.load_weights((f"layers.{index}.weight", tensors["w4"]) for index in range(6))
+    assert device.pinned_bytes <= staging.staging_buffers(reading.reader_threads()) * PIECE
+
+
 def test_a_load_on_a_cpu_is_as_it_was(checkpoint, tensors, monkeypatch) -> None:
     """Without a device nothing is staged, and threads call what reads into host memory directly."""
     monkeypatch.setattr(staging, "StagedReader", None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from vllm_module.layers.norm import RMSNorm
 from vllm_module.layers.rotary import CosSin, RotaryEmbedding
@@ -99,4 +100,5 @@ def _runs(module: nn.Module, cls: type[nn.Module]) -> bool:
         and type(module).forward is cls.forward
         and "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (_global_forward_hooks or _global_forward_pre_hooks)
     )

@@ -146,6 +146,9 @@ class EightBitMethod(QuantizeMethod):
         parameter = layer._parameters[self.scheme.scale_name]
         assert parameter is not None
         static = layer._buffers.get("input_scale_for_matmul")
+        given = layer._parameters.get("input_scale")
+        if static is not None and given is not None and given.requires_grad:
+            static = given.amax()
         if self.scheme.strategy != "tensor" or parameter.requires_grad:  # an optimizer may write it
             return *self._own_scale(layer), static
         scale = layer._buffers["scale_for_matmul"]

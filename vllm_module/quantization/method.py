@@ -64,7 +64,8 @@ class QuantizeMethod(ABC):
         """Return what every product needs of the parameters, by the name of a buffer.
 
         Called after each load, and after a state dict. The layer copies it into the buffers, whose
-        memory stays: ``apply`` computes nothing from scales, and a CUDA graph sees an update. When
+        memory stays: ``apply`` computes nothing from scales, and a CUDA graph sees an update. A
+        scale that is written in another way is not seen, unless it requires a gradient. When
         the layer is quantized, parameters are on meta, and this gives the shapes of the buffers.
         """
         return {}
@@ -209,6 +210,12 @@ class QuantizableLayer(vLLMModule):
     ) -> None:
         """Refuse full precision for an 8-bit parameter: PyTorch would cast it without a scale."""
         errors: list[str] = args[-1]
+        if self.is_quantized and args[0].get("assign_to_params_buffers"):
+            errors.append(
+                f"{prefix}weight is quantized, and assign=True would replace parameters that know "
+                "their shard: leave it out"
+            )
+            return
         for name in self.quant_method.parameter_names:
             given, dtype = state_dict.get(prefix + name), self.get_parameter(name).dtype
             if given is not None and dtype.itemsize == 1 and given.dtype != dtype:

@@ -132,7 +132,8 @@ def _top_of_blocks(x: Logits, width: int) -> Tensor:
         # Tokens of the block before the last come after the whole vocabulary.
         before = ids < (blocks * x.block).unsqueeze(-1)
         values, ids = values.where(~before, -torch.inf), ids.where(~before, x.vocab)
-    return _first(values.flatten(1), ids.flatten(1), width)
+    # A row with NaN may have such a token among the first.
+    return _first(values.flatten(1), ids.flatten(1), width).clamp_(max=x.vocab - 1)
 
 
 def _first(x: Tensor, ids: Tensor, width: int) -> Tensor:

@@ -354,6 +354,7 @@ class Engine:
         """End all requests and free all pages, even if a step failed in the middle."""
         requests = list(self.requests.values())
         self.requests.clear()
+        self.token_counts = TokenCounts()
         self.scheduler.reset()
         sequences = [s for r in requests for s in r.sequences if s.finish_reason is None]
         for request in requests:

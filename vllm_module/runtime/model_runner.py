@@ -158,7 +158,7 @@ class ModelRunner:
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the step's tokens and return logits ``[rows, vocab]``.
 
-        Raises ``RuntimeError`` if the model does not return a row for each token.
+        Raises ``UnsupportedModelError`` if the model does not return a row for each token.
         """
         count, size = len(inputs.input_ids), self._graph_size(inputs)
         parts = self._parts(inputs, 0 if size is None else size - count)

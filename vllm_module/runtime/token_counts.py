@@ -14,14 +14,20 @@ from vllm_module.runtime.sampling_row import Row
 
 _NO_TOKEN = -1  # in the table
 _NONE_NEW = -2
+_FEW = 64  # distinct tokens, which are not worth another count
+_CHECKED = 256  # calls, after which a table that was too large for all of them is made anew
 
 
 class _Entry(NamedTuple):
-    """In which row of the table a sequence is, and what is counted; ``distinct`` is a bound."""
+    """In which row of the table a sequence is, and what is counted.
+
+    ``distinct`` is a bound: every token since the last count, which found ``at_first``, may be new.
+    """
 
     place: int
     counted: int
     distinct: int
+    at_first: int
 
 
 class Update(NamedTuple):
@@ -29,14 +35,18 @@ class Update(NamedTuple):
 
     Attributes:
         arrays: for the device: of each sequence its row of the table, its new token, and the first
-            free column; then the rows that are written anew, their distinct tokens, and how often
-            each occurs.
+            free column; then the rows that are written anew, how many distinct tokens each has,
+            these tokens, and how often each occurs.
+        needed: the rows and columns that the call takes.
+        anew: whether the table is made anew, because it was too large.
 
     """
 
     arrays: tuple[array[int], ...]
     entries: dict[Hashable, _Entry]
     size: tuple[int, int]
+    needed: tuple[int, int]
+    anew: bool
 
 
 class TokenCounts:
@@ -46,9 +56,10 @@ class TokenCounts:
     sequence of which several tokens are new, or that is not in the table any more, sends all again.
     So preemption, forks and another order of the batch change nothing.
 
-    The table has a row for each sequence of the largest call, and a column for each token of the
-    sequence that has most, both rounded up to a power of two. An entry takes 8 bytes. If no row is
-    free, the one that was not used for longest is written anew.
+    The table has a row for each sequence of the largest call, and at most two columns for each
+    distinct token of the sequence that has most, both rounded up to a power of two. An entry takes
+    8 bytes. If no row is free, the one that was not used for longest is written anew. A table of
+    which 256 calls have used a quarter at most is made anew.
     """
 
     def __init__(self) -> None:
@@ -57,6 +68,8 @@ class TokenCounts:
         # the token's logit is then the same.
         self._ids = torch.empty(0, 1, dtype=torch.int32)
         self._counts = torch.empty(0, 1, dtype=torch.int32)
+        self._calls = 0  # since the size was checked, and what they took at most
+        self._needed = (1, 1)
 
     @property
     def nbytes(self) -> int:
@@ -70,22 +83,29 @@ class TokenCounts:
             ValueError: a token is outside of the vocabulary, or two rows have the same key.
 
         """
-        entries = dict(self._entries)
-        known = [None if row.key is None else entries.pop(row.key, None) for row in rows]
         height, width = self._ids.shape
+        most = _power_of_two(self._needed[0]) * _power_of_two(self._needed[1])
+        anew = self._calls >= _CHECKED and 4 * most <= height * width
+        if anew:
+            height, width = 0, 1
+        entries = {} if anew else dict(self._entries)
+        known = [None if row.key is None else entries.pop(row.key, None) for row in rows]
         height = _power_of_two(len(rows), height)
         used = {entry.place for entry in (*known, *entries.values()) if entry is not None}
         free = [place for place in range(height) if place not in used]
         places, new, columns, written = array("q"), array("q"), array("q"), array("q")
         counted: list[dict[int, int]] = []
+        needed = 1
         for row, entry in zip(rows, known, strict=True):
             length = len(row.token_ids)
-            if entry is not None and 0 <= length - entry.counted <= 1:
+            few = entry is not None and entry.distinct <= 2 * max(_FEW, entry.at_first)
+            if entry is not None and few and 0 <= length - entry.counted <= 1:
                 added = row.token_ids[entry.counted :]
                 check_tokens(added, vocab)
                 new.append(added[0] if added else _NONE_NEW)
                 columns.append(entry.distinct)
-                entry = _Entry(entry.place, length, entry.distinct + len(added))
+                distinct = entry.distinct + len(added)
+                entry = entry._replace(counted=length, distinct=distinct)
             else:
                 counted.append(_count(row, vocab))
                 new.append(_NONE_NEW)
@@ -95,15 +115,16 @@ class TokenCounts:
                 else:
                     place = free.pop() if free else entries.pop(next(iter(entries))).place
                 written.append(place)
-                entry = _Entry(place, length, len(counted[-1]))
+                entry = _Entry(place, length, len(counted[-1]), len(counted[-1]))
             if row.key in entries:
                 raise ValueError(f"two rows have the key {row.key!r}; each sequence needs its own")
             if row.key is not None:
                 entries[row.key] = entry
             places.append(entry.place)
-            width = _power_of_two(entry.distinct, width)
-        arrays = (places, new, columns, written, *_padded(counted))
-        return Update(arrays, entries, (height, width))
+            needed = max(needed, entry.distinct)
+        arrays = (places, new, columns, written, *_end_to_end(counted))
+        size = height, _power_of_two(needed, width)
+        return Update(arrays, entries, size, (len(rows), needed), anew)
 
     def apply(self, update: Update, sent: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the tokens ``[n, any]`` of each sequence, and how often its output has each.
@@ -116,17 +137,31 @@ class TokenCounts:
             sent: its arrays, on the device.
 
         """
-        places, new, columns, written, *anew = sent
+        places, new, columns, written, *counted = sent
         height, width = update.size
         self._entries = {}  # if this is interrupted, every sequence sends all again
-        if not self._ids.numel():
+        if update.anew or not self._ids.numel():
             self._ids = self._counts = new.new_zeros(0, 1, dtype=torch.int32)
+            self._calls, self._needed = 0, (1, 1)
+        elif self._calls >= _CHECKED:
+            self._calls, self._needed = 0, (1, 1)
+        self._calls += 1
+        self._needed = (
+            max(self._needed[0], update.needed[0]),
+            max(self._needed[1], update.needed[1]),
+        )
         self._ids = _grow(self._ids, height, width)
         self._counts = _grow(self._counts, height, width)
         if len(written):
-            for table, values in zip((self._ids, self._counts), anew, strict=True):
-                values = values.view(len(written), -1).int()
-                table.index_copy_(0, written, _grow(values, len(written), width))
+            lengths, *values = counted
+            ends = lengths.cumsum(0)
+            total = len(values[0])
+            owner = torch.repeat_interleave(lengths, output_size=total)
+            column = torch.arange(total, device=new.device) - (ends - lengths)[owner]
+            for table, each in zip((self._ids, self._counts), values, strict=True):
+                each = each.int()
+                table.index_copy_(0, written, each[ends - 1].unsqueeze(1).expand(-1, width))
+                table.index_put_((written[owner], column), each)
         ids, counts = self._ids.index_select(0, places), self._counts.index_select(0, places)
         new = new.int().unsqueeze(1)
         same = ids == new
@@ -156,16 +191,17 @@ def _count(row: Row, vocab: int) -> dict[int, int]:
     return counts
 
 
-def _padded(counted: Sequence[dict[int, int]]) -> tuple[array[int], array[int]]:
-    """Return tokens and counts, a row for each sequence, which end with repetitions."""
-    width = max(map(len, counted), default=0) or 1
-    ids, counts = array("q"), array("q")
+def _end_to_end(
+    counted: Sequence[dict[int, int]],
+) -> tuple[array[int], array[int], array[int]]:
+    """Return how many tokens each sequence has, the tokens, and their counts."""
+    lengths, ids, counts = array("q"), array("q"), array("q")
     for each in counted:
         of = each or {_NO_TOKEN: -1}
-        for numbers, values in ((ids, of.keys()), (counts, of.values())):
-            numbers.extend(values)
-            numbers.extend(numbers[-1:] * (width - len(of)))
-    return ids, counts
+        lengths.append(len(of))
+        ids.extend(of.keys())
+        counts.extend(of.values())
+    return lengths, ids, counts
 
 
 def _grow(table: Tensor, height: int, width: int) -> Tensor:
@@ -178,6 +214,6 @@ def _grow(table: Tensor, height: int, width: int) -> Tensor:
     return table
 
 
-def _power_of_two(number: int, least: int) -> int:
+def _power_of_two(number: int, least: int = 1) -> int:
     """Return ``least``, or if that is less than ``number``, the next power of two."""
     return least if number <= least else 1 << (number - 1).bit_length()

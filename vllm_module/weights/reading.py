@@ -37,6 +37,9 @@ class Readers:
 
     They start when the first batch is queued, and all have ended when the block ends.
 
+    Attributes:
+        stopped: whether reading failed; then nothing more can be read.
+
     Args:
         device: that most destinations are on. If it is a CUDA device, weights are read through
             pinned memory (see :class:`~vllm_module.weights.staging.Staging`).
@@ -52,7 +55,7 @@ class Readers:
         self._queue: Queue[list[Job] | None] = Queue(2 * self._most_threads + 1)
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
-        self._stopped = False
+        self.stopped = False
         # A new thread has torch's default modes, not those of the thread that starts it.
         self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -60,13 +63,13 @@ class Readers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stopped |= error[0] is not None
+        self.stopped |= error[0] is not None
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
         if self._staging is not None:
-            self._staging.close(failed=self._stopped)
+            self._staging.close(failed=self.stopped)
         self._errors.clear()  # of other threads that failed too: their frames keep tensors alive
 
     def stages(self, weight: torch.Tensor, destination: Destination) -> bool:
@@ -88,7 +91,7 @@ class Readers:
         Raises what ``read_into`` raises. The first exception stops the reading and leaves
         destinations partly filled; after it ``read`` must not be called again.
         """
-        assert not self._stopped, "these readers failed before"
+        assert not self.stopped, "these readers failed before"
         try:
             batch: list[Job] = []
             free_bytes = _BATCH_BYTES
@@ -105,7 +108,7 @@ class Readers:
             self._read_batch(batch)
             self._empty_queue()
         except BaseException:
-            self._stopped = True
+            self.stopped = True
             raise
         finally:
             self._empty_queue()  # after an exception batches are left in it
@@ -138,10 +141,10 @@ class Readers:
             except Empty:
                 return
             try:
-                if not self._stopped:
+                if not self.stopped:
                     self._read_batch(batch or [])
             except BaseException:
-                self._stopped = True
+                self.stopped = True
                 raise
             finally:
                 self._queue.task_done()
@@ -159,12 +162,12 @@ class Readers:
         with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
             while (batch := self._queue.get()) is not None:
                 try:
-                    if not self._stopped:
+                    if not self.stopped:
                         read(batch)
                 except BaseException as error:
-                    if not self._stopped:
+                    if not self.stopped:
                         self._errors.append(error)
-                    self._stopped = True
+                    self.stopped = True
                 finally:
                     del batch  # or its tensors would live until the next batch comes
                     self._queue.task_done()

@@ -49,12 +49,13 @@ class CudaDevice:
         self, stream: torch.cuda.Stream, shape: torch.Size, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return new memory on the device, to be used in ``stream``."""
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def run(self, stream: torch.cuda.Stream, work: Sequence[Callable[[], object]]) -> None:
         """Call each function of ``work``; what they launch is done in ``stream``."""
-        with torch.cuda.stream(stream):  # makes the stream's device the current one, too
+        # A thread's device is 0 at first. The stream alone would go back to it, and make a context.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for each in work:
                 each()
 
