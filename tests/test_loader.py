@@ -198,3 +198,29 @@ def test_a_dtype_may_be_torchs_own() -> None:
     assert ModelConfig(model="any", dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^dtype should be .*, got 'float64'$"):
         ModelConfig(model="any", dtype=torch.float64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_files_of_torch_save_load_as_safetensors_do(tmp_path: Path, indexed: bool) -> None:
+    """A model has the same parameters on every rank, whichever format holds them."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = read_config(tmp_path, ModelConfig(model=str(tmp_path)))
+    model = build_model(config, torch.float32, torch.device("cpu"))
+    weights = {name: torch.randn(like.shape) for name, like in model.expected_weights().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = ModelConfig(model=str(tmp_path))
+    wanted = run_ranks(2, lambda _: get_model(model_config=config).state_dict())
+    (tmp_path / "model.safetensors").unlink()
+    names, index = sorted(weights), {}
+    for part, begin in enumerate((0, len(names) // 2)):
+        kept = names[begin:] if part else names[: len(names) // 2]
+        file = f"pytorch_model-0000{part + 1}-of-00002.bin"
+        torch.save({name: weights[name] for name in kept}, tmp_path / file)
+        index.update(dict.fromkeys(kept, file))
+    if indexed:
+        text = json.dumps({"weight_map": index})
+        (tmp_path / "pytorch_model.bin.index.json").write_text(text)
+    loaded = run_ranks(2, lambda _: get_model(model_config=config).state_dict())
+    for one, other in zip(loaded, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)

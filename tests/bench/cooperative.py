@@ -32,7 +32,7 @@ from machine import machine, over, spread, write
 import vllm_module.models.qwen3  # noqa: F401  # imported once, for all forks
 from vllm_module import LoadConfig, ModelConfig, get_model, register_source
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 RATE = 40e6  # bytes a second of one connection
@@ -62,7 +62,7 @@ connection = Connection()
 class StoredHandle:
     """A tensor in the store, or a region of one."""
 
-    handle: SafetensorsHandle
+    handle: FileHandle
 
     @property
     def shape(self) -> torch.Size:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.cli import main
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 
 
 def run(*arguments: str) -> dict[str, object]:
@@ -27,7 +27,7 @@ def run(*arguments: str) -> dict[str, object]:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
-def die(self: SafetensorsHandle, address: int) -> None:
+def die(self: FileHandle, address: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == "0":
         # Killed in the middle of a load, which no signal from outside could time.
-        SafetensorsHandle.runs_to = die  # type: ignore[method-assign]
+        FileHandle.runs_to = die  # type: ignore[method-assign]
     result = run("load", folder, "--device", "cpu")
     (directory / f"rank{rank}-dying.json").write_text(json.dumps(result))
     os._exit(int(str(result["code"])))  # the group of a dead rank cannot be destroyed

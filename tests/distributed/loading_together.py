@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model, tensor_parallel
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 
 working = runpy.run_path(str(Path(__file__).with_name("working_together.py")))
 die, hang, patience = working["die"], working["hang"], working["patience"]
@@ -92,16 +92,16 @@ def total(model: Any) -> float:
 
 def when_reading(action: Callable[[], Any]) -> None:
     """Call ``action`` once, in the middle of a load."""
-    runs_to, reads = SafetensorsHandle.runs_to, []
+    runs_to, reads = FileHandle.runs_to, []
 
-    def read(self: SafetensorsHandle, address: int) -> Any:
+    def read(self: FileHandle, address: int) -> Any:
         reads.append(self)
         if len(reads) == 4:
             action()
         return runs_to(self, address)
 
     # No signal from outside could be timed to the middle of a load.
-    SafetensorsHandle.runs_to = read  # type: ignore[method-assign]
+    FileHandle.runs_to = read  # type: ignore[method-assign]
 
 
 def scenario(name: str, size: int, **of_ranks: Any) -> None:

@@ -35,7 +35,7 @@ from vllm_module.errors import RankError, WeightReadError
 from vllm_module.load import Load
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 
 loading = runpy.run_path(str(Path(__file__).with_name("loading_together.py")))
 working = runpy.run_path(str(Path(__file__).with_name("working_together.py")))
@@ -115,7 +115,7 @@ class Counted:
 
 
 class CountedHandle:
-    def __init__(self, name: str, handle: SafetensorsHandle) -> None:
+    def __init__(self, name: str, handle: FileHandle) -> None:
         self.name, self.handle = name, handle
         self.shape, self.dtype = handle.shape, handle.dtype
 

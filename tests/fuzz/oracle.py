@@ -20,7 +20,7 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, Wei
 from vllm_module.model_source import read_config
 from vllm_module.registry import model_class, supported_architectures
 from vllm_module.weights import Checkpoint, open_checkpoint
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 from vllm_module.weights.header import DTYPES
 
 # Separates the index and the files a.safetensors and b.safetensors of a folder.
@@ -97,7 +97,7 @@ def _check_tensors(checkpoint: Checkpoint) -> set[str]:
         assert end - begin == handle.nbytes
         for dim, size in enumerate(handle.shape[:3]):
             half = size // 2
-            parts: list[SafetensorsHandle] = [
+            parts: list[FileHandle] = [
                 handle.narrow(dim, 0, half),
                 handle.narrow(dim, half, size - half),
             ]

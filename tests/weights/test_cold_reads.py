@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import cut_rows, file_bytes, open_checkpoint, os_pages, read_all
 from vllm_module.weights.cut_rows import Run
-from vllm_module.weights.handle import SafetensorsHandle, read_together
+from vllm_module.weights.handle import FileHandle, read_together
 from vllm_module.weights.regular_file import ReadLease, open_again
 
 PAGE = mmap.PAGESIZE
@@ -66,12 +66,12 @@ def path(tensors: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFact
 SHARDS = {"rows": 1, "wide": 1, "whole": 0}
 
 
-def shard(handle: SafetensorsHandle | torch.Tensor, dim: int):
+def shard(handle: FileHandle | torch.Tensor, dim: int):
     size = handle.shape[dim] // 8
     return handle.narrow(dim, 3 * size, size)
 
 
-def touched_pages(handle: SafetensorsHandle) -> int:
+def touched_pages(handle: FileHandle) -> int:
     pages = set()
     for run in handle.runs():
         for index in range(run.count):

@@ -145,9 +145,11 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path: Path) -> None:
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFormatError, match="does not exist"):
         open_checkpoint(tmp_path / "absent")
-    (tmp_path / "model.bin").touch()
-    with pytest.raises(CheckpointFormatError, match=r"is not a \.safetensors file"):
-        open_checkpoint(tmp_path / "model.bin")
+    (tmp_path / "model.h5").touch()
+    with pytest.raises(
+        CheckpointFormatError, match=r"is not a \.safetensors or \.bin or \.pt file"
+    ):
+        open_checkpoint(tmp_path / "model.h5")
     with pytest.raises(CheckpointFormatError, match="is not a file"):
         open_checkpoint(tmp_path / "absent.safetensors")
 

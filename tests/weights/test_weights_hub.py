@@ -36,6 +36,7 @@ def test_weights_configuration_and_tokenizer_are_downloaded(tmp_path: Path, monk
 
     def download(repo_id: str, **options: Any) -> str:
         asked.update(options, repo_id=repo_id)
+        (tmp_path / "m.safetensors").touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -47,6 +48,25 @@ def test_weights_configuration_and_tokenizer_are_downloaded(tmp_path: Path, monk
     unwanted += ["onnx/config.json", "training/m.safetensors"]
     patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
     assert list(huggingface_hub.utils.filter_repo_objects(names + unwanted, **patterns)) == names
+
+
+@pytest.mark.parametrize("present", ["m.safetensors", "pytorch_model.bin", "m.pt", "m.gguf"])
+def test_one_format_of_the_weights_is_downloaded(present: str, tmp_path: Path, monkeypatch) -> None:
+    """Weights of torch.save are downloaded where there are no others, without a trainer's state."""
+    names = [present, "m.pt", "config.json", "training_args.bin", "optimizer.pt", "m.h5"]
+
+    def download(repo_id: str, allow_patterns: list[str], ignore_patterns: Any, **_: Any) -> str:
+        chosen = huggingface_hub.utils.filter_repo_objects(
+            names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        for name in chosen:
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve("owner/name", None)
+    weights = "m.pt" if present == "m.gguf" else present
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", weights}
 
 
 def hub_error(kind: type[Exception]) -> Exception:

@@ -207,7 +207,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
 def test_a_fifo_named_by_the_user_is_refused(tmp_path: Path) -> None:
     fifo(tmp_path / "pipe.safetensors")
     for path in (tmp_path / "pipe.safetensors", Path("/dev/zero")):
-        with pytest.raises(CheckpointFormatError, match=r"pipe|not a \.safetensors file"):
+        with pytest.raises(CheckpointFormatError, match=r"pipe|not a \.safetensors or"):
             open_checkpoint(path)
 
 

@@ -19,7 +19,7 @@ from vllm_module.errors import MisshapenWeightError, WeightReadError
 from vllm_module.weights import Checkpoint, open_checkpoint, pieces, read_all, reading
 from vllm_module.weights.cut_rows import Run
 from vllm_module.weights.file_bytes import FileBytes
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 
 STAND_IN = runpy.run_path(str(Path(__file__).with_name("delayed_device.py")))
 
@@ -85,7 +85,7 @@ def test_jobs_are_taken_only_as_they_can_be_read(tensors, checkpoint, monkeypatc
 
     ahead = []
 
-    def jobs() -> Iterator[tuple[SafetensorsHandle, torch.Tensor]]:
+    def jobs() -> Iterator[tuple[FileHandle, torch.Tensor]]:
         for made in range(200):
             ahead.append(made - len(done))
             yield checkpoint["w5"], torch.zeros(1, 1, 900)
@@ -129,7 +129,7 @@ def test_a_failure_keeps_no_destination_alive(checkpoint) -> None:
 
 
 def test_an_error_of_the_jobs_themselves_ends_the_reading(checkpoint) -> None:
-    def jobs() -> Iterator[tuple[SafetensorsHandle, torch.Tensor]]:
+    def jobs() -> Iterator[tuple[FileHandle, torch.Tensor]]:
         yield checkpoint["w3"], torch.zeros(3000)
         raise KeyError("routing")
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
 from vllm_module.weights import cut_rows, file_bytes
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 from vllm_module.weights.regular_file import ReadLease
 from vllm_module.weights.safetensors import SafetensorsFile
 
@@ -49,7 +49,7 @@ def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * 10).to(dtype)
 
 
-def save(tmp_path: Path, tensor: torch.Tensor, name: str = "w") -> SafetensorsHandle:
+def save(tmp_path: Path, tensor: torch.Tensor, name: str = "w") -> FileHandle:
     save_file({name: tensor}, tmp_path / "model.safetensors")
     return SafetensorsFile(tmp_path / "model.safetensors")[name]
 

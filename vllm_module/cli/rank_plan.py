@@ -20,7 +20,7 @@ from vllm_module.report import LoadReport
 from vllm_module.runtime.kv_cache import page_bytes
 from vllm_module.tree import is_typed, slots_of
 from vllm_module.weights import Weight
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 
 PAGE_SIZE = EngineConfig().block_size  # tokens
 
@@ -200,7 +200,7 @@ def _tensor_plans(
         of = Kept(tuple(weight.shape), dtype_name(weight.dtype), quantized, of_ranks)
         for name, _, weight, location, tied_to in group:
             path, file, begin = location.path, None, None
-            if isinstance(weight, SafetensorsHandle):  # a source of the user's own has others
+            if isinstance(weight, FileHandle):  # a source of the user's own has others
                 file, begin = weight.file.name, weight.byte_range[0]
             plans.append((order[path], at, TensorPlan(name, of, path, slot, tied_to, file, begin)))
     plans.sort(key=itemgetter(0, 1))

@@ -16,7 +16,7 @@ from vllm_module.assignment import Assignment
 from vllm_module.cli.output import grouped, shape, size
 from vllm_module.report import fold
 from vllm_module.weights import Weight
-from vllm_module.weights.handle import SafetensorsHandle
+from vllm_module.weights.handle import FileHandle
 
 _DOT = re.compile(r"\.(?![^{]*\})")  # and not those of {0..79}
 Shapes = tuple[tuple[int, ...], ...]
@@ -125,7 +125,7 @@ def kept_pieces(assignment: Assignment) -> tuple[KeptPiece, ...]:
 def _kept_piece(weight: Weight, source: Weight) -> KeptPiece:
     begin, end, runs = 0, 0, 1
     # A source of the user's own may have other handles.
-    if isinstance(weight, SafetensorsHandle) and isinstance(source, SafetensorsHandle):
+    if isinstance(weight, FileHandle) and isinstance(source, FileHandle):
         first = weight.byte_range[0]
         begin, end = (at - first for at in source.byte_range)
         runs = sum(run.count for run in source.runs())

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -15,25 +17,68 @@ from vllm_module.weights.header import Entry
 from vllm_module.weights.regular_file import is_there, read_file, refusal
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.strict_json import parse_object
+from vllm_module.weights.weight_file import WeightFile
 
 if TYPE_CHECKING:
-    from vllm_module.weights.handle import SafetensorsHandle
+    from vllm_module.weights.handle import FileHandle
 
-_INDEX = "model.safetensors.index.json"
-_UNSUPPORTED = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pt", ".pth")
+
+@dataclass(frozen=True)
+class _Format:
+    """Which files of a folder hold the weights.
+
+    Attributes:
+        index: the file that names them by tensor.
+        whole: the one that has all of them, where there is no index.
+        suffixes: else every file with the first of these suffixes that one has.
+        others: files with such a suffix that hold something else.
+
+    """
+
+    index: str
+    whole: str
+    suffixes: tuple[str, ...]
+    others: re.Pattern[str]
+
+    def files(self, present: Iterable[Path]) -> list[Path]:
+        """Return the files of this format among those in a folder."""
+        for suffix in self.suffixes:
+            found = [path for path in present if path.suffix == suffix]
+            if kept := [path for path in found if not self.others.match(path.name)]:
+                return kept
+        return []
+
+
+# In this order; the first that a folder has is taken. Mistral's consolidated* holds the same
+# weights under other names; trainers write their own state beside the weights.
+FORMATS = {
+    "safetensors": _Format(
+        "model.safetensors.index.json",
+        "model.safetensors",
+        (".safetensors",),
+        re.compile("consolidated"),
+    ),
+    "pt": _Format(
+        "pytorch_model.bin.index.json",
+        "pytorch_model.bin",
+        (".bin", ".pt"),
+        re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
+    ),
+}
+_UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")
 _DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 
 
-class Checkpoint(Mapping[str, "SafetensorsHandle"]):
-    """The tensors of one or more safetensors files by name, none of them read yet.
+class Checkpoint(Mapping[str, "FileHandle"]):
+    """The tensors of one or more files by name, none of them read yet.
 
     A tensor that is in two files is a CheckpointFormatError. The files are closed when no handle
     is left, or earlier by ``close`` or at the end of a ``with`` block.
     """
 
-    def __init__(self, files: tuple[SafetensorsFile, ...]) -> None:
+    def __init__(self, files: tuple[WeightFile, ...]) -> None:
         self._files = files
-        self._owner: dict[str, SafetensorsFile] = {}
+        self._owner: dict[str, WeightFile] = {}
         for file in files:
             for name in self._owner.keys() & file.entries.keys():
                 raise CheckpointFormatError(
@@ -93,7 +138,7 @@ class Checkpoint(Mapping[str, "SafetensorsHandle"]):
     ) -> None:
         self.close()
 
-    def __getitem__(self, name: str) -> SafetensorsHandle:
+    def __getitem__(self, name: str) -> FileHandle:
         return self._owner[name][name]
 
     def __contains__(self, name: object) -> bool:
@@ -107,54 +152,80 @@ class Checkpoint(Mapping[str, "SafetensorsHandle"]):
 
 
 @paused_gc()
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open a checkpoint in Hugging Face's layout and check the headers of all its files.
+def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint:
+    """Open a checkpoint in Hugging Face's layout and check what its files say of their tensors.
 
-    ``folder`` is a folder or one ``.safetensors`` file. In a folder, the files that
-    ``model.safetensors.index.json`` names are opened; without an index ``model.safetensors``;
-    without that every ``*.safetensors`` except Mistral's ``consolidated*``, which holds the same
-    weights under other names. No tensor is read. A file that is missing, damaged or does not match
-    the index is a CheckpointFormatError.
+    ``folder`` is a folder or one file. In a folder, the files that an index names are opened
+    (``model.safetensors.index.json``, ``pytorch_model.bin.index.json``); without an index
+    ``model.safetensors`` or ``pytorch_model.bin``; without that every file of the format but those
+    of Mistral's second layout (``consolidated*``) and of a trainer's state. No tensor is read. A
+    file that is missing, damaged or does not match the index is a CheckpointFormatError.
+
+    Args:
+        folder: the folder or file.
+        load_format: ``"safetensors"``, ``"pt"`` for files of ``torch.save``, or ``"auto"``: the
+            first of these two that the folder has.
+
     """
+    if load_format not in ("auto", *FORMATS):
+        raise ValueError(
+            f"load_format {shorten(load_format)} is unknown: expected auto, {', '.join(FORMATS)}"
+        )
     path = Path(os.path.expanduser(folder))
     where = printable(path)
     names_in: dict[str, set[str]] | None = None  # the index: names of tensors by file
     inside: Path | None = path
-    exists = is_there(path, follow_links=True)
+    index = path
     if os.path.isdir(path):
-        if is_there(path / _INDEX):  # a broken link is refused, not ignored
-            names_in = _read_index(path / _INDEX)
-            paths = [path / name for name in sorted(names_in)]
-        else:
-            paths = _find_files(path)
-    elif path.suffix == ".safetensors":
-        paths, inside = [path], None  # the user named it, so it may be a link to anywhere
-    elif exists:
+        name, paths = _find_files(path, list(FORMATS) if load_format == "auto" else [load_format])
+        index = path / FORMATS[name].index
+        if not paths:
+            names_in = _read_index(index, FORMATS[name].suffixes)
+            paths = [path / file for file in sorted(names_in)]
+    elif (of_suffix := _format_of(path)) is not None and load_format in ("auto", of_suffix):
+        name, paths, inside = of_suffix, [path], None  # named by the user: a link to anywhere
+    elif is_there(path, follow_links=True):
+        wanted = FORMATS if load_format == "auto" else [load_format]
+        suffixes = [suffix for each in wanted for suffix in FORMATS[each].suffixes]
         raise CheckpointFormatError(
-            f"{where} is not a .safetensors file, the only format that is read; convert it"
+            f"{where} is not a {' or '.join(suffixes)} file, the formats that are read; convert it"
         )
     else:
         raise CheckpointFormatError(f"{where} does not exist; check the path")
 
     with ExitStack() as opened:
-        files = []
+        files: list[WeightFile] = []
         for file_path in paths:
             if names_in is not None and not is_there(file_path):
                 raise CheckpointFormatError(
-                    f"{where}/{_INDEX} names {printable_name(file_path.name)}, which is not there. "
-                    f"{_DAMAGED}"
+                    f"{printable(index)} names {printable_name(file_path.name)}, which is not "
+                    f"there. {_DAMAGED}"
                 )
-            files.append(SafetensorsFile(file_path, inside))
+            files.append(_open_file(name, file_path, inside))
             opened.callback(files[-1].close)
         if names_in is not None:
             for file in files:
-                _check_against_index(path / _INDEX, names_in, file)
+                _check_against_index(index, names_in, file)
         checkpoint = Checkpoint(tuple(files))
         opened.pop_all()
     return checkpoint
 
 
-def _read_index(index: Path) -> dict[str, set[str]]:
+def _open_file(load_format: str, path: Path, folder: Path | None) -> WeightFile:
+    if load_format == "safetensors":
+        return SafetensorsFile(path, folder)
+    # Imported here because headers of safetensors files are read without torch.
+    from vllm_module.weights.torch_file import TorchFile
+
+    return TorchFile(path, folder)
+
+
+def _format_of(path: Path) -> str | None:
+    """Return the format that a file's suffix stands for."""
+    return next((name for name, each in FORMATS.items() if path.suffix in each.suffixes), None)
+
+
+def _read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
     """Parse the index; return the names of tensors by the name of their file."""
     data, where = read_file(index, index.parent), printable(index)
     weight_map = parse_object(data, where, _DAMAGED).get("weight_map")
@@ -171,16 +242,16 @@ def _read_index(index: Path) -> dict[str, set[str]]:
         # The file may be a link, as in Hugging Face's cache, but its name may not lead out of the
         # folder. \ separates folders on Windows, and : follows a drive.
         is_plain = isinstance(file, str) and not set(file) & set("/\\:\0")
-        if not is_plain or not file.endswith(".safetensors"):
+        if not is_plain or not file.endswith(suffixes):
             raise CheckpointFormatError(
-                f"{where}: tensor {shorten(name)} should be in a .safetensors file of the same "
+                f"{where}: tensor {shorten(name)} should be in a {suffixes[0]} file of the same "
                 f"folder, and is in {shorten(file)}; do not load it unless you trust its author"
             )
         names_in[file] = {name}
     return names_in
 
 
-def _check_against_index(index: Path, names_in: dict[str, set[str]], file: SafetensorsFile) -> None:
+def _check_against_index(index: Path, names_in: dict[str, set[str]], file: WeightFile) -> None:
     expected, where = names_in[file.path.name], printable(file.path)
     names = file.entries.keys()  # a Mapping's own are slow to compare
     for name in sorted(names - expected):
@@ -196,29 +267,35 @@ def _check_against_index(index: Path, names_in: dict[str, set[str]], file: Safet
         )
 
 
-def _find_files(folder: Path) -> list[Path]:
-    if is_there(folder / "model.safetensors"):
-        return [folder / "model.safetensors"]
+def _find_files(folder: Path, formats: list[str]) -> tuple[str, list[Path]]:
+    """Return the first of ``formats`` that ``folder`` has, and its files; none if an index does."""
+    present: list[Path] = []
+    for name in formats:
+        index, whole = folder / FORMATS[name].index, folder / FORMATS[name].whole
+        if is_there(index):  # a broken link is refused, not ignored
+            return name, []
+        if is_there(whole):
+            return name, [whole]
+        present = present or _listed(folder)
+        if files := FORMATS[name].files(present):
+            return name, files
+    unsupported = [path.name for path in present if path.suffix in _UNSUPPORTED]
+    advice = (
+        f"{printable(unsupported[0])} is in a format that is not supported; convert it to "
+        "safetensors"
+        if unsupported
+        else "check the path, or download the checkpoint again"
+    )
+    wanted = " or ".join(f"*{suffix}" for name in formats for suffix in FORMATS[name].suffixes)
+    names = ", ".join(printable(path.name) for path in present[:20]) or "nothing"
+    more = f" and {len(present) - 20} more" if len(present) > 20 else ""
+    raise CheckpointFormatError(
+        f"{printable(folder)} holds no {wanted} file; there is {names}{more}. {advice}"
+    )
+
+
+def _listed(folder: Path) -> list[Path]:
     try:
-        present = sorted(folder.iterdir())
+        return sorted(folder.iterdir())
     except OSError as error:
         raise refusal(folder, error, "listed") from error
-    files = [
-        path
-        for path in present
-        if path.suffix == ".safetensors" and not path.name.startswith("consolidated")
-    ]
-    if not files:
-        unsupported = [path.name for path in present if path.suffix in _UNSUPPORTED]
-        advice = (
-            f"{printable(unsupported[0])} is in a format that is not supported; "
-            "convert it to safetensors"
-            if unsupported
-            else "check the path, or download the checkpoint again"
-        )
-        names = ", ".join(printable(path.name) for path in present[:20]) or "nothing"
-        more = f" and {len(present) - 20} more" if len(present) > 20 else ""
-        raise CheckpointFormatError(
-            f"{printable(folder)} holds no *.safetensors file; there is {names}{more}. {advice}"
-        )
-    return files

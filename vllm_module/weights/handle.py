@@ -112,7 +112,7 @@ def read_together(jobs: Iterable[tuple[Weight, Destination]]) -> None:
     runs: dict[FileBytes, list[tuple[Run, int]]] = {}
     for weight, destination in jobs:
         if (
-            isinstance(weight, SafetensorsHandle)
+            isinstance(weight, FileHandle)
             and isinstance(destination, torch.Tensor)
             and weight.is_read_directly(destination)
         ):
@@ -123,8 +123,8 @@ def read_together(jobs: Iterable[tuple[Weight, Destination]]) -> None:
         file_bytes.read_runs(placed)
 
 
-class SafetensorsHandle:
-    """A tensor of a safetensors file, or a region of one.
+class FileHandle:
+    """A tensor of a file, or a region of one.
 
     ``shape`` and ``dtype`` are those of the region; ``name`` is the whole tensor's.
     """
@@ -199,7 +199,7 @@ class SafetensorsHandle:
             yield run, address
             address += run.nbytes
 
-    def narrow(self, dim: int, start: int, length: int) -> SafetensorsHandle:
+    def narrow(self, dim: int, start: int, length: int) -> FileHandle:
         """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does.
 
         A dimension that does not exist is an IndexError, a range outside of it a ValueError.
@@ -217,9 +217,7 @@ class SafetensorsHandle:
         shape = torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :]))
         offset = self._offset + start * self._strides[dim]
         cut = self._cut or length < size
-        return SafetensorsHandle(
-            self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut
-        )
+        return FileHandle(self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut)
 
     def is_read_directly(self, destination: torch.Tensor) -> bool:
         """Whether the file's bytes are read straight into ``destination``.

@@ -62,12 +62,16 @@ _UNSUPPORTED = {"F4", "F6_E2M3", "F6_E3M2"}
 
 
 class Entry(NamedTuple):
-    """One tensor of the header; ``begin`` and ``end`` count bytes from the start of the file."""
+    """One tensor of a file; ``begin`` and ``end`` count bytes from its start.
+
+    ``strides`` are bytes too; ``None`` if the elements lie one after another.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
     begin: int
     end: int
+    strides: tuple[int, ...] | None = None
 
 
 class Header(NamedTuple):

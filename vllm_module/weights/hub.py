@@ -8,11 +8,16 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, printable_name
 from vllm_module.weights.regular_file import is_there
 
-# Weights, configuration and tokenizer. Not Mistral's consolidated file, which has the same weights
-# again, and not subfolders, which have other formats of the weights. The exception is 1_Pooling,
-# where sentence-transformers keeps a small file: so a subfolder's name may end in "g".
-_WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
-_UNWANTED = ["*[!g]/*", "*/*.safetensors", "consolidated*"]
+# Configuration and tokenizer, and weights in the first format that there is. Not Mistral's
+# consolidated file, which has the same weights again, and not subfolders, which have other formats
+# of the weights. The exception is 1_Pooling, where sentence-transformers keeps a small file: so a
+# subfolder's name may end in "g".
+_SMALL = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+_UNWANTED = [
+    "*[!g]/*", *(f"*/{weights}" for weights in _WEIGHTS),
+    "consolidated*", "training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*",
+]  # fmt: skip
 
 
 def resolve(
@@ -44,14 +49,17 @@ def resolve(
         return CheckpointFormatError(f"{model!r}{at}: {reason}")
 
     try:
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            token=token,
-            allow_patterns=_WANTED if weights else _WANTED[1:],
-            ignore_patterns=_UNWANTED,
-        )
+        for pattern in _WEIGHTS if weights else ("",):
+            folder = snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                token=token,
+                allow_patterns=[*filter(None, (pattern,)), *_SMALL],
+                ignore_patterns=_UNWANTED,
+            )
+            if any(Path(folder).glob(pattern or "*")):
+                break
     except errors.HFValidationError as error:
         raise refusal("neither a folder that exists nor an id of the hub (owner/name)") from error
     except errors.GatedRepoError as error:

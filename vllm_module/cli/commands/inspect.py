@@ -61,7 +61,7 @@ def inspect(
         str,
         typer.Argument(
             metavar="CKPT",
-            help="A folder in Hugging Face layout, a hub id, or one .safetensors file.",
+            help="A folder in Hugging Face layout, a hub id, or one file of weights.",
             show_default=False,
         ),
     ],

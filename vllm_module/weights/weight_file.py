@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable
+from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.header import DAMAGED, DType, Entry
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_module.weights.handle import FileHandle
+
+_SAMPLES = 16  # places of the data that a fingerprint covers
+_SAMPLE_BYTES = 64  # at each of them
+_HASHED_BYTES = 1 << 20  # of the header, at a time
+
+
+class WeightFile(Mapping[str, "FileHandle"]):
+    """The tensors of one file by name; opening it checks all that it says of them.
+
+    ``entries`` has what the file says of each tensor. ``folder`` is the checkpoint that the file
+    belongs to: a link may not lead out of it. A file that breaks its format is a
+    CheckpointFormatError.
+    """
+
+    entries: dict[str, Entry]
+
+    def __init__(self, path: Path, folder: Path | None = None) -> None:
+        self.path = path
+        self._bytes = FileBytes(path, folder)
+        try:
+            self._read_entries()
+        except MemoryError as error:
+            self._bytes.close()
+            raise CheckpointFormatError(
+                f"{printable(path)}: its header does not fit into memory. {DAMAGED}"
+            ) from error
+        except BaseException:
+            self._bytes.close()
+            raise
+
+    @abstractmethod
+    def _read_entries(self) -> None:
+        """Read ``entries``, and check them."""
+
+    @abstractmethod
+    def _described(self) -> list[tuple[int, int]]:
+        """Return the bytes, from and to, that say what tensors there are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.end - entry.begin for entry in self.entries.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read from the file so far."""
+        return self._bytes.bytes_read
+
+    def fingerprint(self) -> bytes:
+        """Digest the file's name, size, what it says of tensors, and samples of data (SHA-256)."""
+        size = self._bytes.size
+        digest = hashlib.sha256(os.fsencode(self.path.name))
+        digest.update(b"\0%d\0" % size)  # a name has no NUL, so it ends at the first one
+        spans = [
+            (begin, min(begin + _HASHED_BYTES, end))
+            for start, end in self._described()
+            for begin in range(start, end, _HASHED_BYTES)
+        ]
+        start = min((entry.begin for entry in self.entries.values()), default=size)
+        last = size - _SAMPLE_BYTES  # where the last sample begins
+        if last - start < _SAMPLES * _SAMPLE_BYTES:
+            spans.append((start, size))
+        else:
+            places = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+            spans += [(place, place + _SAMPLE_BYTES) for place in places]
+        self._bytes.check_unchanged()
+        for begin, end in spans:
+            digest.update(self._bytes.read_bytes(begin, end - begin))
+        return digest.digest()
+
+    def close(self) -> None:
+        """Close the file; its handles can no longer be read."""
+        self._bytes.close()
+
+    def __getitem__(self, name: str) -> FileHandle:
+        # Imported here because headers are read without torch.
+        from vllm_module.weights.handle import FileHandle
+
+        dtype, shape, begin, _, strides = self.entries[name]
+        as_torch = _as_torch(dtype, shape, strides)
+        return FileHandle(self._bytes, name, *as_torch, begin)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries  # a Mapping's own makes a handle
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+@lru_cache(maxsize=256)  # tensors of the same dtype and shape have all of it in common
+def _as_torch(
+    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """Return the dtype and shape, as torch has them, and the strides in bytes."""
+    import torch  # here because headers are read without it
+
+    if strides is None:
+        steps = accumulate(reversed(shape[1:]), mul, initial=dtype.itemsize) if shape else ()
+        strides = tuple(steps)[::-1]
+    return getattr(torch, dtype.name), torch.Size(shape), strides
