@@ -210,10 +210,10 @@ class QuantizableLayer(vLLMModule):
     ) -> None:
         """Refuse full precision for an 8-bit parameter: PyTorch would cast it without a scale."""
         errors: list[str] = args[-1]
-        if self.is_quantized and args[0].get("assign_to_params_buffers"):
+        if self.quant_method.buffer_names and args[0].get("assign_to_params_buffers"):
             errors.append(
                 f"{prefix}weight is quantized, and assign=True would replace parameters that know "
-                "their shard: leave it out"
+                "their shard, which its scales are computed from: leave it out"
             )
             return
         for name in self.quant_method.parameter_names:
