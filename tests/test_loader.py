@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_module import DeviceConfig, ModelConfig, WeightLoadError, get_model
+from vllm_module import DeviceConfig, LoadConfig, ModelConfig, WeightLoadError, get_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
@@ -19,6 +19,8 @@ from vllm_module.model_source import build_model, read_config
 from vllm_module.rope_parameters import rope_parameters
 from vllm_module.weights import Checkpoint
 
+BIN = "pytorch_model.bin"
+CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 16,
@@ -224,3 +226,17 @@ def test_files_of_torch_save_load_as_safetensors_do(tmp_path: Path, indexed: boo
     for one, other in zip(loaded, wanted, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_format_that_is_asked_for_is_read(tmp_path: Path) -> None:
+    """With weights in two formats, ``load_format`` chooses; ``auto`` takes safetensors."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float32"}))
+    model = build_model(read_config(tmp_path, ModelConfig(model=str(tmp_path))), torch.float32, CPU)
+    names = model.expected_weights()
+    for file, value, save in (("model.safetensors", 1.0, save_file), (BIN, 2.0, torch.save)):
+        tensors = {name: torch.full(tuple(e.shape), value) for name, e in names.items()}
+        save(tensors, tmp_path / file)
+    for asked, value in (("auto", 1.0), ("safetensors", 1.0), ("pt", 2.0)):
+        loading = LoadConfig(load_format=asked)  # type: ignore[arg-type]
+        loaded = get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=loading)
+        assert bool((loaded.get_parameter("model.norm.weight") == value).all())

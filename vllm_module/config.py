@@ -102,6 +102,10 @@ OnlineScheme = Literal[
 ]
 
 
+# The names are vLLM's and SGLang's.
+LoadFormat = Literal["auto", "safetensors", "pt"]
+
+
 class QuantizationConfig(_Closed):
     """How a full-precision checkpoint is quantized while it is loaded.
 
@@ -172,6 +176,7 @@ class LoadConfig(_Closed):
     """How weights are loaded.
 
     Attributes:
+        load_format: the format of the weights; ``"auto"`` is the first of these that there is.
         show_progress: draw a progress bar with bytes and rate on standard error.
         timeout: seconds that a rank which is ready waits for ranks in other processes: first
             until they have found (and downloaded) the checkpoint, then until they have loaded it.
@@ -183,6 +188,7 @@ class LoadConfig(_Closed):
 
     """
 
+    load_format: LoadFormat = "auto"
     show_progress: _Flag = False
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 1800.0
     cooperative: Literal["auto"] | _Flag = "auto"

@@ -59,7 +59,7 @@ def find_and_load(
     timeout = load_config.timeout
 
     def find() -> tuple[ModelSource, OpenWeights]:
-        source = ModelSource.find(config)
+        source = ModelSource.find(config, load_config.load_format)
         checkpoint = source.open()
         opened.callback(checkpoint.close)
         return source, checkpoint

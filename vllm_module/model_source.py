@@ -54,10 +54,10 @@ class ModelSource:
     spread_experts: bool = False
 
     @classmethod
-    def find(cls, model: ModelConfig | ModelSource) -> ModelSource:
+    def find(cls, model: ModelConfig | ModelSource, load_format: str = "auto") -> ModelSource:
         """Find the folder, download it if need be, and read its configuration.
 
-        No weights are read. A source is returned as it is.
+        No weights are read. A source is returned as it is. ``load_format`` is ``LoadConfig``'s.
 
         Raises:
             CheckpointFormatError: there is no such model, or its files are damaged.
@@ -69,7 +69,11 @@ class ModelSource:
         if model.model_code is not None:
             registry.load_model_code(model.model_code)
         source = find_source(
-            model.model, model.revision, download_dir=model.download_dir, token=model.hf_token
+            model.model,
+            model.revision,
+            load_format=load_format,
+            download_dir=model.download_dir,
+            token=model.hf_token,
         )
         config = read_config(source.folder, model)
         rules = rules_for(model.quantization, getattr(config, "quantization_config", None))

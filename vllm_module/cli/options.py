@@ -38,6 +38,14 @@ class Quantization(str, Enum):
     compressed_tensors = "compressed-tensors"
 
 
+class LoadFormat(str, Enum):
+    """The formats of the files of weights."""
+
+    auto = "auto"
+    safetensors = "safetensors"
+    pt = "pt"
+
+
 class CacheDType(str, Enum):
     """The dtypes of the keys and values in the KV cache."""
 
@@ -84,6 +92,14 @@ QuantizationOption = Annotated[
         metavar="SCHEME",
         help=f"Quantize linear layers while loading: {_listed(Quantization)}. A checkpoint that "
         "is already quantized needs no option: its config.json names the scheme.",
+    ),
+]
+LoadFormatOption = Annotated[
+    LoadFormat,
+    typer.Option(
+        "--load-format",
+        metavar="FORMAT",
+        help=f"Format of the weights: {_listed(LoadFormat)}; auto takes the first that there is.",
     ),
 ]
 ModelCodeOption = Annotated[

@@ -91,7 +91,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def find_alike(model_config: ModelConfig, timeout: float) -> ModelSource:
+def find_alike(model_config: ModelConfig, load_format: str, timeout: float) -> ModelSource:
     """Return the model source that this rank finds; refuse unless every rank finds the same."""
     import torch.distributed as dist
 
@@ -99,7 +99,7 @@ def find_alike(model_config: ModelConfig, timeout: float) -> ModelSource:
     from vllm_module.model_source import ModelSource
 
     def find() -> tuple[ModelSource, dict[str, str]]:
-        source = ModelSource.find(model_config)
+        source = ModelSource.find(model_config, load_format)
         with source.open() as checkpoint:
             return source, describe(source.config, source.dtype, source.rules, checkpoint)
 

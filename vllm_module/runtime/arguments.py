@@ -39,7 +39,6 @@ LLM_ARGUMENTS: Accepted = {
     "kv_events_config": (),
     "kv_transfer_config": (),
     "limit_mm_per_prompt": ({},),
-    "load_format": ("auto", "safetensors"),
     "logits_processors": ([],),
     "logprobs_mode": ("raw_logprobs",),
     "max_parallel_loading_workers": (...,),

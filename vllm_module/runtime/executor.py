@@ -66,7 +66,7 @@ class Executor:
         def arguments() -> tuple[Any, ...]:
             """Find the model here, so that the ranks on this host read from the same folder."""
             nonlocal model
-            model = ModelSource.find(model)
+            model = ModelSource.find(model, load_config.load_format)
             _check_ranks(model, size)
             return model, load_config, device_config, config
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, LoadFormat, ModelConfig
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
 from vllm_module.messages import describe_error, shorten
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
@@ -61,6 +61,7 @@ class LLM:
         max_logprobs: most ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
         generation_config: ``"vllm"`` ignores the sampling parameters of generation_config.json.
         device: a device string of torch, or ``"auto"`` for CUDA if there is one.
+        load_format: the format of the weights, instead of that of ``load_config``.
         load_config: how weights are loaded.
         engine: entries of :class:`~vllm_module.config.EngineConfig`, such as
             ``tensor_parallel_size``, ``kv_cache_dtype`` and ``gpu_memory_utilization``. Other
@@ -104,6 +105,7 @@ class LLM:
         max_logprobs: int = -1,
         generation_config: Literal["auto", "vllm"] = "auto",
         device: str = "auto",
+        load_format: LoadFormat | None = None,
         load_config: LoadConfig | None = None,
         **engine: Any,
     ) -> None:
@@ -152,9 +154,12 @@ class LLM:
         if tokenizer is not None:
             hub: dict[str, Any] = {"download_dir": model_config.download_dir, "token": hf_token}
             text_folder = resolve(str(tokenizer), tokenizer_revision, weights=False, **hub)
+        loading = LoadConfig() if load_config is None else LoadConfig.model_validate(load_config)
+        if load_format is not None:
+            loading = LoadConfig(**{**loading.model_dump(), "load_format": load_format})
         self.executor = Executor(
             model_config,
-            LoadConfig() if load_config is None else LoadConfig.model_validate(load_config),
+            loading,
             DeviceConfig(device=device),
             config,
         )

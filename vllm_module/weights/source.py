@@ -38,13 +38,14 @@ class Folder:
     """The source that needs no registration: a folder in Hugging Face's layout."""
 
     folder: Path
+    load_format: str = "auto"
 
     def weights(self) -> Checkpoint:
-        """Open the safetensors files and check their headers."""
+        """Open the files of the weights and check what they say of their tensors."""
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import open_checkpoint
 
-        return open_checkpoint(self.folder)
+        return open_checkpoint(self.folder, self.load_format)
 
 
 Opener = Callable[[str], Source]
@@ -95,18 +96,21 @@ def find_source(
     model: str,
     revision: str | None = None,
     *,
+    load_format: str = "auto",
     download_dir: str | None = None,
     token: str | bool | None = None,
 ) -> Source:
     """Return the source of ``model``: a URL, a folder, or a hub id, which is downloaded.
 
-    ``download_dir`` and ``token`` are those of :func:`resolve`.
+    ``load_format`` is that of ``LoadConfig``; a URL's opener knows its own. ``download_dir`` and
+    ``token`` are those of :func:`resolve`.
 
     Raises ``CheckpointFormatError`` if it cannot be found.
     """
     scheme, separator, _ = model.partition("://")
     if not separator:
-        return Folder(resolve(model, revision, download_dir=download_dir, token=token))
+        folder = resolve(model, revision, download_dir=download_dir, token=token)
+        return Folder(folder, load_format)
     opener = registered_sources.get(scheme.lower())
     if opener is None:
         known = ", ".join(f"{each}://" for each in sorted(registered_sources)) or "none"

@@ -18,6 +18,8 @@ from vllm_module.cli.options import (
     DTypeOption,
     ExpertParallelOption,
     LengthOption,
+    LoadFormat,
+    LoadFormatOption,
     ModelCodeOption,
     QuantizationOption,
     SeedOption,
@@ -75,6 +77,7 @@ def chat(
     stop: StopOption = None,
     dtype: DTypeOption = DType.auto,
     quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
@@ -106,7 +109,7 @@ def chat(
 
         if model_code is not None:  # which may register the source
             load_model_code(model_code)
-        found = find_source(source)
+        found = find_source(source, load_format=load_format.value)
         ChatTemplate(found.folder)
         source = str(found.folder) if isinstance(found, Folder) else source
     cache = kv_cache_dtype.value
@@ -119,6 +122,7 @@ def chat(
         timeout,
         max_model_len,
         kv_cache_dtype=cache,
+        load_format=load_format.value,
         model_code=model_code,
         enable_expert_parallel=enable_expert_parallel,
     ) as llm:

@@ -14,6 +14,8 @@ from vllm_module.cli.options import (
     DTypeOption,
     ExpertParallelOption,
     JsonOption,
+    LoadFormat,
+    LoadFormatOption,
     ModelCodeOption,
     QuantizationOption,
     SizeOption,
@@ -57,6 +59,7 @@ def load(
     ] = None,
     dtype: DTypeOption = DType.auto,
     quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -108,9 +111,11 @@ def load(
     config = model_config(source, dtype, quantization, model_code, enable_expert_parallel)
     if under_torchrun():
         with process_group(target):
-            model_source, report, loads, traces = _load_own_rank(config, target, timeout, records)
+            model_source, report, loads, traces = _load_own_rank(
+                config, load_format.value, target, timeout, records
+            )
     else:
-        model_source = ModelSource.find(config)
+        model_source = ModelSource.find(config, load_format.value)
         loads = []
         for each in range(tp_size) if rank is None else (rank,):
             traces += [RankTrace(each)] if records else []
@@ -157,7 +162,7 @@ def print_loads(out: Console, report: LoadReport, loads: Sequence[RankLoad]) -> 
 
 
 def _load_own_rank(
-    config: ModelConfig, device: torch.device, timeout: float, records: bool
+    config: ModelConfig, load_format: str, device: torch.device, timeout: float, records: bool
 ) -> tuple[ModelSource, LoadReport, list[RankLoad], list[RankTrace]]:
     """Load this process's rank; return its source, the first report and all measurements."""
     import torch.distributed as dist
@@ -166,7 +171,7 @@ def _load_own_rank(
     from vllm_module.cli.rank_load import load_rank
     from vllm_module.consistency import digests
 
-    source = find_alike(config, timeout)
+    source = find_alike(config, load_format, timeout)
 
     def work() -> tuple[RankLoad, LoadReport, dict[str, str], RankTrace | None]:
         rank, shows = dist.get_rank(), is_first_rank()

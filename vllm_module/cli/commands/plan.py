@@ -16,6 +16,8 @@ from vllm_module.cli.options import (
     DTypeOption,
     ExpertParallelOption,
     JsonOption,
+    LoadFormat,
+    LoadFormatOption,
     ModelCodeOption,
     QuantizationOption,
     SizeOption,
@@ -54,6 +56,7 @@ def plan(
     ] = None,
     dtype: DTypeOption = DType.auto,
     quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     context_len: Annotated[
@@ -112,7 +115,7 @@ def plan(
         # Imported here because usage errors and help need no torch.
         from vllm_module.cli.model_plan import print_plan
         from vllm_module.model_source import ModelSource
-    model_source = ModelSource.find(config)  # a download draws its own bars
+    model_source = ModelSource.find(config, load_format.value)  # a download draws its own bars
     with working("reading headers") as show:
         plan = plan_ranks(model_source, tp, ep, kv_cache_dtype, context_len, show)
     plan = replace(plan, memory=memory, memory_bytes=memory_bytes)
