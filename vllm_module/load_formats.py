@@ -6,4 +6,4 @@ from typing import Literal
 
 # All other lists of these names come from this one. With "auto", the formats of files are looked
 # for in this order, which is that of weights.checkpoint.FORMATS.
-LoadFormat = Literal["auto", "safetensors", "pt", "dcp"]
+LoadFormat = Literal["auto", "safetensors", "pt", "dcp", "mistral"]

@@ -92,6 +92,7 @@ FORMATS: dict[str, Files | Unit] = {
         "pytorch_model.bin.index.json",
         "pytorch_model.bin",
     ),
+    "mistral": Unit("vllm_module.weights.mistral:open_mistral", "params.json"),
     "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata"),
 }
 UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")  # suffixes of other formats
