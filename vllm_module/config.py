@@ -17,6 +17,7 @@ from pydantic import (
     ValidationError,
 )
 
+from vllm_module.load_formats import LoadFormat as LoadFormat
 from vllm_module.messages import shorten
 
 if TYPE_CHECKING:
@@ -100,10 +101,6 @@ class _Closed(Settings):
 OnlineScheme = Literal[
     "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"
 ]
-
-
-# The names are vLLM's and SGLang's.
-LoadFormat = Literal["auto", "safetensors", "pt"]
 
 
 class QuantizationConfig(_Closed):

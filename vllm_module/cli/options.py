@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from vllm_module import load_formats
 from vllm_module.cli.output import plural
 
 if TYPE_CHECKING:
@@ -38,12 +39,16 @@ class Quantization(str, Enum):
     compressed_tensors = "compressed-tensors"
 
 
-class LoadFormat(str, Enum):
-    """The formats of the files of weights."""
+if TYPE_CHECKING:
 
-    auto = "auto"
-    safetensors = "safetensors"
-    pt = "pt"
+    class LoadFormat(str, Enum):
+        """The formats of weights; type checkers need to know only the default."""
+
+        auto = "auto"
+
+else:
+    _names = get_args(load_formats.LoadFormat)
+    LoadFormat = Enum("LoadFormat", {name: name for name in _names}, type=str)
 
 
 class CacheDType(str, Enum):

@@ -2,71 +2,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.garbage import paused_gc
+from vllm_module.load_formats import LoadFormat
 from vllm_module.messages import printable, printable_name, shorten
+from vllm_module.weights.formats import FORMATS, UNSUPPORTED, Files, Unit, imported
 from vllm_module.weights.header import Entry
-from vllm_module.weights.regular_file import is_there, read_file, refusal
-from vllm_module.weights.safetensors import SafetensorsFile
-from vllm_module.weights.strict_json import parse_object
+from vllm_module.weights.index import DAMAGED, check_against_index, read_index
+from vllm_module.weights.regular_file import is_there, refusal
 from vllm_module.weights.weight_file import WeightFile
 
 if TYPE_CHECKING:
     from vllm_module.weights.handle import FileHandle
-
-
-@dataclass(frozen=True)
-class _Format:
-    """Which files of a folder hold the weights.
-
-    Attributes:
-        index: the file that names them by tensor.
-        whole: the one that has all of them, where there is no index.
-        suffixes: else every file with the first of these suffixes that one has.
-        others: files with such a suffix that hold something else.
-
-    """
-
-    index: str
-    whole: str
-    suffixes: tuple[str, ...]
-    others: re.Pattern[str]
-
-    def files(self, present: Iterable[Path]) -> list[Path]:
-        """Return the files of this format among those in a folder."""
-        for suffix in self.suffixes:
-            found = [path for path in present if path.suffix == suffix]
-            if kept := [path for path in found if not self.others.match(path.name)]:
-                return kept
-        return []
-
-
-# In this order; the first that a folder has is taken. Mistral's consolidated* holds the same
-# weights under other names; trainers write their own state beside the weights.
-FORMATS = {
-    "safetensors": _Format(
-        "model.safetensors.index.json",
-        "model.safetensors",
-        (".safetensors",),
-        re.compile("consolidated"),
-    ),
-    "pt": _Format(
-        "pytorch_model.bin.index.json",
-        "pytorch_model.bin",
-        (".bin", ".pt"),
-        re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
-    ),
-}
-_UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")
-_DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 
 
 class Checkpoint(Mapping[str, "FileHandle"]):
@@ -74,10 +27,15 @@ class Checkpoint(Mapping[str, "FileHandle"]):
 
     A tensor that is in two files is a CheckpointFormatError. The files are closed when no handle
     is left, or earlier by ``close`` or at the end of a ``with`` block.
+
+    Attributes:
+        load_format: of the files, as ``LoadConfig`` names it.
+
     """
 
-    def __init__(self, files: tuple[WeightFile, ...]) -> None:
+    def __init__(self, files: tuple[WeightFile, ...], load_format: str) -> None:
         self._files = files
+        self.load_format = load_format
         self._owner: dict[str, WeightFile] = {}
         for file in files:
             for name in self._owner.keys() & file.entries.keys():
@@ -163,135 +121,88 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
 
     Args:
         folder: the folder or file.
-        load_format: ``"safetensors"``, ``"pt"`` for files of ``torch.save``, or ``"auto"``: the
-            first of these two that the folder has.
+        load_format: that of ``LoadConfig``. ``"auto"`` is the first of these that the folder has.
 
     """
-    if load_format not in ("auto", *FORMATS):
-        raise ValueError(
-            f"load_format {shorten(load_format)} is unknown: expected auto, {', '.join(FORMATS)}"
-        )
+    if load_format not in get_args(LoadFormat):
+        names = ", ".join(get_args(LoadFormat))
+        raise ValueError(f"load_format {shorten(load_format)} is unknown: expected {names}")
     path = Path(os.path.expanduser(folder))
-    where = printable(path)
-    names_in: dict[str, set[str]] | None = None  # the index: names of tensors by file
-    inside: Path | None = path
-    index = path
+    formats = list(FORMATS) if load_format == "auto" else [load_format]
     if os.path.isdir(path):
-        name, paths = _find_files(path, list(FORMATS) if load_format == "auto" else [load_format])
-        index = path / FORMATS[name].index
-        if not paths:
-            names_in = _read_index(index, FORMATS[name].suffixes)
-            paths = [path / file for file in sorted(names_in)]
-    elif (of_suffix := _format_of(path)) is not None and load_format in ("auto", of_suffix):
-        name, paths, inside = of_suffix, [path], None  # named by the user: a link to anywhere
-    elif is_there(path, follow_links=True):
-        wanted = FORMATS if load_format == "auto" else [load_format]
-        suffixes = [suffix for each in wanted for suffix in FORMATS[each].suffixes]
-        raise CheckpointFormatError(
-            f"{where} is not a {' or '.join(suffixes)} file, the formats that are read; convert it"
-        )
-    else:
-        raise CheckpointFormatError(f"{where} does not exist; check the path")
-
-    with ExitStack() as opened:
-        files: list[WeightFile] = []
-        for file_path in paths:
-            if names_in is not None and not is_there(file_path):
-                raise CheckpointFormatError(
-                    f"{printable(index)} names {printable_name(file_path.name)}, which is not "
-                    f"there. {_DAMAGED}"
-                )
-            files.append(_open_file(name, file_path, inside))
-            opened.callback(files[-1].close)
-        if names_in is not None:
-            for file in files:
-                _check_against_index(index, names_in, file)
-        checkpoint = Checkpoint(tuple(files))
-        opened.pop_all()
-    return checkpoint
+        return _open_folder(path, formats)
+    of_files = {name: each for name in formats if isinstance(each := FORMATS[name], Files)}
+    for name, each in of_files.items():
+        if path.suffix in each.suffixes:
+            return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
+    if not is_there(path, follow_links=True):
+        raise CheckpointFormatError(f"{printable(path)} does not exist; check the path")
+    wanted = " or ".join(suffix for each in of_files.values() for suffix in each.suffixes)
+    raise CheckpointFormatError(
+        f"{printable(path)} is not a {wanted} file, the formats that are read; convert it"
+    )
 
 
-def _open_file(load_format: str, path: Path, folder: Path | None) -> WeightFile:
-    if load_format == "safetensors":
-        return SafetensorsFile(path, folder)
-    # Imported here because headers of safetensors files are read without torch.
-    from vllm_module.weights.torch_file import TorchFile
-
-    return TorchFile(path, folder)
-
-
-def _format_of(path: Path) -> str | None:
-    """Return the format that a file's suffix stands for."""
-    return next((name for name, each in FORMATS.items() if path.suffix in each.suffixes), None)
-
-
-def _read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
-    """Parse the index; return the names of tensors by the name of their file."""
-    data, where = read_file(index, index.parent), printable(index)
-    weight_map = parse_object(data, where, _DAMAGED).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointFormatError(
-            f"{where}: weight_map should map names of tensors to files, and is "
-            f"{shorten(weight_map)}. {_DAMAGED}"
-        )
-    names_in: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        if isinstance(file, str) and file in names_in:
-            names_in[file].add(name)
-            continue
-        # The file may be a link, as in Hugging Face's cache, but its name may not lead out of the
-        # folder. \ separates folders on Windows, and : follows a drive.
-        is_plain = isinstance(file, str) and not set(file) & set("/\\:\0")
-        if not is_plain or not file.endswith(suffixes):
-            raise CheckpointFormatError(
-                f"{where}: tensor {shorten(name)} should be in a {suffixes[0]} file of the same "
-                f"folder, and is in {shorten(file)}; do not load it unless you trust its author"
-            )
-        names_in[file] = {name}
-    return names_in
-
-
-def _check_against_index(index: Path, names_in: dict[str, set[str]], file: WeightFile) -> None:
-    expected, where = names_in[file.path.name], printable(file.path)
-    names = file.entries.keys()  # a Mapping's own are slow to compare
-    for name in sorted(names - expected):
-        owner = next((other for other, names in names_in.items() if name in names), None)
-        indexed = "does not know it" if owner is None else f"says it is in {printable_name(owner)}"
-        raise CheckpointFormatError(
-            f"{where}: tensor {shorten(name)} is here, and {index.name} {indexed}. {_DAMAGED}"
-        )
-    for name in sorted(expected - names):
-        raise CheckpointFormatError(
-            f"{printable(index)}: tensor {shorten(name)} should be in "
-            f"{printable_name(file.path.name)}, and is not. {_DAMAGED}"
-        )
-
-
-def _find_files(folder: Path, formats: list[str]) -> tuple[str, list[Path]]:
-    """Return the first of ``formats`` that ``folder`` has, and its files; none if an index does."""
+def _open_folder(folder: Path, formats: list[str]) -> Checkpoint:
+    """Open the first of ``formats`` that ``folder`` has."""
     present: list[Path] = []
     for name in formats:
-        index, whole = folder / FORMATS[name].index, folder / FORMATS[name].whole
-        if is_there(index):  # a broken link is refused, not ignored
-            return name, []
-        if is_there(whole):
-            return name, [whole]
+        each = FORMATS[name]
+        if isinstance(each, Unit):
+            if is_there(folder / each.marker):
+                opened: Checkpoint = imported(each.opener)(folder)
+                return opened
+            continue
+        # A broken link is refused, not ignored.
+        if each.index is not None and is_there(folder / each.index):
+            names_in = read_index(folder / each.index, each.suffixes)
+            paths = [folder / file for file in sorted(names_in)]
+            return _open_files(name, each, paths, folder, names_in)
+        if each.whole is not None and is_there(folder / each.whole):
+            return _open_files(name, each, [folder / each.whole], folder)
         present = present or _listed(folder)
-        if files := FORMATS[name].files(present):
-            return name, files
-    unsupported = [path.name for path in present if path.suffix in _UNSUPPORTED]
+        if files := each.files(present):
+            return _open_files(name, each, files, folder)
+    present = present or _listed(folder)
+    unsupported = [path.name for path in present if path.suffix in UNSUPPORTED]
     advice = (
         f"{printable(unsupported[0])} is in a format that is not supported; convert it to "
         "safetensors"
         if unsupported
         else "check the path, or download the checkpoint again"
     )
-    wanted = " or ".join(f"*{suffix}" for name in formats for suffix in FORMATS[name].suffixes)
+    wanted = " or ".join(pattern for name in formats for pattern in FORMATS[name].patterns)
     names = ", ".join(printable(path.name) for path in present[:20]) or "nothing"
     more = f" and {len(present) - 20} more" if len(present) > 20 else ""
     raise CheckpointFormatError(
         f"{printable(folder)} holds no {wanted} file; there is {names}{more}. {advice}"
     )
+
+
+def _open_files(
+    name: str,
+    format_: Files,
+    paths: list[Path],
+    folder: Path | None,
+    names_in: dict[str, set[str]] | None = None,
+) -> Checkpoint:
+    """Open files of the format ``name``, and compare them with an index if there is one."""
+    files: list[WeightFile] = []
+    with ExitStack() as opened:
+        for path in paths:
+            if names_in is not None and not is_there(path):
+                raise CheckpointFormatError(
+                    f"{printable(path.parent)}/{format_.index} names {printable_name(path.name)}, "
+                    f"which is not there. {DAMAGED}"
+                )
+            files.append(format_.open_file(path, folder))
+            opened.callback(files[-1].close)
+        if folder is not None and format_.index is not None and names_in is not None:
+            for file in files:
+                check_against_index(folder / format_.index, names_in, file)
+        checkpoint = Checkpoint(tuple(files), name)
+        opened.pop_all()
+    return checkpoint
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -12,19 +12,18 @@ import io
 import pickletools
 import re
 import zipfile
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error, printable, shorten
-from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.header import DAMAGED, DTYPES, MAX_HEADER_BYTES, MAX_NAME, Entry
 from vllm_module.weights.weight_file import WeightFile
 
-_DTYPES = {getattr(torch, dtype.name): dtype for dtype in DTYPES.values()}
+TORCH_DTYPES = {getattr(torch, dtype.name): dtype for dtype in DTYPES.values()}
 _SIGNATURE = b"PK\x03\x04"
 _LOCAL_HEADER = 30  # bytes of a member's header before its name and extra field
 # What tensors, parameters and ordered dicts are made of. torch's unpickler allows more, such as
@@ -33,23 +32,40 @@ _NEEDED = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)"
     r"|torch\.storage \w+Storage|torch (\w*Storage|b?float\w+|u?int\d+|bool|complex\d+)"
 )
-_SAVE_AGAIN = (
+SAVE_AGAIN = (
     "Load it with torch.load where you trust it, and save its tensors with "
     "safetensors.torch.save_file."
 )
+
+
+Refuse = Callable[[str], NoReturn]
+
+
+class Bytes(Protocol):
+    """The bytes of a file, or of a part of one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def read_bytes(self, offset: int, length: int) -> bytes:
+        """Read ``length`` bytes from ``offset`` on."""
 
 
 class TorchFile(WeightFile):
     """The tensors of one file of ``torch.save``, a dict of names and tensors."""
 
     def _read_entries(self) -> None:
-        places = _members(self._bytes, self._refuse)
+        places = members(self._bytes, self._refuse)
         self._pickle = next(place for name, place in places.items() if name.endswith("/data.pkl"))
         begin, end = self._pickle
-        _check_pickle(self._bytes.read_bytes(begin, end - begin), self._refuse)
+        check_pickle(self._bytes.read_bytes(begin, end - begin), self._refuse)
         ends = dict(places.values())  # of storages, by where they begin
         self.entries = {}
-        for name, tensor in _unpickled(self._bytes, self._refuse).items():
+        held = unpickled(self._bytes, self._refuse)
+        if not isinstance(held, Mapping):
+            self._refuse(f"it holds {shorten(held)}: expected a dict of names and tensors")
+        for name, tensor in held.items():
             if not isinstance(name, str) or len(name) > MAX_NAME:
                 self._refuse(
                     f"a tensor should be named by a string of at most {MAX_NAME} characters, got "
@@ -57,46 +73,10 @@ class TorchFile(WeightFile):
                 )
             if not isinstance(tensor, torch.Tensor):
                 self._refuse(
-                    f"{shorten(name)} is {shorten(tensor)}, and only tensors are read. "
-                    f"{_SAVE_AGAIN}"
+                    f"{shorten(name)} is {shorten(tensor)}, and only tensors are read. {SAVE_AGAIN}"
                 )
-            self.entries[name] = self._entry(name, tensor, ends)
-
-    def _entry(self, name: str, tensor: torch.Tensor, ends: Mapping[int, int]) -> Entry:
-        """Return where the elements of a fake ``tensor`` lie, after checking that they do."""
-        dtype = _DTYPES.get(tensor.dtype)
-        plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-        if dtype is None or not plain:
-            self._refuse(
-                f"tensor {shorten(name)} is {tensor.dtype}, {tensor.layout}: expected a dense one "
-                "of a dtype that safetensors has too"
-            )
-        storage: Any = tensor.untyped_storage()
-        first: Any = tensor.storage_offset()  # no symbol: the pickle has numbers
-        strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-        shape = tuple(tensor.shape)
-        start: int = getattr(storage, "_checkpoint_offset", -1)
-        if not tensor.numel():
-            return Entry(dtype, shape, self._bytes.size, self._bytes.size)
-        if start not in ends:
-            self._refuse(f"tensor {shorten(name)} is in none of the archive's members. {DAMAGED}")
-        reach = dtype.itemsize  # bytes that the dimensions of smaller strides cover
-        for stride, size in sorted(zip(strides, shape, strict=True)):
-            if size > 1 and stride < reach:
-                self._refuse(
-                    f"elements of tensor {shorten(name)} share memory (shape {list(shape)}, "
-                    f"strides {list(tensor.stride())}): clone it and save it again"
-                )
-            reach += stride * (size - 1)
-        begin: int = start + first * dtype.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if begin + last + dtype.itemsize > ends[start]:
-            self._refuse(
-                f"tensor {shorten(name)} should end at byte {begin + last + dtype.itemsize}, and "
-                f"its storage ends at {ends[start]}. {DAMAGED}"
-            )
-        nbytes = tensor.numel() * dtype.itemsize
-        return Entry(dtype, shape, begin, begin + nbytes, strides)
+            size = self._bytes.size
+            self.entries[name] = entry_of(name, tensor, ends, size, self._refuse)
 
     def _described(self) -> list[tuple[int, int]]:
         return [self._pickle]
@@ -105,10 +85,52 @@ class TorchFile(WeightFile):
         raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
 
 
+def entry_of(
+    name: str, tensor: torch.Tensor, ends: Mapping[int, int], size: int, refuse: Refuse
+) -> Entry:
+    """Return where the elements of a fake ``tensor`` lie, after checking that they do.
+
+    ``ends`` has the ends of storages by where they begin, in a file of ``size`` bytes.
+    """
+    dtype = TORCH_DTYPES.get(tensor.dtype)
+    plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    if dtype is None or not plain:
+        refuse(
+            f"tensor {shorten(name)} is {tensor.dtype}, {tensor.layout}: expected a dense one "
+            "of a dtype that safetensors has too"
+        )
+    storage: Any = tensor.untyped_storage()
+    first: Any = tensor.storage_offset()  # no symbol: the pickle has numbers
+    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+    shape = tuple(tensor.shape)
+    start: int = getattr(storage, "_checkpoint_offset", -1)
+    if not tensor.numel():
+        return Entry(dtype, shape, size, size)
+    if start not in ends:
+        refuse(f"tensor {shorten(name)} is in none of the archive's members. {DAMAGED}")
+    reach = dtype.itemsize  # bytes that the dimensions of smaller strides cover
+    for stride, count in sorted(zip(strides, shape, strict=True)):
+        if count > 1 and stride < reach:
+            refuse(
+                f"elements of tensor {shorten(name)} share memory (shape {list(shape)}, "
+                f"strides {list(tensor.stride())}): clone it and save it again"
+            )
+        reach += stride * (count - 1)
+    begin: int = start + first * dtype.itemsize
+    last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+    if begin + last + dtype.itemsize > ends[start]:
+        refuse(
+            f"tensor {shorten(name)} should end at byte {begin + last + dtype.itemsize}, and "
+            f"its storage ends at {ends[start]}. {DAMAGED}"
+        )
+    nbytes = tensor.numel() * dtype.itemsize
+    return Entry(dtype, shape, begin, begin + nbytes, strides)
+
+
 class _Reader(io.RawIOBase):
     """A file for reading that is open already."""
 
-    def __init__(self, file_bytes: FileBytes) -> None:
+    def __init__(self, file_bytes: Bytes) -> None:
         self._bytes, self._at = file_bytes, 0
 
     def readable(self) -> bool:
@@ -138,12 +160,12 @@ class _Reader(io.RawIOBase):
         return len(data)
 
 
-def _members(file_bytes: FileBytes, refuse: Any) -> dict[str, tuple[int, int]]:
+def members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
     """Return from where to where the bytes of each member of the archive lie, by its name."""
     if file_bytes.read_bytes(0, min(4, file_bytes.size)) != _SIGNATURE:
         refuse(
             "it is no zip archive, as torch.save has written since torch 1.6. An older file is "
-            f"one pickle, of which no part can be read alone. {_SAVE_AGAIN}"
+            f"one pickle, of which no part can be read alone. {SAVE_AGAIN}"
         )
     places: dict[str, tuple[int, int]] = {}
     try:
@@ -169,7 +191,7 @@ def _members(file_bytes: FileBytes, refuse: Any) -> dict[str, tuple[int, int]]:
                 places[member.filename] = begin, end
             order = next((name for name in places if name.endswith("/byteorder")), None)
             if order is not None and archive.read(order) != b"little":
-                refuse(f"its numbers are not little-endian. {_SAVE_AGAIN}")
+                refuse(f"its numbers are not little-endian. {SAVE_AGAIN}")
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
         if isinstance(error, CheckpointFormatError):
             raise
@@ -185,7 +207,7 @@ def _members(file_bytes: FileBytes, refuse: Any) -> dict[str, tuple[int, int]]:
     return places
 
 
-def _check_pickle(data: bytes, refuse: Any) -> None:
+def check_pickle(data: bytes, refuse: Refuse) -> None:
     """Refuse a pickle that asks for anything but tensors, before it is read as one."""
     try:
         for operation, argument, _ in pickletools.genops(data):
@@ -193,7 +215,7 @@ def _check_pickle(data: bytes, refuse: Any) -> None:
                 asked = str(argument).replace(" ", ".")
                 refuse(
                     f"its pickle asks for {shorten(asked)}, which is no tensor, and nothing of it "
-                    f"was run. {_SAVE_AGAIN}"
+                    f"was run. {SAVE_AGAIN}"
                 )
             if operation.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
                 refuse(f"its pickle has {operation.name}, which torch.save does not write")
@@ -203,7 +225,7 @@ def _check_pickle(data: bytes, refuse: Any) -> None:
         refuse(f"its pickle is broken ({describe_error(error)}). {DAMAGED}")
 
 
-def _unpickled(file_bytes: FileBytes, refuse: Any) -> Mapping[Any, Any]:
+def unpickled(file_bytes: Bytes, refuse: Refuse) -> Any:
     """Return what the file's pickle holds: fake tensors, which say where their storages lie."""
     try:
         with FakeTensorMode():
@@ -213,7 +235,5 @@ def _unpickled(file_bytes: FileBytes, refuse: Any) -> Mapping[Any, Any]:
         raise
     except Exception as error:  # of the unpickler, the archive's reader, or a rebuilt tensor
         reason = describe_error(error).partition("\n")[0]
-        refuse(f"torch.load refuses it, and nothing of it was run: {reason}. {_SAVE_AGAIN}")
-    if not isinstance(held, Mapping):
-        refuse(f"it holds {shorten(held)}: expected a dict of names and tensors")
+        refuse(f"torch.load refuses it, and nothing of it was run: {reason}. {SAVE_AGAIN}")
     return held

@@ -1,0 +1,244 @@
+"""Folders of torch.distributed.checkpoint: torch's own reader decides what they hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from vllm_module import ModelConfig, get_model
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.model_source import build_model, read_config
+from vllm_module.weights import open_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+# By name, a tensor and where its dimensions are cut: as FSDP cuts 5 rows on 2 ranks, a mesh of two
+# dimensions, and a tensor that is whole.
+STATE: dict[str, tuple[torch.Tensor, tuple[tuple[int, ...], ...]]] = {
+    "model.rows.weight": (torch.arange(20.0).view(5, 4), ((3,), ())),
+    "model.mesh.weight": (torch.randn(6, 8).bfloat16(), ((2, 4), (3,))),
+    "model.whole": (torch.arange(7), ((),)),
+    "model.number": (torch.tensor(2.5), ()),
+    "model.columns": (torch.randn(4, 6).half().t(), ((), (1,))),
+}
+
+
+def write(folder: Path, state: Any = None, above: tuple[str, ...] = ("model",)) -> Metadata:
+    """Write a folder as ranks of a trainer do, a file for each of two."""
+    state = STATE if state is None else state
+    files = [io.BytesIO(), io.BytesIO()]
+    described, stored, paths = {}, {}, {}
+    for name, (tensor, cuts) in state.items():
+        key = ".".join((*above, name))
+        paths[key] = (*above, name)
+        chunks = []
+        edges = [(0, *cut, size) for cut, size in zip(cuts, tensor.shape, strict=True)]
+        for index, span in enumerate(product(*[list(pairwise(e)) for e in edges])):
+            offsets = torch.Size(begin for begin, _ in span)
+            part = tensor
+            for dim, (begin, end) in enumerate(span):
+                part = part.narrow(dim, begin, end - begin)
+            chunks.append(ChunkStorageMetadata(offsets, part.shape))
+            saved = io.BytesIO()
+            # As torch's writer, which copies what is a part of a storage.
+            torch.save(part.clone() if part.untyped_storage().nbytes() else part, saved)
+            file = index % 2
+            place = _StorageInfo(f"__{file}_0.distcp", files[file].tell(), len(saved.getvalue()))
+            stored[MetadataIndex(key, offsets, index)] = place
+            files[file].write(saved.getvalue())
+        properties = TensorProperties.create_from_tensor(tensor)
+        described[key] = TensorStorageMetadata(properties, tensor.shape, chunks)
+    metadata = Metadata(described, paths, stored)  # type: ignore[arg-type]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    for index, data in enumerate(files):
+        (folder / f"__{index}_0.distcp").write_bytes(data.getvalue())
+    return metadata
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    write(folder)
+    return folder
+
+
+def test_tensors_are_those_that_torch_reads(folder: Path) -> None:
+    """Whole tensors and every slice have the bits that torch's own reader gives."""
+    asked = {f"model.{name}": torch.empty_like(tensor) for name, (tensor, _) in STATE.items()}
+    dcp.load(asked, checkpoint_id=folder, no_dist=True)
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.load_format == "dcp"
+        assert checkpoint.keys() == STATE.keys()
+        for name, handle in checkpoint.items():
+            tensor = asked[f"model.{name}"]
+            assert torch.equal(tensor, STATE[name][0])
+            assert handle.dtype == tensor.dtype
+            assert torch.equal(handle.read(), tensor)
+            for dim, size in enumerate(tensor.shape):
+                for start, end in product(range(size + 1), repeat=2):
+                    if start <= end:
+                        part = handle.narrow(dim, start, end - start)
+                        assert torch.equal(part.read(), tensor.narrow(dim, start, end - start))
+                        wide = torch.empty(part.shape, dtype=torch.float64)
+                        if tensor.is_floating_point():
+                            part.read_into(wide)
+                            assert torch.equal(wide, part.read().double())
+
+
+def test_what_torch_saves_itself_is_read(tmp_path: Path) -> None:
+    """A dict with a model, an optimizer and a counter gives the model's tensors."""
+    model = {"embed.weight": torch.randn(3, 2), "head": torch.randn(2, 5).t().contiguous()}
+    saved = {"model": model, "optim": {"state": {"embed.weight": torch.ones(3)}}, "step": 3}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.keys() == model.keys()
+        assert all(torch.equal(checkpoint[name].read(), model[name]) for name in model)
+    flat = tmp_path / "flat"
+    dcp.save(model, checkpoint_id=flat, no_dist=True)
+    with open_checkpoint(flat, "dcp") as checkpoint:
+        assert checkpoint.keys() == model.keys()
+
+
+def test_a_slice_reads_its_bytes_alone(tmp_path: Path) -> None:
+    """Rows of one chunk are all that is read for them."""
+    tensor = torch.randn(64, 256)
+    write(tmp_path, {"w": (tensor, ((10, 32), ()))})
+    with open_checkpoint(tmp_path) as checkpoint:
+        handle = checkpoint["w"].narrow(0, 12, 5)
+        assert checkpoint.bytes_read == 0
+        assert torch.equal(handle.read(), tensor[12:17])
+        assert checkpoint.bytes_read == 5 * 256 * 4
+
+
+def drop_chunk(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata["model.model.rows.weight"].chunks[0]  # type: ignore[union-attr]
+
+
+def repeat_chunk(metadata: Metadata) -> None:
+    chunks = metadata.state_dict_metadata["model.model.mesh.weight"].chunks  # type: ignore[union-attr]
+    chunks[1] = ChunkStorageMetadata(chunks[0].offsets, chunks[1].sizes)
+
+
+def move(metadata: Metadata, **change: Any) -> None:
+    for place in metadata.storage_data.values():
+        vars(place).update(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_chunk, "hold 8 elements and should cover each of 20 once"),
+        (repeat_chunk, "should cover each of 48 once"),
+        (lambda m: move(m, relative_path="../secret"), "should be in a file of the same folder"),
+        (lambda m: move(m, relative_path="__9_0.distcp"), "__9_0.distcp, which is not there"),
+        (lambda m: move(m, length=10**9), "should end at byte"),
+        (lambda m: move(m, offset=-1), "is in no file"),
+        (lambda m: move(m, transform_descriptors=["zstd"]), "compressed or encrypted"),
+        (lambda m: m.state_dict_metadata.clear(), "found tensors in none"),
+        (lambda m: m.planner_data.update({"network.model.whole": ("other", "w")}), "in one dict"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(
+    tmp_path: Path, change: Callable[[Metadata], Any], message: str
+) -> None:
+    """Chunks that leave an element out, or share one, and files that are not there: by name."""
+    metadata = write(tmp_path, above=("network",) if "one dict" in message else ("model",))
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match=message) as refused:
+        open_checkpoint(tmp_path)
+    assert ".metadata" in str(refused.value)
+
+
+def test_nothing_in_the_pickle_runs(tmp_path: Path) -> None:
+    """A pickle that would run a command is refused, and the command is not run."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    write(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointFormatError, match=r"asks for '(posix|nt)\.system', and nothing"):
+        open_checkpoint(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damage_inside_a_chunk_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    """A chunk that is no archive, or of another shape, names its file, tensor and place."""
+    metadata = write(tmp_path, {"w": (torch.randn(8, 4), ((4,), ()))})
+    file = tmp_path / "__1_0.distcp"
+    good = file.read_bytes()
+    file.write_bytes(b"\0" * len(good))
+    with open_checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(WeightReadError, match=r"__1_0.distcp: the chunk of 'w' at \[4, 0\]"):
+            checkpoint["w"].read()
+        assert checkpoint["w"].narrow(0, 0, 4).read().shape == (4, 4)
+    file.write_bytes(good)
+    first, second = metadata.storage_data.values()
+    first.relative_path, first.length = "__1_0.distcp", second.length
+    metadata.state_dict_metadata["model.w"].chunks = [  # type: ignore[union-attr]
+        ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 8))),
+    ]
+    metadata.state_dict_metadata["model.w"].size = torch.Size((2, 8))  # type: ignore[union-attr]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(WeightReadError, match=r"shape \[4, 4\], and .metadata says .*\[2, 8\]"),
+    ):
+        checkpoint["w"].read()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_model_loads_what_its_trainer_saved(tmp_path: Path, size: int) -> None:
+    """Each rank of a Llama holds the cut of the tensors, whatever the trainer's own cut was."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model_config = ModelConfig(model=str(tmp_path))
+    meta = build_model(
+        read_config(tmp_path, model_config), torch.float32, torch.device("cpu")
+    ).expected_weights()
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(tuple(each.shape)) for name, each in meta.items()}
+    cut = {
+        name: (each, ((each.shape[0] // 3,), *[()] * (each.dim() - 1)))
+        for name, each in tensors.items()
+    }
+    write(tmp_path, cut, ("app", "model"))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file(tensors, plain / "model.safetensors")
+    for rank in range(size):
+        with tensor_parallel(rank=rank, size=size):
+            ours = get_model(model_config=model_config)
+            expected = get_model(model_config=ModelConfig(model=str(plain)))
+        for (name, one), (_, other) in zip(
+            ours.named_parameters(), expected.named_parameters(), strict=True
+        ):
+            assert torch.equal(one, other), name

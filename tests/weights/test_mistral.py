@@ -1,0 +1,179 @@
+"""Mistral's own files: the same model as Hugging Face's files of it, at every size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams, get_model
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.weights import open_checkpoint
+from vllm_module.weights.mistral import renamed
+
+HEADS, KV_HEADS, HEAD = 4, 2, 8
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD,
+    "rms_norm_eps": 1e-5, "sliding_window": None, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+PARAMS: dict[str, Any] = {
+    "dim": 16, "n_layers": 2, "head_dim": HEAD, "hidden_dim": 24, "n_heads": HEADS,
+    "n_kv_heads": KV_HEADS, "norm_eps": 1e-5, "vocab_size": 64, "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+NAMES = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "mlp": "feed_forward",
+    "block_sparse_moe": "feed_forward",
+}  # fmt: skip
+
+
+def theirs(name: str) -> str:
+    """Return Mistral's name of a tensor."""
+    stem, _, last = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{last}"
+    _, _, number, inside = stem.split(".", 3)
+    for begin, new in NAMES.items():
+        if inside == begin or inside.startswith(f"{begin}."):
+            return f"layers.{number}.{new}{inside[len(begin) :]}.{last}"
+    raise KeyError(name)
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Put the halves of each head in turns, as Mistral stores them."""
+    halves = weight.view(heads, 2, HEAD // 2, -1)
+    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def published(folder: Path, model: Any, params: dict[str, Any]) -> Path:
+    """Write ``hf`` and ``own`` below ``folder``: the model in both layouts."""
+    model.eval().save_pretrained(folder / "hf")
+    tensors = {}
+    for name, tensor in load_file(folder / "hf" / "model.safetensors").items():
+        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+        tensors[theirs(name)] = tensor if heads is None else interleaved(tensor, heads)
+    own = folder / "own"
+    own.mkdir()
+    save_file(tensors, own / "consolidated.safetensors")
+    (own / "params.json").write_text(json.dumps(params))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SHAPE))
+    return published(tmp_path_factory.mktemp("mistral"), model, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(**SHAPE, **experts))
+    params = PARAMS | {"moe": {"num_experts": 4, "num_experts_per_tok": 2}}
+    return published(tmp_path_factory.mktemp("mixtral"), model, params)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_parameters_are_those_of_the_same_model_in_hugging_faces_files(
+    request: pytest.FixtureRequest, kind: str, size: int
+) -> None:
+    """Each rank holds the same bits, whichever of the two layouts it reads."""
+    folder = request.getfixturevalue(kind)
+    for rank in range(size):
+        with tensor_parallel(rank=rank, size=size):
+            own, hf = (
+                get_model(model_config=ModelConfig(model=str(folder / each), dtype="float32"))
+                for each in ("own", "hf")
+            )
+        assert type(own) is type(hf)
+        for (name, one), (_, other) in zip(
+            own.named_parameters(), hf.named_parameters(), strict=True
+        ):
+            assert torch.equal(one, other), name
+
+
+def test_the_engine_gives_the_same_tokens(dense: Path) -> None:
+    """From params.json alone, and from a config.json beside it, with both layouts in a folder."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    both = dense / "both"
+    both.mkdir()
+    for folder in ("hf", "own"):
+        for file in (dense / folder).iterdir():
+            (both / file.name).write_bytes(file.read_bytes())
+    outputs = []
+    for folder, load_format in (("hf", "auto"), ("own", "auto"), ("both", "mistral")):
+        small: dict[str, Any] = {"max_model_len": 32, "kv_cache_memory_bytes": 1 << 20}
+        with LLM(dense / folder, dtype="float32", load_format=load_format, **small) as llm:
+            prompt = {"prompt_token_ids": [5, 9, 13, 2, 40]}
+            outputs.append(llm.generate(prompt, params, False)[0].outputs[0].token_ids)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_scales_get_the_names_that_layers_declare() -> None:
+    """FP8 files store the scale of a weight and of its input beside it."""
+    assert renamed("layers.3.attention.wq.qscale_weight") == (
+        "model.layers.3.self_attn.q_proj.weight_scale"
+    )
+    assert (
+        renamed("layers.0.feed_forward.w2.qscale_act") == "model.layers.0.mlp.down_proj.input_scale"
+    )
+    assert renamed("vision_encoder.w.weight") == "vision_encoder.w.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"yarn": {"factor": 8}}, UnsupportedModelError, "'yarn' is .*, which no model here knows"),
+        ({"q_lora_rank": 64}, UnsupportedModelError, "'q_lora_rank' is 64"),
+        ({"use_biases": True}, UnsupportedModelError, "use_biases is set"),
+        ({"quantization": {"qformat_weight": "int4"}}, UnsupportedModelError, "fp8_e4m3 and"),
+        ({"dim": None}, CheckpointFormatError, "hidden_size"),
+        ({"n_kv_heads": 3}, CheckpointFormatError, "3"),
+    ],
+)
+def test_settings_that_no_model_has_are_refused(
+    dense: Path, tmp_path: Path, change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    """The entry and its value are named, before a weight is read."""
+    (tmp_path / "consolidated.safetensors").symlink_to(dense / "own" / "consolidated.safetensors")
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS | change))
+    with pytest.raises(Exception, match=message):
+        get_model(model_config=ModelConfig(model=str(tmp_path)))
+    del kind
+
+
+def test_files_that_do_not_fit_are_refused(dense: Path, tmp_path: Path) -> None:
+    """A missing entry, no files, and an index that names a file that is not there."""
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 16}))
+    with pytest.raises(CheckpointFormatError, match=r"params.json has no n_layers"):
+        get_model(model_config=ModelConfig(model=str(tmp_path)))
+    with pytest.raises(CheckpointFormatError, match=r"no consolidated\*.safetensors"):
+        open_checkpoint(tmp_path, "mistral")
+    names = load_file(dense / "own" / "consolidated.safetensors")
+    weight_map = dict.fromkeys(names, "consolidated-00001-of-00002.safetensors")
+    index = tmp_path / "consolidated.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointFormatError, match=r"00001-of-00002.safetensors, which is not"):
+        open_checkpoint(tmp_path, "mistral")
+    save_file(names, tmp_path / "consolidated-00001-of-00002.safetensors")
+    with open_checkpoint(tmp_path, "mistral") as checkpoint:
+        assert len(checkpoint) == len(names)
+    loading = LoadConfig(load_format="mistral")
+    with pytest.raises(CheckpointFormatError, match=r"params.json"):
+        get_model(model_config=ModelConfig(model=str(dense / "hf")), load_config=loading)

@@ -1,0 +1,105 @@
+"""The formats of files: how a folder's is recognized, and what opens it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_module.weights.weight_file import WeightFile
+
+_NONE = re.compile("$.")  # matches nothing
+
+
+@dataclass(frozen=True)
+class Files:
+    """A format whose files are opened one by one.
+
+    Attributes:
+        opener: ``module:name`` of the :class:`WeightFile` that opens one. It is imported when it is
+            called, with the file and the folder that a link may not lead out of.
+        suffixes: of its files. All with the first of these that the folder has are opened,
+        others: except these, which hold something else.
+        index: the file that names them by tensor; it is looked for first,
+        whole: and then the one file that has all tensors.
+
+    """
+
+    opener: str
+    suffixes: tuple[str, ...]
+    others: re.Pattern[str] = _NONE
+    index: str | None = None
+    whole: str | None = None
+
+    @property
+    def patterns(self) -> list[str]:
+        """What its files are called in messages."""
+        return [f"*{suffix}" for suffix in self.suffixes]
+
+    def files(self, present: Iterable[Path]) -> list[Path]:
+        """Return the files of this format among those in a folder."""
+        for suffix in self.suffixes:
+            found = [path for path in present if path.suffix == suffix]
+            if kept := [path for path in found if not self.others.match(path.name)]:
+                return kept
+        return []
+
+    def open_file(self, path: Path, folder: Path | None) -> WeightFile:
+        """Open one file."""
+        opened: WeightFile = imported(self.opener)(path, folder)
+        return opened
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A format whose folder is opened as one.
+
+    Attributes:
+        opener: ``module:name`` of a function that is called with the folder and returns a
+            :class:`Checkpoint`. It is imported when it is called.
+        marker: the file by which the format is recognized, relative to the folder.
+
+    """
+
+    opener: str
+    marker: str
+
+    @property
+    def patterns(self) -> list[str]:
+        """What its files are called in messages."""
+        return [self.marker]
+
+
+# By the names in load_formats.LoadFormat; "auto" takes the first that a folder has. Mistral's
+# consolidated* holds the same weights under other names; trainers write their own state beside the
+# weights.
+FORMATS: dict[str, Files | Unit] = {
+    "safetensors": Files(
+        "vllm_module.weights.safetensors:SafetensorsFile",
+        (".safetensors",),
+        re.compile("consolidated"),
+        "model.safetensors.index.json",
+        "model.safetensors",
+    ),
+    "pt": Files(
+        "vllm_module.weights.torch_file:TorchFile",
+        (".bin", ".pt"),
+        re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
+        "pytorch_model.bin.index.json",
+        "pytorch_model.bin",
+    ),
+    "mistral": Unit("vllm_module.weights.mistral:open_mistral", "params.json"),
+    "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata"),
+}
+UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")  # suffixes of other formats
+
+
+def imported(opener: str) -> Callable[..., Any]:
+    """Import what ``module:name`` says."""
+    module, _, name = opener.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
