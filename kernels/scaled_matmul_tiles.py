@@ -79,22 +79,40 @@ def multiply_tiles(product: Product, config: Config) -> None:
         num_stages=config.stages,
     )
     if config.splits > 1:
-        _add_splits[(M, -(-N // _SUMMED))](
-            parts,
-            scale,
-            x_scale,
-            bias,
-            y,
-            N,
-            scale.stride(0),
-            any_scale.stride(0),
-            1 if bias is None else bias.stride(0),
-            block_rows,
-            GROUPED=groups > 1,
-            SPLITS=config.splits,
-            BLOCK=_SUMMED,
-            num_warps=1,
-        )
+        if groups > 1:  # each step has multiplied by its scales
+            add_splits(parts, bias, y)
+        else:
+            add_splits(parts, bias, y, scale, x_scale, block_rows)
+
+
+def add_splits(
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    block_rows: int = 1,
+) -> None:
+    """Add up the splits of a product, ``parts [splits, M, N]``, into ``y [M, N]``.
+
+    The sums are multiplied by the scales that are given, as those of :class:`Product`.
+    """
+    splits, M, N = parts.shape
+    _add_splits[(M, -(-N // _SUMMED))](
+        parts,
+        scale,
+        x_scale,
+        bias,
+        y,
+        N,
+        1 if scale is None else scale.stride(0),
+        1 if x_scale is None else x_scale.stride(0),
+        1 if bias is None else bias.stride(0),
+        block_rows,
+        SPLITS=splits,
+        BLOCK=_SUMMED,
+        num_warps=1,
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -216,7 +234,6 @@ def _add_splits(
     x_scale_row,
     bias_stride,
     block_rows,
-    GROUPED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -229,7 +246,7 @@ def _add_splits(
         row = split * tl.num_programs(0) + m
         sums += tl.load(parts_ptr + row * N + n, mask=mask, other=0.0)
     n = n.to(tl.int64)
-    if not GROUPED:
+    if scale_ptr is not None:
         sums *= tl.load(scale_ptr + n // block_rows * scale_row, mask=mask, other=0.0)
         if x_scale_ptr is not None:
             sums *= tl.load(x_scale_ptr + m * x_scale_row)

@@ -241,7 +241,7 @@ def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
     refused = {peer for each in timed.values() for peer in each["refused"]}
     # Of torch's ways, these need a GPU; torch 2.11 takes scales of rows on a GPU only, too.
     assert refused <= {"sdpa cudnn", "sdpa flash", "_scaled_mm blocks", "_scaled_mm rows",
-                       "_scaled_mm rows fast", "_grouped_mm"}  # fmt: skip
+                       "_scaled_mm rows fast", "_grouped_mm", "_weight_int4pack_mm"}  # fmt: skip
     served = {each["name"] for each in found["engine"] if "step" in each}
     assert {"Llama-8B, 2 requests", "transformers, Qwen3-0.6B, 2 requests"} <= served
     decisions = tmp_path / "candidates.jsonl"

@@ -48,6 +48,8 @@ from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
 from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
+from vllm_module.kernels.packed_matmul import packed_matmul_triton
+from vllm_module.kernels.packed_matmul_configurations import Weight, packed_configurations
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
@@ -402,6 +404,67 @@ def grouped(
     )  # fmt: skip
 
 
+AWQ, NF4 = (0, 4, 1, 5, 2, 6, 3, 7), (1, 0)
+
+
+def packed(
+    m: int, kind: str, group: int = 128, bits: int = 4, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], object]:
+    """Multiply ``[m, 4096]`` by a packed weight ``[4096, 4096]``, as ``kind`` lays out its words.
+
+    GPTQ's and AWQ's tensors are transposed views, as they are stored.
+    """
+    size, floats = 4096, FP32 if kind == "nf4" else FP16
+    few, along, order = size * bits // 32, 0 if kind == "awq" else 1, None
+    words = meta(size, few, dtype=torch.int32)
+    if kind == "nf4":
+        words, order = meta(size, size // 2, dtype=torch.uint8), NF4
+    elif kind != "rows":
+        words = meta(few, size, dtype=torch.int32).t()
+    if kind == "awq":
+        words, order = meta(size, few, dtype=torch.int32).t(), AWQ
+    scales, zeros, group_of, codebook = (
+        meta(size, -(-size // group), dtype=floats),
+        None,
+        None,
+        None,
+    )
+    if kind not in ("rows", "nf4"):
+        zeros = meta(*scales.shape, dtype=torch.uint8)
+    if kind == "unordered":
+        group_of = meta(size, dtype=torch.int32)
+    if kind == "nf4":
+        codebook = meta(16, dtype=FP32)
+    x, bias = meta(m, size, dtype=dtype), meta(size, dtype=dtype)
+    return lambda: packed_matmul_triton(
+        x, words, scales, bits, along, order, group, zeros, group_of, codebook, bias
+    )
+
+
+# Layouts of packed weights: kind, group, bits, dtype.
+PACKED = (
+    ("rows", 128, 4, torch.bfloat16),
+    ("gptq", 128, 4, torch.bfloat16),
+    ("awq", 128, 4, FP16),
+    ("nf4", 64, 4, torch.bfloat16),
+    ("unordered", 128, 4, torch.bfloat16),
+    ("gptq", 48, 2, FP16),
+    ("gptq", 128, 8, torch.bfloat16),
+    ("gptq", 128, 4, FP32),
+    ("rows", 32, 4, torch.bfloat16),
+    ("rows", 4096, 8, torch.bfloat16),
+    ("unordered", 128, 8, torch.bfloat16),
+    ("awq", 48, 4, FP32),
+    ("nf4", 64, 4, FP32),
+    ("unordered", 128, 4, FP32),
+)
+PACKED_TOKENS = (1, 64, 1024, 256, 1024, 32, 16, 1)  # of the first layouts: one bucket each
+
+
+def packed_name(m: int, kind: str, group: int, bits: int, dtype: torch.dtype) -> str:
+    return f"packed {kind}, {m}, {bits} bits, groups of {group}, {_TYPES[dtype]}"
+
+
 TILES = (16, 32, 64, 128)
 
 # What is launched, by name; for architectures of 8.0 only what needs no FP8.
@@ -476,6 +539,10 @@ CASES: dict[str, Callable[[], object]] = {
     "grouped mxfp4, fp32": grouped(128, "mxfp4", dtype=FP32),
     "grouped int8 by blocks of 64": grouped(128, "int8", 64),
     "grouped bf16 of an odd size": grouped(128, "wide", k=2052),
+    **{
+        packed_name(m, *layout): packed(m, *layout)
+        for m, layout in zip(PACKED_TOKENS, PACKED, strict=False)
+    },
 }
 HOPPER: dict[str, Callable[[], object]] = {
     "attention 128, everything": attention(40, 8, 128, everything=True),
@@ -668,6 +735,14 @@ def candidates_of_products() -> dict[str, Callable[[], object]]:
             launch = grouped(each.rows // 128, kind, rows)
             name = f"grouped {kind}, {each.rows // 128}, {rows} x {rows}, {each.name}"
             found[name] = tried("grouped_matmul", each.name, launch)
+    for kind, group, bits, dtype in PACKED:
+        along, ordered = 0 if kind == "awq" else 1, 0 if kind == "unordered" else group
+        weight = Weight(4096, 4096, bits, along, ordered, kind == "nf4", dtype)
+        for each in packed_configurations(weight):
+            if each.config.way != "torch":
+                launch = packed(each.tokens, kind, group, bits, dtype)
+                name = f"{packed_name(each.tokens, kind, group, bits, dtype)}, {each.name}"
+                found[name] = tried("packed_matmul", each.name, launch)
     return found
 
 

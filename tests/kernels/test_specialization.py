@@ -25,7 +25,8 @@ BUCKETS = {
     "_prefill_latent": 1,
     "_store_latent": 1,
     "_multiply": 7 + 6,  # up to 16, 32, 64, 128, 256, 1023 tokens and, by row, beyond; or by block
-    "_add_splits": 2,  # by row and by block
+    "_multiply_packed": 6,  # up to 16, 32, 64, 256, 1023 tokens and beyond
+    "_add_splits": 2 + 1,  # by row and by block, and of packed weights
     "_route": 1,
     "_sort": 1,
     "_find": 1,
@@ -52,6 +53,8 @@ from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
 from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
+from vllm_module.kernels.packed_matmul import packed_matmul_triton
+from vllm_module.kernels.packed_matmul_configurations import Weight, packed_configurations
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.mla_attention import mla_attention_triton
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
@@ -82,6 +85,11 @@ BLOCKS = ((1, hidden), (128, 128))
 def product(x, block):
     scale = meta(hidden // block[0], hidden // block[1], dtype=FP32)
     scaled_matmul_triton(x, eight, scale, *block, None, None, True, torch.bfloat16)
+
+words, factors = meta(4096, 512, dtype=ints), meta(4096, 32)
+
+def packed_product(x):
+    packed_matmul_triton(x, words, factors, 4, 1, None, 128, None, None, None, None)
 
 def mixture(x, tokens):
     bias = meta(64, dtype=FP32)
@@ -130,6 +138,7 @@ def step(sequences, tokens, pages):
     copy_blocks_triton(cache, meta(2, sequences, dtype=longs).t())
     for block in BLOCKS:
         product(x, block)
+    packed_product(x)
     mixture(x, tokens)
     narrow, one = meta(tokens, hidden, dtype=E4M3), meta(1, 1, dtype=FP32)
     quantize_triton(x, narrow, one, tokens, hidden)
@@ -144,6 +153,8 @@ with launching(note):  # what is listed, before anything else
             product(meta(each.tokens, hidden), block)
         for each in grouped_configurations((32, 256, hidden), block, E4M3):
             mixture(meta(each.rows // 8, hidden), each.rows // 8)
+    for each in packed_configurations(Weight(hidden, hidden, 4, 1, 128, False, torch.bfloat16)):
+        packed_product(meta(each.tokens, hidden))
 listed = counted()
 
 random.seed(0)
@@ -183,7 +194,9 @@ def test_every_kernel_that_is_launched_is_counted(variants: dict[str, int]) -> N
     assert variants.keys() == BUCKETS.keys()
 
 
-@pytest.mark.parametrize("kernel", ["_multiply", "_add_splits", "_multiply_groups"])
+@pytest.mark.parametrize(
+    "kernel", ["_multiply", "_add_splits", "_multiply_groups", "_multiply_packed"]
+)
 def test_products_that_are_listed_are_all_there_are(
     counts: list[dict[str, int]], kernel: str
 ) -> None:

@@ -10,6 +10,7 @@ from gpu.cases.case import Case
 from gpu.cases.experts import experts
 from gpu.cases.latent import latent
 from gpu.cases.matmul import products
+from gpu.cases.packed import packed_products
 from gpu.cases.quantizing import fused_quantizers, quantizers
 from gpu.cases.rows import activations, norms, rotary
 
@@ -18,6 +19,7 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "decode": decode,
     "prefill": prefill,
     "matmul": products,
+    "packed": packed_products,
     "experts": experts,
     "latent attention": latent,
     "cache": cache_writes,
