@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error
+from vllm_module.runtime.downloading import Wait, synchronize
 from vllm_module.runtime.model_runner import StepInputs, step_inputs
 from vllm_module.runtime.prompts import check_vocabulary
-from vllm_module.runtime.sampler import LogitsError, SampledToken, prompt_logprobs, sample
+from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.scheduler import Scheduler, Step
@@ -30,6 +32,24 @@ _BROKEN_LOGITS = (
 )
 
 
+@dataclass
+class Launched:
+    """A step that is launched and not finished: the device may still compute it.
+
+    Attributes:
+        step: what it computes.
+        prompts: requests, each with the positions of the prompt logprobs that the step gives.
+        complete: sequences that get a token, because all tokens that they have are computed.
+        logits: of all these positions, and then of each complete sequence.
+
+    """
+
+    step: Step
+    prompts: list[tuple[Request, range]]
+    complete: list[Sequence]
+    logits: torch.Tensor
+
+
 class Engine:
     """Serves requests together: :meth:`add` them, and call :meth:`step` until all have ended.
 
@@ -43,6 +63,7 @@ class Engine:
         tokenizer: needed for text and stop strings, not for token ids.
         stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
         repeatable: whether ``execute`` can be called again after it has raised.
+        wait: waits for the device, which may still compute what ``execute`` has returned.
 
     Attributes:
         requests: those that have not ended, by id.
@@ -59,9 +80,11 @@ class Engine:
         stop_token_ids: Collection[int] = (),
         *,
         repeatable: bool = True,
+        wait: Wait = synchronize,
     ) -> None:
         self.execute = execute
         self.repeatable = repeatable
+        self.wait = wait
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -90,16 +113,28 @@ class Engine:
                 if not step.scheduled:
                     return []
                 try:
-                    logits = self._execute(step)
+                    launched = self._launch(step)
                 except Exception as error:
                     return self._compute_apart(step, error)
-                return self._process(step, logits)
+                return self._finish_step(launched)
             except BaseException as error:
                 self._end_all(f"a step{_of_requests(step)} failed: {describe_error(error)}")
                 raise
 
-    def _execute(self, step: Step) -> torch.Tensor:
-        return self.execute(step_inputs(step, self.scheduler.pool.page_size))
+    def _launch(self, step: Step) -> Launched:
+        """Have the model compute a step, whose logits have the rows that :func:`step_inputs` chose.
+
+        A prompt that is computed in chunks gets a token after its last chunk.
+        """
+        complete = [s for s, count in step.scheduled if s.num_computed + count == len(s.tokens)]
+        prompts = [
+            (s.request, s.prompt_logprob_positions(count))
+            for s, count in step.scheduled
+            if s.request.prompt_logprobs is not None
+        ]
+        logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
+        self.scheduler.mark_listed(step)
+        return Launched(step, prompts, complete, logits)
 
     def _compute_apart(self, step: Step, error: Exception) -> list[Request]:
         """Compute each sequence of a step that failed by itself; end requests that fail again.
@@ -109,14 +144,14 @@ class Engine:
         """
         if not self.repeatable or step.swapped_out or step.copied or step.swapped_in:
             raise error
-        computed: list[tuple[Step, torch.Tensor]] = []
+        computed: list[Launched] = []
         failed: dict[Request, Exception] = {}
         for sequence, count in step.scheduled:
             apart = Step([(sequence, count)])
             try:
                 if len(step.scheduled) == 1:
                     raise error
-                computed.append((apart, self._execute(apart)))
+                computed.append(self._launch(apart))
             except Exception as again:
                 failed[sequence.request] = again
         if not computed and (len(step.scheduled) > 1 or len(self.requests) == 1):
@@ -130,85 +165,68 @@ class Engine:
             reason = f"a step with this request alone failed: {describe_error(cause)}"
             self._end_request(request, "error", reason)
         changed = list(failed)
-        for apart, logits in computed:
-            if apart.scheduled[0][0].finish_reason is None:
-                changed += self._process(apart, logits)
+        for launched in computed:
+            if launched.step.scheduled[0][0].finish_reason is None:
+                changed += self._finish_step(launched)
         return list(dict.fromkeys(changed))
 
-    def _process(self, step: Step, logits: torch.Tensor) -> list[Request]:
-        """Use a step's logits, whose rows :func:`step_inputs` chose: prompt logprobs, then tokens.
-
-        A sequence gets a token once all tokens that it has are computed. A prompt that is computed
-        in chunks gets one after its last chunk.
-        """
-        complete = [s for s, count in step.scheduled if s.num_computed + count == len(s.tokens)]
-        prompts = [
-            (s.request, s.prompt_logprob_positions(count))
-            for s, count in step.scheduled
-            if s.request.prompt_logprobs is not None
-        ]
-        self.scheduler.mark_computed(step)
+    def _finish_step(self, launched: Launched) -> list[Request]:
+        """Use a step's logits: prompt logprobs, then tokens. Return the requests that change."""
+        self.scheduler.mark_computed(launched.step)
         row = 0
-        for request, positions in prompts:
+        for request, positions in launched.prompts:
             if positions:
-                self._add_prompt_logprobs(request, logits[row : row + len(positions)], positions)
+                rows = launched.logits[row : row + len(positions)]
+                self._add_prompt_logprobs(request, rows, positions)
                 row += len(positions)
-        self._append_tokens(complete, logits[row:])
-        return list(dict.fromkeys(sequence.request for sequence in complete))
+        sequences, sampled = self._sample(launched.complete, launched.logits[row:])
+        self._append_tokens(sequences, sampled)
+        return list(dict.fromkeys(sequence.request for sequence in launched.complete))
 
-    def _append_tokens(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Sample the next token of each sequence, and end the sequences that it ends.
+    def _sample(
+        self, sequences: list[Sequence], logits: torch.Tensor
+    ) -> tuple[list[Sequence], Sampled]:
+        """Have the next token of each sequence chosen; return the sequences that get one.
 
         A request with ``n`` samples has one sequence up to here, and from here on ``n``.
         """
         rows, sampled = [], []
         for row, sequence in enumerate(sequences):
             request = sequence.request
-            if sequence.finish_reason is not None:
-                continue  # its prompt's logits were broken
-            if len(request.sequences) < request.params.n:
+            if len(request.sequences) < request.params.n and sequence.finish_reason is None:
                 self.scheduler.fork(request)
                 sampled += request.sequences
                 rows += [row] * len(request.sequences)
             else:
                 sampled.append(sequence)
                 rows.append(row)
-        if rows != list(range(len(sequences))):
+        if len(rows) > len(sequences):
             logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-        for sequence, token in self._sample(sampled, logits):
-            if sequence.finish_reason is not None:
-                continue  # the tokenizer failed on another sample
+        return sampled, sample(logits, [self._row(each) for each in sampled], self.token_counts)
+
+    def _append_tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
+        """Wait for the next token of each sequence, and end the sequences that it ends.
+
+        Requests with broken logits end instead.
+        """
+        tokens = sampled.read(self.wait)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if token is None and sequence.finish_reason is None:
+                self._end_request(sequence.request, "error", _BROKEN_LOGITS)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if token is None or sequence.finish_reason is not None:
+                continue
             sequence.tokens.append(token.token_id)
             if token.logprobs is not None:
                 sequence.logprobs.append(token.logprobs)
                 sequence.cumulative_logprob += token.logprob or 0.0
             try:
-                reason = check_stop(
-                    sequence, self.stop_token_ids, self.max_model_len, self.tokenizer
-                )
+                reason = check_stop(sequence, self.stop_token_ids, self.tokenizer)
             except CheckpointFormatError as error:
                 self._end_request(sequence.request, "error", str(error))
                 continue
             if reason is not None:
                 self._finish(sequence, reason)
-
-    def _sample(
-        self, sequences: list[Sequence], logits: torch.Tensor
-    ) -> Iterable[tuple[Sequence, SampledToken]]:
-        """Return sequences with their next tokens; requests with broken logits end instead."""
-        rows = [self._row(sequence) for sequence in sequences]
-        try:
-            return zip(sequences, sample(logits, rows, self.token_counts), strict=True)
-        except LogitsError as error:
-            broken = {sequences[row].request for row in error.rows}
-            for request in broken:
-                self._end_request(request, "error", _BROKEN_LOGITS)
-            kept = [row for row, s in enumerate(sequences) if s.request not in broken]
-            if not kept:
-                return ()
-            logits = logits[torch.tensor(kept, device=logits.device)]
-            tokens = sample(logits, [rows[row] for row in kept], self.token_counts)
-            return zip([sequences[row] for row in kept], tokens, strict=True)
 
     def _row(self, sequence: Sequence) -> Row:
         params = sequence.request.params
@@ -227,7 +245,8 @@ class Engine:
         assert logprobs is not None
         next_tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
         try:
-            logprobs += prompt_logprobs(logits, next_tokens, request.params.prompt_logprobs or 0)
+            count = request.params.prompt_logprobs or 0
+            logprobs += prompt_logprobs(logits, next_tokens, count, self.wait)
         except LogitsError:
             self._end_request(request, "error", _BROKEN_LOGITS)
 
@@ -246,7 +265,9 @@ class Engine:
         """
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
-            request = Request(request_id, prompt_token_ids, params, self._arrivals, prompt)
+            most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
+            max_len = min(most, self.max_model_len)
+            request = Request(request_id, prompt_token_ids, params, self._arrivals, max_len, prompt)
             request.streamed = self.tokenizer is not None and (streamed or bool(params.stops))
             self._arrivals += 1
             self.requests[request_id] = request

@@ -101,16 +101,19 @@ class Scheduler:
             budget -= count
         return step
 
-    def mark_computed(self, step: Step) -> None:
-        """Record that the step's tokens are in the cache; cache full pages for other prompts.
+    def mark_listed(self, step: Step) -> None:
+        """Record that the step's pages are in the block tables of all ranks.
 
-        The step's pages are in the block tables of all ranks now, too. If the step fails, this is
-        not called, and they are sent again.
+        If the step fails, this is not called, and they are sent again.
         """
+        for sequence, _ in step.scheduled:
+            sequence.num_listed_pages = len(sequence.pages)
+
+    def mark_computed(self, step: Step) -> None:
+        """Record that the step's tokens are in the cache; cache full pages for other prompts."""
         size = self.pool.page_size
         for sequence, count in step.scheduled:
             sequence.num_computed += count
-            sequence.num_listed_pages = len(sequence.pages)
             if sequence.num_computed % size >= count and self.window is None:
                 continue  # no page is full that was not full before
             full = sequence.num_computed // size if self.prefix_caching else 0
