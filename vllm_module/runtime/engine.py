@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error
 from vllm_module.runtime.downloading import Wait, synchronize
-from vllm_module.runtime.model_runner import StepInputs, step_inputs
+from vllm_module.runtime.launched import Execute, Launched
+from vllm_module.runtime.model_runner import next_inputs, step_inputs
 from vllm_module.runtime.prompts import check_vocabulary
 from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -32,31 +32,13 @@ _BROKEN_LOGITS = (
 )
 
 
-@dataclass
-class Launched:
-    """A step that is launched and not finished: the device may still compute it.
-
-    Attributes:
-        step: what it computes.
-        prompts: requests, each with the positions of the prompt logprobs that the step gives.
-        complete: sequences that get a token, because all tokens that they have are computed.
-        logits: of all these positions, and then of each complete sequence.
-
-    """
-
-    step: Step
-    prompts: list[tuple[Request, range]]
-    complete: list[Sequence]
-    logits: torch.Tensor
-
-
 class Engine:
     """Serves requests together: :meth:`add` them, and call :meth:`step` until all have ended.
 
     Threads may share an engine; one of them runs at a time.
 
     Args:
-        execute: runs the model on every rank and returns the logits of the step's rows.
+        execute: runs the model, as :class:`Execute` says.
         scheduler: chooses what each step computes.
         vocab_size: number of tokens that the model knows.
         max_model_len: most tokens of a sequence, prompt and output.
@@ -64,6 +46,7 @@ class Engine:
         stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
         repeatable: whether ``execute`` can be called again after it has raised.
         wait: waits for the device, which may still compute what ``execute`` has returned.
+        async_scheduling: whether a step is launched before the tokens of the one before are read.
 
     Attributes:
         requests: those that have not ended, by id.
@@ -72,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        execute: Callable[[StepInputs], torch.Tensor],
+        execute: Execute,
         scheduler: Scheduler,
         vocab_size: int,
         max_model_len: int,
@@ -81,10 +64,12 @@ class Engine:
         *,
         repeatable: bool = True,
         wait: Wait = synchronize,
+        async_scheduling: bool = False,
     ) -> None:
         self.execute = execute
         self.repeatable = repeatable
         self.wait = wait
+        self.async_scheduling = async_scheduling
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -95,6 +80,7 @@ class Engine:
         self.token_counts = TokenCounts()
         self.refusal: str | None = None  # why no requests are accepted
         self.lock = threading.RLock()
+        self._next: Launched | None = None  # launched before the step before it was finished
         self._busy = False
         self._aborts: list[tuple[str, FinishReason]] = []  # to be done when nothing else is
         self._arrivals = 0
@@ -109,13 +95,18 @@ class Engine:
         with self.alone():
             step = Step()
             try:
-                step = self.scheduler.schedule()
-                if not step.scheduled:
-                    return []
-                try:
-                    launched = self._launch(step)
-                except Exception as error:
-                    return self._compute_apart(step, error)
+                launched, self._next = self._next, None
+                if launched is None or launched.ended:
+                    step = self.scheduler.schedule()
+                    if not step.scheduled:
+                        return []
+                    try:
+                        launched = self._launch(step)
+                    except Exception as error:
+                        return self._compute_apart(step, error)
+                step = launched.step
+                if self.async_scheduling:
+                    self._next = self._launch_next(launched)
                 return self._finish_step(launched)
             except BaseException as error:
                 self._end_all(f"a step{_of_requests(step)} failed: {describe_error(error)}")
@@ -135,6 +126,34 @@ class Engine:
         logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
         self.scheduler.mark_listed(step)
         return Launched(step, prompts, complete, logits)
+
+    def _launch_next(self, launched: Launched) -> Launched | None:
+        """Launch the step after one that is not finished, if it is known what it computes.
+
+        That is the tokens which this one gives, and which stay on the device. A sequence may turn
+        out to have ended with its token: then what is computed for it is dropped. The page that it
+        is stored on may be allocated again before; whatever is stored there later comes later on
+        the device, too.
+        """
+        rows = launched.rows_of_next(len(self.scheduler.running))
+        sequences = [launched.complete[row] for row in rows]
+        step = self.scheduler.schedule_next(sequences) if rows else None
+        if step is None:
+            return None
+        sampled = self._sample(launched)
+        places = [sampled.places[row] for row in rows]
+        inputs = next_inputs(step, places, len(sampled.tokens), self.scheduler.pool.page_size)
+        try:
+            logits = self.execute(inputs, sampled.tokens)
+        except Exception as error:
+            _log.warning(
+                "a step%s failed, and is computed again after the tokens before it are read: %s",
+                _of_requests(step),
+                describe_error(error),
+            )
+            return None
+        self.scheduler.mark_listed(step)
+        return Launched(step, [], sequences, logits)
 
     def _compute_apart(self, step: Step, error: Exception) -> list[Request]:
         """Compute each sequence of a step that failed by itself; end requests that fail again.
@@ -172,37 +191,57 @@ class Engine:
 
     def _finish_step(self, launched: Launched) -> list[Request]:
         """Use a step's logits: prompt logprobs, then tokens. Return the requests that change."""
+        changed = [s.request for s in launched.complete if s.finish_reason is None]
         self.scheduler.mark_computed(launched.step)
+        sampled = launched.sampled
+        if sampled is None:
+            self._add_prompt_logprobs(launched)
+            self._fork(launched)
+            sampled = self._sample(launched)
+        self._append_tokens(launched.complete, sampled)
+        return list(dict.fromkeys(changed))
+
+    def _add_prompt_logprobs(self, launched: Launched) -> None:
+        """Read the prompt logprobs that a step gives, and leave the logits of tokens."""
+        assert launched.logits is not None
         row = 0
         for request, positions in launched.prompts:
             if positions:
                 rows = launched.logits[row : row + len(positions)]
-                self._add_prompt_logprobs(request, rows, positions)
                 row += len(positions)
-        sequences, sampled = self._sample(launched.complete, launched.logits[row:])
-        self._append_tokens(sequences, sampled)
-        return list(dict.fromkeys(sequence.request for sequence in launched.complete))
+                assert request.prompt_logprobs is not None
+                tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
+                count = request.params.prompt_logprobs or 0
+                try:
+                    request.prompt_logprobs += prompt_logprobs(rows, tokens, count, self.wait)
+                except LogitsError:
+                    self._end_request(request, "error", _BROKEN_LOGITS)
+        launched.logits = launched.logits[row:]
 
-    def _sample(
-        self, sequences: list[Sequence], logits: torch.Tensor
-    ) -> tuple[list[Sequence], Sampled]:
-        """Have the next token of each sequence chosen; return the sequences that get one.
-
-        A request with ``n`` samples has one sequence up to here, and from here on ``n``.
-        """
-        rows, sampled = [], []
-        for row, sequence in enumerate(sequences):
+    def _fork(self, launched: Launched) -> None:
+        """Begin the other samples of prompts that are complete: each gets a token of its own."""
+        assert launched.logits is not None
+        rows, sequences = [], []
+        for row, sequence in enumerate(launched.complete):
             request = sequence.request
             if len(request.sequences) < request.params.n and sequence.finish_reason is None:
                 self.scheduler.fork(request)
-                sampled += request.sequences
+                sequences += request.sequences
                 rows += [row] * len(request.sequences)
             else:
-                sampled.append(sequence)
+                sequences.append(sequence)
                 rows.append(row)
-        if len(rows) > len(sequences):
-            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-        return sampled, sample(logits, [self._row(each) for each in sampled], self.token_counts)
+        if len(rows) > len(launched.complete):
+            index = torch.tensor(rows, dtype=torch.int64, device=launched.logits.device)
+            launched.complete, launched.logits = sequences, launched.logits[index]
+
+    def _sample(self, launched: Launched) -> Sampled:
+        """Have the next token of each complete sequence chosen."""
+        assert launched.logits is not None
+        rows = [self._row(sequence) for sequence in launched.complete]
+        launched.sampled = sample(launched.logits, rows, self.token_counts)
+        launched.logits = None  # the next step's take this memory
+        return launched.sampled
 
     def _append_tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
         """Wait for the next token of each sequence, and end the sequences that it ends.
@@ -237,18 +276,6 @@ class Engine:
         request = sequence.request
         key = (request.arrival, sequence.index)
         return Row(params, sequence.tokens, request.prompt_len, uniform, banned, key)
-
-    def _add_prompt_logprobs(
-        self, request: Request, logits: torch.Tensor, positions: range
-    ) -> None:
-        logprobs = request.prompt_logprobs
-        assert logprobs is not None
-        next_tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
-        try:
-            count = request.params.prompt_logprobs or 0
-            logprobs += prompt_logprobs(logits, next_tokens, count, self.wait)
-        except LogitsError:
-            self._end_request(request, "error", _BROKEN_LOGITS)
 
     def add(
         self,
@@ -316,8 +343,12 @@ class Engine:
         self._end_all(reason)
 
     def resume(self) -> None:
-        """Accept requests again, which reuse no keys and values computed before now."""
+        """Accept requests again, which reuse no keys and values computed before now.
+
+        What is launched and not finished is computed again.
+        """
         self.refusal = None
+        self._next = None
         self.scheduler.reset_prefix_cache()
 
     @contextmanager
@@ -360,6 +391,8 @@ class Engine:
         complete_text(sequence, self.tokenizer)
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
+            if not self.requests:
+                self._next = None
 
     def _end_request(
         self, request: Request, reason: FinishReason, error: str | None = None
@@ -375,6 +408,7 @@ class Engine:
         """End all requests and free all pages, even if a step failed in the middle."""
         requests = list(self.requests.values())
         self.requests.clear()
+        self._next = None
         self.token_counts = TokenCounts()
         self.scheduler.reset()
         sequences = [s for r in requests for s in r.sequences if s.finish_reason is None]
