@@ -209,6 +209,8 @@ class EngineConfig(_Closed):
         step_timeout: seconds that a rank waits in a step for the others, which it then names.
         enforce_eager: run every step without CUDA graphs.
         enable_torch_compile: let torch.compile fuse the operations between attention layers.
+        async_scheduling: launch the next step before the tokens of this one are read, if both only
+            decode; tokens are the same. By default on a GPU, whose work the host's then overlaps.
 
     """
 
@@ -224,6 +226,7 @@ class EngineConfig(_Closed):
     step_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 300.0
     enforce_eager: _Flag = False
     enable_torch_compile: _Flag = False
+    async_scheduling: _Flag | None = None
 
 
 class DeviceConfig(_Closed):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,29 @@ from machine import clock, machine, over, spread, write
 
 from vllm_module import SamplingParams
 from vllm_module.layers import AttentionMetadata
+from vllm_module.runtime import engine
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
 from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampler import Sampled
 from vllm_module.runtime.scheduler import Scheduler
 
 SIZES = ((1, 2048), (64, 256), (64, 2048), (256, 2500))
 PAGE, VOCAB, STEPS = 16, 64, 96  # six pages more for each sequence
 CPU = torch.device("cpu")
+sampling: list[float] = []  # seconds of the calls that choose tokens and read them
+
+
+def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``work``, which adds its seconds to ``sampling``."""
+
+    def call(*arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = work(*arguments)
+        sampling.append(time.perf_counter() - begin)
+        return result
+
+    return call
 
 
 class Prepared:
@@ -55,7 +71,7 @@ class Host:
     """An engine whose requests decode, each with about ``pages`` pages."""
 
     def __init__(self, sequences: int, pages: int) -> None:
-        self.model, self.sampling = Prepared(), 0.0
+        self.model = Prepared()
         most = pages + STEPS // PAGE + 2
         runner = ModelRunner(self.model, CPU, sequences, most)  # type: ignore[arg-type]
         pool = PagePool(most * sequences, PAGE)
@@ -74,20 +90,11 @@ class Host:
         ]
         self.sequences = [request.sequences[0] for request in requests]
         self.engine.step()
-        sample = self.engine._sample
-
-        def timed(*arguments: Any) -> Any:
-            begin = time.perf_counter()
-            sampled = list(sample(*arguments))
-            self.sampling += time.perf_counter() - begin
-            return sampled
-
-        self.engine._sample = timed  # type: ignore[method-assign]
 
     def step(self) -> float:
         """Return the seconds of a step without the choice of tokens."""
-        self.sampling = 0.0
-        return clock(self.engine.step) - self.sampling
+        sampling.clear()
+        return clock(self.engine.step) - sum(sampling)
 
     def check(self) -> None:
         """Take a step, and refuse to go on unless it computes what it should."""
@@ -160,6 +167,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    engine.sample, Sampled.read = timed(engine.sample), timed(Sampled.read)  # type: ignore[method-assign]
     results = {}
     for sequences, pages in SIZES:
         figures = measure(sequences, pages)

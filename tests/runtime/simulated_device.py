@@ -62,8 +62,13 @@ class SimulatedDevice(TorchDispatchMode):
     captured, so does every operator that makes a tensor on the host, waits for the device or copies
     from or to the host.
 
+    A copy to the host without waiting arrives as late as it may: when the host waits for an event
+    that was recorded after it.
+
     Attributes:
         copies: from the host, as (bytes, whether from pinned memory and without waiting).
+        copied_back: copies to the host that the host does not wait for.
+        waits: of the host for the device.
 
     """
 
@@ -76,6 +81,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.pinned: list[torch.Tensor] = []
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] | None = None
         self.captured = 0  # graphs
+        self.copied_back = self.waits = 0
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is where, and arrives
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -89,6 +96,7 @@ class SimulatedDevice(TorchDispatchMode):
             patch.setattr(torch.cuda, "graph", self._capture)
             patch.setattr(torch.cuda, "Stream", lambda device: "stream")
             patch.setattr(torch.cuda, "synchronize", nothing)
+            patch.setattr(torch.cuda, "current_stream", lambda device: Stream(self))
             patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
             patch.setattr(torch.cuda, "get_device_name", lambda *_: "simulated")
             if interpreter is not None:
@@ -140,6 +148,8 @@ class SimulatedDevice(TorchDispatchMode):
         wrapped, wrapped_kwargs = args, kwargs
         args, kwargs = tree_map(_inner, (args, kwargs))
         result = function(*args, **kwargs)
+        if asked is not None and not to_device:
+            return self._to_host(result, kwargs.get("non_blocking", False))
         if self.calls is not None:
             if function.namespace == "vllm_module":
                 self._launch(f"{name}_triton", wrapped, wrapped_kwargs)
@@ -152,6 +162,22 @@ class SimulatedDevice(TorchDispatchMode):
             return OnDevice(value) if isinstance(value, torch.Tensor) else value
 
         return tree_map(outer, result)
+
+    def _to_host(self, result: torch.Tensor, without_waiting: bool) -> torch.Tensor:
+        """Return a copy of ``result`` on the host, which is there later if nobody waits."""
+        if not without_waiting:
+            self.arrive(len(self._late))
+            return result
+        self.copied_back += 1
+        late = torch.full_like(result, -(2**40))
+        self._late.append((result, late))
+        return late
+
+    def arrive(self, count: int) -> None:
+        """Do what the host waits for: the first ``count`` copies to it have arrived."""
+        self.waits += 1
+        for result, late in self._late[:count]:
+            late.copy_(result)
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> None:
         """Do what the host does to launch a kernel of ours; what runs instead is its reference."""
@@ -184,6 +210,20 @@ class SimulatedDevice(TorchDispatchMode):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return any(tensor is each for each in self.pinned)
+
+
+class Stream:
+    """The stream of a simulated device, whose events come after all that was copied before."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def record_event(self) -> Stream:
+        self._count = len(self._device._late)
+        return self
+
+    def synchronize(self) -> None:
+        self._device.arrive(self._count)
 
 
 def _inner(value: Any) -> Any:

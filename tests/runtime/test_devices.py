@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,25 +242,29 @@ class Aborted:
 
 
 @pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("name", ["run", "embed"])
 def test_what_an_aborted_collective_leaves_is_no_result(
-    monkeypatch: pytest.MonkeyPatch, cuda: Cuda, aborts: bool
+    monkeypatch: pytest.MonkeyPatch, cuda: Cuda, name: str, aborts: bool
 ) -> None:
-    """A step raises if a rank ended meanwhile: an abort ends the wait, and leaves wrong logits."""
+    """Waiting raises if a rank ended meanwhile: an abort ends the wait, and leaves wrong logits."""
     monkeypatch.setattr(executors, "Worker", StandIn)
     monkeypatch.setattr(executors, "Ranks", Aborted)
     made = engine("cuda")
     ranks: Any = made._ranks
     ranks.aborts = aborts
-    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=ranks.query))
+    event: Any = SimpleNamespace(query=ranks.query)
+    stream = SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     result: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
-    made.worker.run = lambda inputs: result  # type: ignore[method-assign]
+    made.worker.run = made.worker.embed = lambda inputs: result  # type: ignore[method-assign]
     step: Any = None
+    assert made.run(step) is result  # without waiting
+    wait = partial(made.wait, event) if name == "run" else partial(made.embed, step)
     if not aborts:
-        assert made.run(step) is result
+        wait()
         return
     with pytest.raises(RankError, match="another rank ended"):
-        made.run(step)
+        wait()
     with pytest.raises(RankError, match="the engine has ended"):
         made.run(step)
 

@@ -44,7 +44,8 @@ def keys_of(tokens: list[int], window: int | None = None) -> list[int]:
 class Pages:
     """A model with its cache, which holds one number per token in place of key and value.
 
-    Like a rank, it keeps the block tables and is told their changes.
+    Like a rank, it keeps the block tables and is told their changes. Rows of ``choices`` are its
+    logits.
     """
 
     size: int
@@ -53,9 +54,14 @@ class Pages:
     host: dict[int, list[int | None]] = field(default_factory=dict)
     steps: list[StepInputs] = field(default_factory=list)
     tables: dict[int, dict[int, int]] = field(default_factory=dict)
+    choices: torch.Tensor = field(default_factory=lambda: torch.eye(VOCAB))
 
-    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+    def __call__(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         self.steps.append(inputs)
+        assert inputs.num_sampled == (0 if sampled is None else len(sampled))
+        tokens = inputs.input_ids
+        if sampled is not None:
+            tokens = sampled[tokens].tolist()
         assert inputs.max_query_len == max(b - a for a, b in pairwise(inputs.query_start_loc))
         for source, target in inputs.swapped_out:
             self.host[target] = list(self.device[source])
@@ -83,11 +89,11 @@ class Pages:
                 first = 0 if self.window is None else max(0, position - self.window + 1)
                 seen = range(first, position)
                 before = [self.device[table[p // self.size]][p % self.size] for p in seen]
-                key = key_of(inputs.input_ids[row], before, None)
+                key = key_of(tokens[row], before, None)
                 page = self.device.setdefault(slot // self.size, [None] * self.size)
                 page[slot % self.size] = key
                 assert table[position // self.size] == slot // self.size
-                logits[row, key % VOCAB] = 1.0
+                logits[row] = self.choices[key % len(self.choices)]
         return logits[inputs.rows]
 
 
@@ -110,6 +116,7 @@ class Setup:
     max_num_batched_tokens: int = 16
     prefix_caching: bool = True
     window: int | None = None
+    async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, self.size)
@@ -123,7 +130,10 @@ class Setup:
             self.window,
         )
         self.pages = Pages(self.size, self.window)
-        self.engine = Engine(self.pages, self.scheduler, VOCAB, max_model_len=1000)
+        overlapped = self.async_scheduling
+        self.engine = Engine(
+            self.pages, self.scheduler, VOCAB, max_model_len=1000, async_scheduling=overlapped
+        )
 
     def run(self, most: int = 5000) -> None:
         for _ in range(most):
@@ -164,6 +174,7 @@ setups = st.builds(
     max_num_batched_tokens=st.sampled_from([1, 5, 16, 100]),
     prefix_caching=st.booleans(),
     window=st.sampled_from([None, None, 1, 6]),
+    async_scheduling=st.booleans(),
 )
 
 
@@ -234,11 +245,11 @@ def test_block_tables_are_right_after_steps_that_failed(
     """Wherever a step raises, before or after the tables were written, later tokens are right."""
     outcomes = st.sampled_from(["right"] * 3 + ["fails before", "fails after", "is interrupted"])
 
-    def failing(inputs: StepInputs) -> torch.Tensor:
+    def failing(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         outcome = data.draw(outcomes) if len(inputs.table_rows) > 1 else "right"
         if outcome == "fails before":
             raise RuntimeError(outcome)
-        logits = setup.pages(inputs)
+        logits = setup.pages(inputs, sampled)
         if outcome != "right":
             raise RuntimeError(outcome) if outcome == "fails after" else KeyboardInterrupt
         return logits

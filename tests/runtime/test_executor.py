@@ -32,8 +32,12 @@ from vllm_module.errors import (
 )
 from vllm_module.kernels import linear
 from vllm_module.runtime import executor as executors
+from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.executor import Executor
 from vllm_module.runtime.model_runner import StepInputs
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.testing import write_checkpoint
 
 HERE = Path(__file__).parent
@@ -186,6 +190,45 @@ def test_two_ranks_compute_what_one_computes(alone: Executor, shared: Executor) 
         expected = alone.run(inputs)
         assert expected.abs().max() > 0.5
         torch.testing.assert_close(shared.run(inputs), expected, rtol=0, atol=1e-4)
+
+
+def served(made: Executor, overlapped: bool) -> tuple[list[Any], int]:
+    """Return the tokens and logprobs of requests, and how many steps were launched early."""
+    early = 0
+
+    def execute(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        nonlocal early
+        early += bool(inputs.num_sampled)
+        return made.run(inputs, sampled)
+
+    scheduler = Scheduler(PagePool(40, PAGE), PagePool(0, PAGE), 8, 100)
+    engine = Engine(execute, scheduler, 130, 256, wait=made.wait, async_scheduling=overlapped)
+    requests = []
+    for index in range(5):
+        params = SamplingParams(seed=index, temperature=0.5, max_tokens=9 + index, logprobs=0)
+        requests.append(engine.add(str(index), [index, 3, 5], params))
+        engine.step()
+    while engine.requests:
+        engine.step()
+    ends = [r.sequences[0] for r in requests]
+    assert all(request.error is None for request in requests)
+    return [
+        (s.output, [[e.logprob for e in each.values()] for each in s.logprobs]) for s in ends
+    ], (early)
+
+
+def test_ranks_get_the_tokens_of_steps_that_are_launched_early(
+    alone: Executor, shared: Executor
+) -> None:
+    """Only the first rank chooses tokens; the next step begins on every rank with these."""
+    expected, none_early = served(alone, False)
+    assert none_early == 0
+    for made in (alone, shared):
+        (tokens, early) = served(made, True)
+        assert early > 9
+        assert [ids for ids, _ in tokens] == [ids for ids, _ in expected]
+        for (_, got), (_, wanted) in zip(tokens, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
 
 
 def test_every_rank_keeps_the_block_tables(shared: Executor) -> None:

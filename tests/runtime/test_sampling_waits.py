@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,9 +63,9 @@ class Copies(TorchDispatchMode):
         self.sent.append(numbers.numel())
         return torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
 
-    def read(self, numbers: torch.Tensor) -> list[float]:
+    def download(self, numbers: torch.Tensor) -> Any:
         self.reads.append(numbers.numel())
-        return [1.0] * numbers.numel()
+        return SimpleNamespace(read=lambda wait: [1.0] * numbers.numel())
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     def count() -> Iterator[Copies]:
         copies = Copies()
         monkeypatch.setattr(uploading, "_send", copies.send)
-        monkeypatch.setattr(sampler, "_read", copies.read)
+        monkeypatch.setattr(sampler, "Download", copies.download)
         # No operation shows what torch.tensor does on "meta".
         monkeypatch.setattr(torch, "tensor", copies.of_values)
         with copies:
@@ -107,7 +108,7 @@ def test_a_step_sends_once_and_reads_once(
     for rows in mixed(kinds, 3, vocab):
         logits = torch.empty(len(rows), vocab, dtype=torch.bfloat16, device="meta")
         with counting() as copies:
-            sampler.sample(logits, rows, counts)
+            sampler.sample(logits, rows, counts).read()
         assert len(copies.reads) == 1
         assert len(copies.sent) == (kinds > 1)  # nothing, if all take the most probable token
         assert copies.others == []

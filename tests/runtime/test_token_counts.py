@@ -11,10 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.runtime.sampler import sample
+from vllm_module.runtime import sampler
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.token_counts import TokenCounts
+
+Token = sampler.SampledToken | None
+
+
+def sample(logits: torch.Tensor, rows: list[Row], counts: TokenCounts | None = None) -> list[Token]:
+    return sampler.sample(logits, rows, counts).read()
+
 
 WAYS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},

@@ -14,7 +14,6 @@ Accepted = Mapping[str, tuple[Any, ...]]
 LLM_ARGUMENTS: Accepted = {
     "allowed_local_media_path": ("",),
     "allowed_media_domains": ([],),
-    "async_scheduling": (False,),
     "attention_backend": (),
     "attention_config": ({},),
     "calculate_kv_scales": (False,),

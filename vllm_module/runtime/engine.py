@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error
-from vllm_module.runtime.model_runner import StepInputs, step_inputs
+from vllm_module.runtime.downloading import Wait, synchronize
+from vllm_module.runtime.launched import Execute, Launched
+from vllm_module.runtime.model_runner import next_inputs, step_inputs
 from vllm_module.runtime.prompts import check_vocabulary
-from vllm_module.runtime.sampler import LogitsError, SampledToken, prompt_logprobs, sample
+from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.scheduler import Scheduler, Step
@@ -36,13 +38,15 @@ class Engine:
     Threads may share an engine; one of them runs at a time.
 
     Args:
-        execute: runs the model on every rank and returns the logits of the step's rows.
+        execute: runs the model, as :class:`Execute` says.
         scheduler: chooses what each step computes.
         vocab_size: number of tokens that the model knows.
         max_model_len: most tokens of a sequence, prompt and output.
         tokenizer: needed for text and stop strings, not for token ids.
         stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
         repeatable: whether ``execute`` can be called again after it has raised.
+        wait: waits for the device, which may still compute what ``execute`` has returned.
+        async_scheduling: whether a step is launched before the tokens of the one before are read.
 
     Attributes:
         requests: those that have not ended, by id.
@@ -51,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        execute: Callable[[StepInputs], torch.Tensor],
+        execute: Execute,
         scheduler: Scheduler,
         vocab_size: int,
         max_model_len: int,
@@ -59,9 +63,13 @@ class Engine:
         stop_token_ids: Collection[int] = (),
         *,
         repeatable: bool = True,
+        wait: Wait = synchronize,
+        async_scheduling: bool = False,
     ) -> None:
         self.execute = execute
         self.repeatable = repeatable
+        self.wait = wait
+        self.async_scheduling = async_scheduling
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -72,6 +80,7 @@ class Engine:
         self.token_counts = TokenCounts()
         self.refusal: str | None = None  # why no requests are accepted
         self.lock = threading.RLock()
+        self._next: Launched | None = None  # launched before the step before it was finished
         self._busy = False
         self._aborts: list[tuple[str, FinishReason]] = []  # to be done when nothing else is
         self._arrivals = 0
@@ -86,20 +95,65 @@ class Engine:
         with self.alone():
             step = Step()
             try:
-                step = self.scheduler.schedule()
-                if not step.scheduled:
-                    return []
-                try:
-                    logits = self._execute(step)
-                except Exception as error:
-                    return self._compute_apart(step, error)
-                return self._process(step, logits)
+                launched, self._next = self._next, None
+                if launched is None or launched.ended:
+                    step = self.scheduler.schedule()
+                    if not step.scheduled:
+                        return []
+                    try:
+                        launched = self._launch(step)
+                    except Exception as error:
+                        return self._compute_apart(step, error)
+                step = launched.step
+                if self.async_scheduling:
+                    self._next = self._launch_next(launched)
+                return self._finish_step(launched)
             except BaseException as error:
                 self._end_all(f"a step{_of_requests(step)} failed: {describe_error(error)}")
                 raise
 
-    def _execute(self, step: Step) -> torch.Tensor:
-        return self.execute(step_inputs(step, self.scheduler.pool.page_size))
+    def _launch(self, step: Step) -> Launched:
+        """Have the model compute a step, whose logits have the rows that :func:`step_inputs` chose.
+
+        A prompt that is computed in chunks gets a token after its last chunk.
+        """
+        complete = [s for s, count in step.scheduled if s.num_computed + count == len(s.tokens)]
+        prompts = [
+            (s.request, s.prompt_logprob_positions(count))
+            for s, count in step.scheduled
+            if s.request.prompt_logprobs is not None
+        ]
+        logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
+        self.scheduler.mark_listed(step)
+        return Launched(step, prompts, complete, logits)
+
+    def _launch_next(self, launched: Launched) -> Launched | None:
+        """Launch the step after one that is not finished, if it is known what it computes.
+
+        That is the tokens which this one gives, and which stay on the device. A sequence may turn
+        out to have ended with its token: then what is computed for it is dropped. The page that it
+        is stored on may be allocated again before; whatever is stored there later comes later on
+        the device, too.
+        """
+        rows = launched.rows_of_next(len(self.scheduler.running))
+        sequences = [launched.complete[row] for row in rows]
+        step = self.scheduler.schedule_next(sequences) if rows else None
+        if step is None:
+            return None
+        sampled = self._sample(launched)
+        places = [sampled.places[row] for row in rows]
+        inputs = next_inputs(step, places, len(sampled.tokens), self.scheduler.pool.page_size)
+        try:
+            logits = self.execute(inputs, sampled.tokens)
+        except Exception as error:
+            _log.warning(
+                "a step%s failed, and is computed again after the tokens before it are read: %s",
+                _of_requests(step),
+                describe_error(error),
+            )
+            return None
+        self.scheduler.mark_listed(step)
+        return Launched(step, [], sequences, logits)
 
     def _compute_apart(self, step: Step, error: Exception) -> list[Request]:
         """Compute each sequence of a step that failed by itself; end requests that fail again.
@@ -109,14 +163,14 @@ class Engine:
         """
         if not self.repeatable or step.swapped_out or step.copied or step.swapped_in:
             raise error
-        computed: list[tuple[Step, torch.Tensor]] = []
+        computed: list[Launched] = []
         failed: dict[Request, Exception] = {}
         for sequence, count in step.scheduled:
             apart = Step([(sequence, count)])
             try:
                 if len(step.scheduled) == 1:
                     raise error
-                computed.append((apart, self._execute(apart)))
+                computed.append(self._launch(apart))
             except Exception as again:
                 failed[sequence.request] = again
         if not computed and (len(step.scheduled) > 1 or len(self.requests) == 1):
@@ -130,85 +184,88 @@ class Engine:
             reason = f"a step with this request alone failed: {describe_error(cause)}"
             self._end_request(request, "error", reason)
         changed = list(failed)
-        for apart, logits in computed:
-            if apart.scheduled[0][0].finish_reason is None:
-                changed += self._process(apart, logits)
+        for launched in computed:
+            if launched.step.scheduled[0][0].finish_reason is None:
+                changed += self._finish_step(launched)
         return list(dict.fromkeys(changed))
 
-    def _process(self, step: Step, logits: torch.Tensor) -> list[Request]:
-        """Use a step's logits, whose rows :func:`step_inputs` chose: prompt logprobs, then tokens.
+    def _finish_step(self, launched: Launched) -> list[Request]:
+        """Use a step's logits: prompt logprobs, then tokens. Return the requests that change."""
+        changed = [s.request for s in launched.complete if s.finish_reason is None]
+        self.scheduler.mark_computed(launched.step)
+        sampled = launched.sampled
+        if sampled is None:
+            self._add_prompt_logprobs(launched)
+            self._fork(launched)
+            sampled = self._sample(launched)
+        self._append_tokens(launched.complete, sampled)
+        return list(dict.fromkeys(changed))
 
-        A sequence gets a token once all tokens that it has are computed. A prompt that is computed
-        in chunks gets one after its last chunk.
-        """
-        complete = [s for s, count in step.scheduled if s.num_computed + count == len(s.tokens)]
-        prompts = [
-            (s.request, s.prompt_logprob_positions(count))
-            for s, count in step.scheduled
-            if s.request.prompt_logprobs is not None
-        ]
-        self.scheduler.mark_computed(step)
+    def _add_prompt_logprobs(self, launched: Launched) -> None:
+        """Read the prompt logprobs that a step gives, and leave the logits of tokens."""
+        assert launched.logits is not None
         row = 0
-        for request, positions in prompts:
+        for request, positions in launched.prompts:
             if positions:
-                self._add_prompt_logprobs(request, logits[row : row + len(positions)], positions)
+                rows = launched.logits[row : row + len(positions)]
                 row += len(positions)
-        self._append_tokens(complete, logits[row:])
-        return list(dict.fromkeys(sequence.request for sequence in complete))
+                assert request.prompt_logprobs is not None
+                tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
+                count = request.params.prompt_logprobs or 0
+                try:
+                    request.prompt_logprobs += prompt_logprobs(rows, tokens, count, self.wait)
+                except LogitsError:
+                    self._end_request(request, "error", _BROKEN_LOGITS)
+        launched.logits = launched.logits[row:]
 
-    def _append_tokens(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Sample the next token of each sequence, and end the sequences that it ends.
-
-        A request with ``n`` samples has one sequence up to here, and from here on ``n``.
-        """
-        rows, sampled = [], []
-        for row, sequence in enumerate(sequences):
+    def _fork(self, launched: Launched) -> None:
+        """Begin the other samples of prompts that are complete: each gets a token of its own."""
+        assert launched.logits is not None
+        rows, sequences = [], []
+        for row, sequence in enumerate(launched.complete):
             request = sequence.request
-            if sequence.finish_reason is not None:
-                continue  # its prompt's logits were broken
-            if len(request.sequences) < request.params.n:
+            if len(request.sequences) < request.params.n and sequence.finish_reason is None:
                 self.scheduler.fork(request)
-                sampled += request.sequences
+                sequences += request.sequences
                 rows += [row] * len(request.sequences)
             else:
-                sampled.append(sequence)
+                sequences.append(sequence)
                 rows.append(row)
-        if rows != list(range(len(sequences))):
-            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-        for sequence, token in self._sample(sampled, logits):
-            if sequence.finish_reason is not None:
-                continue  # the tokenizer failed on another sample
+        if len(rows) > len(launched.complete):
+            index = torch.tensor(rows, dtype=torch.int64, device=launched.logits.device)
+            launched.complete, launched.logits = sequences, launched.logits[index]
+
+    def _sample(self, launched: Launched) -> Sampled:
+        """Have the next token of each complete sequence chosen."""
+        assert launched.logits is not None
+        rows = [self._row(sequence) for sequence in launched.complete]
+        launched.sampled = sample(launched.logits, rows, self.token_counts)
+        launched.logits = None  # the next step's take this memory
+        return launched.sampled
+
+    def _append_tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
+        """Wait for the next token of each sequence, and end the sequences that it ends.
+
+        Requests with broken logits end instead.
+        """
+        tokens = sampled.read(self.wait)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if token is None and sequence.finish_reason is None:
+                self._end_request(sequence.request, "error", _BROKEN_LOGITS)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if token is None or sequence.finish_reason is not None:
+                continue
             sequence.tokens.append(token.token_id)
             if token.logprobs is not None:
                 sequence.logprobs.append(token.logprobs)
                 sequence.cumulative_logprob += token.logprob or 0.0
             try:
-                reason = check_stop(
-                    sequence, self.stop_token_ids, self.max_model_len, self.tokenizer
-                )
+                reason = check_stop(sequence, self.stop_token_ids, self.tokenizer)
             except CheckpointFormatError as error:
                 self._end_request(sequence.request, "error", str(error))
                 continue
             if reason is not None:
                 self._finish(sequence, reason)
-
-    def _sample(
-        self, sequences: list[Sequence], logits: torch.Tensor
-    ) -> Iterable[tuple[Sequence, SampledToken]]:
-        """Return sequences with their next tokens; requests with broken logits end instead."""
-        rows = [self._row(sequence) for sequence in sequences]
-        try:
-            return zip(sequences, sample(logits, rows, self.token_counts), strict=True)
-        except LogitsError as error:
-            broken = {sequences[row].request for row in error.rows}
-            for request in broken:
-                self._end_request(request, "error", _BROKEN_LOGITS)
-            kept = [row for row, s in enumerate(sequences) if s.request not in broken]
-            if not kept:
-                return ()
-            logits = logits[torch.tensor(kept, device=logits.device)]
-            tokens = sample(logits, [rows[row] for row in kept], self.token_counts)
-            return zip([sequences[row] for row in kept], tokens, strict=True)
 
     def _row(self, sequence: Sequence) -> Row:
         params = sequence.request.params
@@ -219,17 +276,6 @@ class Engine:
         request = sequence.request
         key = (request.arrival, sequence.index)
         return Row(params, sequence.tokens, request.prompt_len, uniform, banned, key)
-
-    def _add_prompt_logprobs(
-        self, request: Request, logits: torch.Tensor, positions: range
-    ) -> None:
-        logprobs = request.prompt_logprobs
-        assert logprobs is not None
-        next_tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
-        try:
-            logprobs += prompt_logprobs(logits, next_tokens, request.params.prompt_logprobs or 0)
-        except LogitsError:
-            self._end_request(request, "error", _BROKEN_LOGITS)
 
     def add(
         self,
@@ -246,7 +292,9 @@ class Engine:
         """
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
-            request = Request(request_id, prompt_token_ids, params, self._arrivals, prompt)
+            most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
+            max_len = min(most, self.max_model_len)
+            request = Request(request_id, prompt_token_ids, params, self._arrivals, max_len, prompt)
             request.streamed = self.tokenizer is not None and (streamed or bool(params.stops))
             self._arrivals += 1
             self.requests[request_id] = request
@@ -295,8 +343,12 @@ class Engine:
         self._end_all(reason)
 
     def resume(self) -> None:
-        """Accept requests again, which reuse no keys and values computed before now."""
+        """Accept requests again, which reuse no keys and values computed before now.
+
+        What is launched and not finished is computed again.
+        """
         self.refusal = None
+        self._next = None
         self.scheduler.reset_prefix_cache()
 
     @contextmanager
@@ -339,6 +391,8 @@ class Engine:
         complete_text(sequence, self.tokenizer)
         if sequence.request.finished:
             del self.requests[sequence.request.request_id]
+            if not self.requests:
+                self._next = None
 
     def _end_request(
         self, request: Request, reason: FinishReason, error: str | None = None
@@ -354,6 +408,7 @@ class Engine:
         """End all requests and free all pages, even if a step failed in the middle."""
         requests = list(self.requests.values())
         self.requests.clear()
+        self._next = None
         self.token_counts = TokenCounts()
         self.scheduler.reset()
         sequences = [s for r in requests for s in r.sequences if s.finish_reason is None]

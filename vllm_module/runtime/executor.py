@@ -112,32 +112,53 @@ class Executor:
         self._everywhere("start", pages, host_pages, max_model_len)
         return pages, host_pages
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Compute a step on every rank and return the logits ``[rows, vocab]``.
+    def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Have every rank compute a step and return the logits ``[rows, vocab]``.
+
+        A GPU may still compute them: :meth:`wait` before reading what was computed from them.
+
+        Args:
+            inputs: of the step.
+            sampled: the tokens that ``inputs.input_ids`` index, if they do.
 
         Raises ``ModelNotReadyError`` after an update of the weights that failed.
+
         """
-        return self._compute("run", inputs)
+        return self._compute("run", inputs, *([] if sampled is None else [sampled]))
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait until the device has come to ``event``, or another rank fails or hangs."""
+        if self.size == 1:
+            event.synchronize()
+            return
+        with self._or_end(), at_most(self._step_timeout):
+            until(event.query)  # to synchronize would wait outside of Python
+            if self._ranks.aborted:  # then nothing waits for what has not come
+                raise RankError("another rank ended")
 
     def embed(self, inputs: EmbeddingInputs) -> torch.Tensor:
         """Return the embeddings of a batch, float32 ``[sequences, hidden_size]``.
 
         Raises what :meth:`run` raises.
         """
-        return self._compute("embed", inputs)
+        embeddings = self._compute("embed", inputs)
+        if self.size > 1 and embeddings.is_cuda:
+            self.wait(torch.cuda.current_stream(embeddings.device).record_event())
+        return embeddings
 
-    def _compute(self, name: str, inputs: StepInputs | EmbeddingInputs) -> torch.Tensor:
-        """Call ``run`` or ``embed`` of every rank's worker and return this rank's result."""
+    def _compute(
+        self, name: str, inputs: StepInputs | EmbeddingInputs, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """Call ``run`` or ``embed`` of every rank's worker and return this rank's result.
+
+        Only this rank's worker gets ``tensors``.
+        """
         if self._refusal is not None:
             raise ModelNotReadyError(self._refusal)
         with self._or_end(), at_most(self._step_timeout):
             self._tell(name, inputs, self.products)
             with products(self.products):
-                result: torch.Tensor = self._do(name, inputs)
-            if self.size > 1 and result.is_cuda:  # reading it would wait outside of Python
-                until(torch.cuda.current_stream(result.device).record_event().query)
-                if self._ranks.aborted:  # then nothing waits for what has not come
-                    raise RankError("another rank ended")
+                result: torch.Tensor = self._do(name, inputs, *tensors)
             return result
 
     def check(self) -> None:

@@ -213,6 +213,10 @@ class LLM:
             self.tokenizer,
             stop_tokens(self.source.folder),
             repeatable=self.executor.size == 1,
+            wait=self.executor.wait,
+            async_scheduling=worker.device.type == "cuda"
+            if config.async_scheduling is None
+            else config.async_scheduling,
         )
         self._ids = itertools.count()
         self._embedder: Embedder | None = None

@@ -32,6 +32,8 @@ class StepInputs:
         num_table_pages: the most pages of a sequence.
         rows: the indices of the tokens whose logits are returned.
         max_query_len: the most tokens of a sequence in this step.
+        num_sampled: if not 0, ``input_ids`` are not tokens but indices of tokens: of those, so
+            many, which were chosen after the step before and are on the device.
         swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.scheduler.Step`.
 
     """
@@ -46,6 +48,7 @@ class StepInputs:
     num_table_pages: int
     rows: list[int]
     max_query_len: int
+    num_sampled: int = 0
     swapped_out: list[tuple[int, int]] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
     swapped_in: list[tuple[int, int]] = field(default_factory=list)
@@ -105,9 +108,43 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
         most_pages,
         prompt_rows + last_rows,
         longest,
-        step.swapped_out,
-        step.copied,
-        step.swapped_in,
+        swapped_out=step.swapped_out,
+        copied=step.copied,
+        swapped_in=step.swapped_in,
+    )
+
+
+def next_inputs(step: Step, sampled: list[int], num_sampled: int, page_size: int) -> StepInputs:
+    """Lay out a step of one token of each sequence: its next one, which the host does not know.
+
+    Args:
+        step: of :meth:`~vllm_module.runtime.scheduler.Scheduler.schedule_next`.
+        sampled: where each sequence's token is among those on the device.
+        num_sampled: how many these are.
+        page_size: tokens per page.
+
+    """
+    sequences = [sequence for sequence, _ in step.scheduled]
+    positions = [len(sequence.tokens) for sequence in sequences]
+    return StepInputs(
+        sampled,
+        positions,
+        [
+            sequence.pages[position // page_size] * page_size + position % page_size
+            for sequence, position in zip(sequences, positions, strict=True)
+        ],
+        [position + 1 for position in positions],
+        list(range(len(sequences) + 1)),
+        [sequence.row for sequence in sequences],
+        [
+            (sequence.row, sequence.num_listed_pages, sequence.pages[sequence.num_listed_pages :])
+            for sequence in sequences
+            if sequence.num_listed_pages < len(sequence.pages)
+        ],
+        max([len(sequence.pages) for sequence in sequences]),
+        list(range(len(sequences))),
+        1,
+        num_sampled,
     )
 
 
@@ -155,10 +192,16 @@ class ModelRunner:
         self._sizes: list[int] = []  # of graphs, ascending
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> torch.Tensor:
+    def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and return logits ``[rows, vocab]``.
 
+        Args:
+            inputs: of the step.
+            sampled: the tokens that ``inputs.input_ids`` index, int64 ``[inputs.num_sampled]``, if
+                that is not 0. What follows a -1, which is no token, is arbitrary.
+
         Raises ``UnsupportedModelError`` if the model does not return a row for each token.
+
         """
         count, size = len(inputs.input_ids), self._graph_size(inputs)
         parts = self._parts(inputs, 0 if size is None else size - count)
@@ -172,6 +215,9 @@ class ModelRunner:
         *step, rows, entries, pages = unpack(packed, parts)
         if len(entries):
             self._tables.view(-1).index_copy_(0, entries, pages)
+        if sampled is not None:
+            ids = step[0]
+            ids.copy_(sampled.index_select(0, ids).clamp_(min=0))
         if size is not None:
             graph, hidden = self._graphs[size]
             graph.replay()

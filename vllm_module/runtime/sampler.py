@@ -2,7 +2,7 @@
 
 A row of logits gets the same token and logprobs in every batch, because nothing but the row and
 its parameters decides them. Parameters go to the device in one copy, results come back in one, and
-nothing else waits for the device.
+nothing waits for the device before the results are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm_module.runtime import sampling_ops as ops
 from vllm_module.runtime.adjustments import Adjustments
 from vllm_module.runtime.block_ops import FIRST, SEVERAL, Logits, first_ids
+from vllm_module.runtime.downloading import Download, Wait, synchronize
 from vllm_module.runtime.sampling_groups import (
     choose,
     group_rows,
@@ -41,7 +42,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class SampledToken:
-    """A token that :func:`sample` chose; ``logprob`` and ``logprobs`` are None unless asked for."""
+    """A token that was chosen; ``logprob`` and ``logprobs`` are None unless they were asked for."""
 
     token_id: int
     logprob: float | None = None
@@ -49,21 +50,65 @@ class SampledToken:
 
 
 class LogitsError(ValueError):
-    """Some rows of logits leave no token to choose; ``rows`` has their indices."""
+    """Some rows of logits give no logprobs; ``rows`` has their indices."""
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__(
-            f"the logits of row {', '.join(map(str, rows))} leave no token to choose: they contain "
-            "NaN or +inf, or every token is -inf or banned; check the model's weights"
+            f"the logits of row {', '.join(map(str, rows))} contain NaN or +inf, or are all -inf: "
+            "check the model's weights"
         )
         self.rows = rows
 
 
+class Sampled:
+    """The tokens that :func:`sample` has a device choose.
+
+    Args:
+        tokens: int64, on the device; -1 for a row that leaves no token to choose.
+        places: where each row's token is in ``tokens``.
+        ranked: rows that asked for logprobs.
+        logprobs: what :func:`_logprobs` returned for each of them.
+
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        places: Sequence[int],
+        ranked: Sequence[_Ranked] = (),
+        logprobs: Sequence[Tensor] = (),
+    ) -> None:
+        self.tokens, self.places, self._ranked = tokens, places, ranked
+        self._download = Download(torch.cat([tokens, *logprobs]) if ranked else tokens)
+
+    def read(self, wait: Wait = synchronize) -> list[SampledToken | None]:
+        """Return each row's token, after it was chosen; None if it contains NaN or +inf.
+
+        None also stands for a row of which every token is -inf or banned. ``logprobs`` has the
+        token itself first and then the most probable ones, under the model's own distribution in
+        float32: before bias, penalties and temperature (vLLM's ``raw_logprobs``).
+        """
+        numbers = self._download.read(wait)
+        sampled: list[SampledToken | None] = [
+            SampledToken(int(numbers[place])) if numbers[place] >= 0 else None
+            for place in self.places
+        ]
+        end = len(self.places)
+        for each in self._ranked:
+            start, end = end, end + len(each.rows) * _entry_size(max(each.counts))
+            ids = [int(numbers[self.places[row]]) for row in each.rows]
+            for row, entry in zip(each.rows, _entries(numbers[start:end], ids, each), strict=True):
+                token = sampled[row]
+                if token is None or entry is None:
+                    sampled[row] = None
+                else:
+                    token.logprob, token.logprobs = entry[token.token_id].logprob, entry
+        return sampled
+
+
 @torch.inference_mode()
-def sample(
-    logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = None
-) -> list[SampledToken]:
-    """Choose the next token of each row as its :class:`SamplingParams` say.
+def sample(logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = None) -> Sampled:
+    """Have the device choose the next token of each row as its :class:`SamplingParams` say.
 
     Args:
         logits: ``[rows, vocab]`` of any floating dtype, on any device; not modified. Logits are
@@ -71,13 +116,7 @@ def sample(
         rows: one for each row of ``logits``.
         counts: what earlier calls have counted for rows with a key; brought up to date.
 
-    Returns:
-        A token for each row. ``logprobs`` has the token itself first and then the most probable
-        ones, under the model's own distribution in float32: before bias, penalties and
-        temperature (vLLM's ``raw_logprobs``).
-
     Raises:
-        LogitsError: rows have no token to choose. The other rows can be sampled without them.
         ValueError: ``logits`` has another shape or dtype, a token id is outside of the
             vocabulary, or two rows have the same key.
 
@@ -89,13 +128,13 @@ def sample(
             f"{logits.dtype} {list(logits.shape)}"
         )
     if not rows:
-        return []
+        return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device), ())
     logits = _contiguous(logits)
     vocab = shape[1]
     if all(row.plain for row in rows):
         all_rows = Logits.of(logits, FIRST)
         finite = all_rows.maxima.amax(-1, keepdim=True).isfinite()
-        return _results(_read(torch.where(finite, first_ids(all_rows), -1)), range(len(rows)))
+        return Sampled(torch.where(finite, first_ids(all_rows), -1).view(-1), range(len(rows)))
     groups = group_rows(rows, vocab)
     ranked = _by_width([row.params.logprobs for row in rows], vocab)
     order = [index for group in groups for index in group.indices]
@@ -113,17 +152,17 @@ def sample(
         x = Logits.of(logits, SEVERAL if several else FIRST)
     of = settings_of(groups, rows, settings)
     token = choose(logits, x, groups, of, indices, adjustments)
-    numbers = [token.view(-1)]
+    logprobs = []
     for each, where, place in zip(ranked, sent[::2], sent[1::2], strict=False):
         assert x is not None
         chosen = token.index_select(0, place).clamp_(min=0)
-        numbers.append(_logprobs(x.select(where), chosen, max(each.counts)))
-    return _results(_read(torch.cat(numbers)), [places[row] for row in range(len(rows))], ranked)
+        logprobs.append(_logprobs(x.select(where), chosen, max(each.counts)))
+    return Sampled(token.view(-1), [places[row] for row in range(len(rows))], ranked, logprobs)
 
 
 @torch.inference_mode()
 def prompt_logprobs(
-    logits: Tensor, next_tokens: Sequence[int], count: int
+    logits: Tensor, next_tokens: Sequence[int], count: int, wait: Wait = synchronize
 ) -> list[dict[int, Logprob]]:
     """Return the logprobs of a prompt's tokens, each given the tokens before it.
 
@@ -131,6 +170,7 @@ def prompt_logprobs(
         logits: ``[tokens, vocab]`` of any floating dtype.
         next_tokens: the token after each position.
         count: how many of the most probable tokens each entry has after the prompt's own.
+        wait: waits for the device.
 
     Raises:
         LogitsError: rows contain NaN or +inf, or are all -inf.
@@ -148,7 +188,7 @@ def prompt_logprobs(
     count = min(count, logits.shape[1])
     x = Logits.of(_contiguous(logits), SEVERAL)
     (token,) = upload([array("q", next_tokens)], logits.device)
-    numbers = _read(_logprobs(x, token.unsqueeze(1), count))
+    numbers = Download(_logprobs(x, token.unsqueeze(1), count)).read(wait)
     entries = _entries(numbers, next_tokens, _Ranked([], [count] * len(next_tokens)))
     broken = [row for row, entry in enumerate(entries) if entry is None]
     if broken:
@@ -207,40 +247,3 @@ def _entries(
             entry.setdefault(int(values[width + column]), Logprob(values[column], 1 + column))
         entries.append(entry if finite else None)
     return entries
-
-
-def _results(
-    numbers: Sequence[float], places: Sequence[int], ranked: Sequence[_Ranked] = ()
-) -> list[SampledToken]:
-    """Return each row's token and logprobs.
-
-    Args:
-        numbers: what was read: the tokens, and then what :func:`_logprobs` returns.
-        places: where each row's token is.
-        ranked: rows that asked for logprobs.
-
-    Raises:
-        LogitsError: rows have no token, or no logprobs.
-
-    """
-    sampled = [SampledToken(int(numbers[place])) for place in places]
-    broken = {row for row, token in enumerate(sampled) if token.token_id < 0}
-    end = len(places)
-    for each in ranked:
-        start, end = end, end + len(each.rows) * _entry_size(max(each.counts))
-        tokens = [sampled[row].token_id for row in each.rows]
-        for row, entry in zip(each.rows, _entries(numbers[start:end], tokens, each), strict=True):
-            token = sampled[row]
-            if entry is None:
-                broken.add(row)
-            else:
-                token.logprob, token.logprobs = entry[token.token_id].logprob, entry
-    if broken:
-        raise LogitsError(sorted(broken))
-    return sampled
-
-
-def _read(numbers: Tensor) -> list[Any]:
-    """Return numbers of the device, for which the host waits."""
-    values: list[Any] = numbers.view(-1).tolist()
-    return values

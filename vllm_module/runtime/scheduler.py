@@ -101,16 +101,45 @@ class Scheduler:
             budget -= count
         return step
 
-    def mark_computed(self, step: Step) -> None:
-        """Record that the step's tokens are in the cache; cache full pages for other prompts.
+    def schedule_next(self, sequences: list[Sequence]) -> Step | None:
+        """Return the step after one that is launched and not finished, which gives each a token.
 
-        The step's pages are in the block tables of all ranks now, too. If the step fails, this is
-        not called, and they are sent again.
+        In it, each of ``sequences`` computes that token, whatever it is. The other running
+        sequences end with the launched step. Returns None, and changes nothing, if
+        :meth:`schedule` would admit a waiting sequence after that step, or preempt one.
         """
+        most = min(self.max_num_seqs, self.max_num_batched_tokens)
+        if self.waiting and (
+            len(sequences) < len(self.running)  # what the others free may suffice
+            or (len(self.running) < most and self._fits(self.waiting[0]))
+        ):
+            return None
+        growing = [each for each in sequences if len(each.tokens) >= each.num_writable]
+        if len(growing) > self.pool.free_pages:
+            return None
+        step = Step([(sequence, 1) for sequence in sequences])
+        for sequence in growing:
+            count = len(sequence.tokens) + 1 - sequence.num_computed  # with the launched step's
+            allocated = self._allocate(sequence, count, step)
+            assert allocated, "each takes one page, and so many are free"
+        assert not step.copied, "the launched step has copied the pages that it writes"
+        return step
+
+    def mark_listed(self, step: Step) -> None:
+        """Record that the step's pages are in the block tables of all ranks.
+
+        If the step fails, this is not called, and they are sent again.
+        """
+        for sequence, _ in step.scheduled:
+            sequence.num_listed_pages = len(sequence.pages)
+
+    def mark_computed(self, step: Step) -> None:
+        """Record that the step's tokens are in the cache; cache full pages for other prompts."""
         size = self.pool.page_size
         for sequence, count in step.scheduled:
+            if sequence.finish_reason is not None:
+                continue  # it ended after the step was launched
             sequence.num_computed += count
-            sequence.num_listed_pages = len(sequence.pages)
             if sequence.num_computed % size >= count and self.window is None:
                 continue  # no page is full that was not full before
             full = sequence.num_computed // size if self.prefix_caching else 0
@@ -162,10 +191,28 @@ class Scheduler:
         for sequence in (*self.running, *self.waiting):
             sequence.prefix = self.pool.new_prefix()  # which no prompt can find
 
+    def _fits(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence could be admitted."""
+        if sequence.host_pages:
+            return self._swap_fits(sequence)
+        return self._find_pages(sequence) is not None
+
     def _admit(self, sequence: Sequence, step: Step) -> bool:
         """Prepare a waiting sequence to run; return whether pages for all its tokens are free."""
         if sequence.host_pages:
             return self._swap_in(sequence, step)
+        found = self._find_pages(sequence)
+        if found is None:
+            return False
+        pages, prefix = found
+        self.pool.share(pages)
+        sequence.pages, sequence.prefix = pages, prefix
+        sequence.num_cached_pages = len(pages)
+        sequence.num_computed = len(pages) * self.pool.page_size
+        return True
+
+    def _find_pages(self, sequence: Sequence) -> tuple[list[int], int] | None:
+        """Return cached pages to reuse and their prefix, or None if too few others are free."""
         pool = self.pool
         pages: list[int] = []
         prefix = ROOT
@@ -175,22 +222,19 @@ class Scheduler:
             pages, prefix = pool.find_cached(sequence.tokens, limit)
         free_and_cached = sum(not pool.reference_count(page) for page in pages)
         needed = pool.pages_for(len(sequence.tokens)) - len(pages)
-        if needed + free_and_cached > pool.free_pages:
-            return False
-        pool.share(pages)
-        sequence.pages, sequence.prefix = pages, prefix
-        sequence.num_cached_pages = len(pages)
-        sequence.num_computed = len(pages) * pool.page_size
-        return True
+        return None if needed + free_and_cached > pool.free_pages else (pages, prefix)
+
+    def _swap_fits(self, sequence: Sequence) -> bool:
+        """Return whether pages for all tokens of a sequence in host memory are free."""
+        growth = self.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
+        return len(sequence.host_pages) + growth <= self.pool.free_pages
 
     def _swap_in(self, sequence: Sequence, step: Step) -> bool:
         """Copy a sequence's pages back from the host, if pages for all its tokens are free."""
-        pool = self.pool
-        swapped = [index for index, page in enumerate(sequence.pages) if page >= 0]
-        growth = pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
-        if len(swapped) + growth > pool.free_pages:
+        if not self._swap_fits(sequence):
             return False
-        pages = pool.allocate(len(swapped))
+        swapped = [index for index, page in enumerate(sequence.pages) if page >= 0]
+        pages = self.pool.allocate(len(swapped))
         step.swapped_in += zip(sequence.host_pages, pages, strict=True)
         for index, page in zip(swapped, pages, strict=True):
             sequence.pages[index] = page

@@ -84,6 +84,7 @@ class Request:
 
     Attributes:
         arrival: place in the order of requests; earlier requests are served first.
+        max_len: most tokens of a sequence, the prompt's among them.
         streamed: whether the text is needed at every step, and not only at the end.
 
     """
@@ -92,6 +93,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival: int
+    max_len: int
     prompt: str | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -10,10 +10,7 @@ from vllm_module.runtime.tokenizer import TextStream, Tokenizer
 
 
 def check_stop(
-    sequence: Sequence,
-    stop_token_ids: Collection[int],
-    max_model_len: int,
-    tokenizer: Tokenizer | None,
+    sequence: Sequence, stop_token_ids: Collection[int], tokenizer: Tokenizer | None
 ) -> FinishReason | None:
     """Return why the last token ends ``sequence``, or None if it does not.
 
@@ -34,7 +31,7 @@ def check_stop(
         sequence.text += _next_text(sequence, token, tokenizer)
         if length >= params.min_tokens and _cut_at_stop_string(sequence, start):
             return "stop"
-    if length == params.max_tokens or len(sequence.tokens) >= max_model_len:
+    if len(sequence.tokens) >= request.max_len:
         return "length"
     return None
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
 from vllm_module.loader import find_and_load
 from vllm_module.model_source import ModelSource
@@ -55,6 +56,7 @@ class Worker:
         self.cache_dtype = CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
         self.runner: ModelRunner | None = None
+        self._group = tensor_parallel_group()
         self._shape: tuple[int, int, int] | None = None  # what start was called with
 
     @property
@@ -111,15 +113,22 @@ class Worker:
         if on_gpu and not config.enforce_eager:
             self.runner.capture()
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
+    def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``.
+
+        ``sampled`` are the tokens that ``inputs.input_ids`` index, if they do. The first rank has
+        them, and the other ranks get them here.
 
         Raises ``RuntimeError`` if the model returns anything else.
         """
         if self.runner is None:
             raise RuntimeError("the engine sleeps: wake_up() first")
         self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
-        logits = self.runner.run(inputs)
+        if inputs.num_sampled:
+            if sampled is None:
+                sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
+            sampled = self._group.all_reduce(sampled)  # a sum with zeros, all on the device
+        logits = self.runner.run(inputs, sampled)
         expected = len(inputs.rows), self.source.config.vocab_size
         if not isinstance(logits, torch.Tensor) or logits.shape != expected:
             raise UnsupportedModelError(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -236,7 +237,6 @@ def serve(
     ``show`` gets a text about the progress after each step. Raises ``CommandError`` if a prompt
     ends with an error.
     """
-    from vllm_module.runtime.model_runner import StepInputs
     from vllm_module.runtime.sampling_params import SamplingParams
 
     engine, run = llm.engine, Run()
@@ -244,12 +244,13 @@ def serve(
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     vocabulary = range(engine.vocab_size)
     prompts = [generator.choices(vocabulary, k=input_len) for _ in range(num_prompts)]
-    execute, last_step = engine.execute, [StepInputs([], [], [], [], [], [], [], 0, [], 0)]
+    execute = engine.execute
+    launched: deque[StepInputs] = deque()  # steps that are not finished: two at most
 
-    def observe(inputs: StepInputs) -> torch.Tensor:
-        last_step[0] = inputs
+    def observe(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        launched.append(inputs)
         run.peak_pages = max(run.peak_pages, pool.num_pages - pool.free_pages)
-        return execute(inputs)
+        return execute(inputs, sampled)
 
     engine.execute = observe
     since: dict[str, float] = {}  # when a request was added, and then when its first token came
@@ -262,7 +263,7 @@ def serve(
         step_start = now
         changed = engine.step()
         now = time.perf_counter()
-        counts = [end - begin for begin, end in pairwise(last_step[0].query_start_loc)]
+        counts = [end - begin for begin, end in pairwise(launched.popleft().query_start_loc)]
         work = run.prompting if max(counts) > 1 else run.decoding
         work.seconds += now - step_start
         work.tokens += sum(n for n in counts if n > 1) or len(counts)
