@@ -124,6 +124,15 @@ def test_a_format_that_is_not_there_is_refused(asked: str, message: str, folder:
         open_checkpoint(folder, asked)
 
 
+def test_a_file_that_is_not_in_the_format_is_refused(folder: Path) -> None:
+    """One file may be named, in a format of files."""
+    assert open_checkpoint(folder / BIN, "pt").load_format == "pt"
+    with pytest.raises(CheckpointFormatError, match=r"model\.bin is not a \.safetensors file"):
+        open_checkpoint(folder / BIN, "safetensors")
+    with pytest.raises(CheckpointFormatError, match="is a file, and npcache is a format of folder"):
+        open_checkpoint(folder / BIN, "npcache")
+
+
 def test_a_format_without_files_cannot_be_opened(folder: Path) -> None:
     """Dummy values are a model's, and a folder of files has none."""
     with pytest.raises(ValueError, match="'dummy' has no files to open: its values are made"):

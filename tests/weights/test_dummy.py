@@ -126,6 +126,8 @@ def test_each_dtype_has_values_that_a_model_can_use() -> None:
         "position_ids": torch.empty(1, 9, dtype=torch.int64, device="meta"),
         "step": torch.empty((), dtype=torch.int64, device="meta"),
         "codes": torch.empty(4096, dtype=torch.uint8, device="meta"),
+        "norm.weight": torch.empty(4096, device="meta"),
+        "norm.bias": torch.empty(4096, device="meta"),
     }
     read = {name: weight.read() for name, weight in DummyWeights(expected).items()}
     for name, meta in expected.items():
@@ -140,6 +142,8 @@ def test_each_dtype_has_values_that_a_model_can_use() -> None:
     assert read["position_ids"].tolist() == [list(range(9))]
     assert read["step"].item() == 0
     assert set(read["codes"].tolist()) == set(range(256))
+    assert float(read["norm.weight"].mean()) == pytest.approx(1, abs=0.002)
+    assert float(read["norm.bias"].mean()) == pytest.approx(0, abs=0.002)
 
 
 def test_a_handle_refuses_what_a_tensor_refuses() -> None:

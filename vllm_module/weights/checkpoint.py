@@ -134,6 +134,10 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
             return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
     if not is_there(path, follow_links=True):
         raise CheckpointFormatError(f"{printable(path)} does not exist; check the path")
+    if not of_files:
+        raise CheckpointFormatError(
+            f"{printable(path)} is a file, and {load_format} is a format of folders: pass one"
+        )
     wanted = " or ".join(suffix for each in of_files.values() for suffix in each.suffixes)
     raise CheckpointFormatError(
         f"{printable(path)} is not a {wanted} file, the formats that are read; convert it"

@@ -41,10 +41,10 @@ class _Values(NamedTuple):
 class DummyWeights(dict[str, "DummyHandle"]):
     """A handle for each tensor of a checkpoint, from its shape and dtype.
 
-    Floats are uniform around 0 with a standard deviation of 0.02. Scales (by name) are positive,
-    between 2**-9 and 2**-8, so values of eight bits reach further. Integers are any bits, except
-    that int64 counts along the last dimension, as position ids do, and that ``g_idx`` is what
-    groups without act order have.
+    Floats are uniform with a standard deviation of 0.02: around 1 in a ``weight`` of one dimension,
+    as norms have, and around 0 elsewhere. Scales (by name) are positive, between 2**-9 and 2**-8,
+    so values of eight bits reach further. Integers are any bits, except that int64 counts along the
+    last dimension, as position ids do, and that ``g_idx`` is what groups without act order have.
     """
 
     load_format = "dummy"
@@ -143,10 +143,13 @@ def _values(name: str, meta: torch.Tensor, expected: Mapping[str, torch.Tensor])
         return _Values(partial(_group, inputs=meta.shape[-1], groups=_groups(name, expected)))
     if dtype == torch.int64:
         return _Values(partial(torch.remainder, other=max([1, *meta.shape[-1:]])))
-    return _Values(_of_bits(dtype, is_scale), _GOLDEN, _seed(name))
+    around = float(meta.dim() == 1 and name.endswith("weight"))
+    return _Values(_of_bits(dtype, is_scale, around), _GOLDEN, _seed(name))
 
 
-def _of_bits(dtype: torch.dtype, is_scale: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _of_bits(
+    dtype: torch.dtype, is_scale: bool, around: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what turns mixed integers into values of ``dtype``, or of one that is cast to it."""
     if dtype == torch.float8_e8m0fnu or (dtype == torch.uint8 and is_scale):
         # Exponents of two: 2**-9 to 2**-2. MXFP4 stores them as bytes.
@@ -158,7 +161,7 @@ def _of_bits(dtype: torch.dtype, is_scale: bool) -> Callable[[torch.Tensor], tor
     if is_scale:
         return lambda integers: _uniform(integers).abs_().add_(1).mul_(_SCALE)
     most = _EIGHT_BIT if dtype.itemsize == 1 else _WEIGHT
-    return lambda integers: _uniform(integers).mul_(most)
+    return lambda integers: _uniform(integers).mul_(most).add_(around)
 
 
 def _seed(name: str) -> int:

@@ -62,7 +62,8 @@ def resolve(
         return CheckpointFormatError(f"{model!r}{at}: {reason}")
 
     try:
-        for pattern in _patterns(load_format) if weights and load_format != "dummy" else ("",):
+        wanted = _patterns(load_format) if weights and load_format != "dummy" else []
+        for pattern in wanted or [""]:
             folder = snapshot_download(
                 model,
                 revision=revision,

@@ -102,6 +102,7 @@ class PairsCheckpoint(Mapping[str, Handle]):
         """
         described = sorted((n, tuple(w.shape), str(w.dtype)) for n, w in self.items())
         own = getattr(self._opened, "fingerprint", None)
+        own = own if isinstance(own, str) else None  # something else of a user's class
         return hashlib.sha256(repr((described, own)).encode()).hexdigest()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class TorchFile(WeightFile):
                 )
             if not isinstance(tensor, torch.Tensor):
                 self._refuse(
-                    f"{shorten(name)} is {shorten(tensor)}, and only tensors are read. "
+                    f"{shorten(name)} is {printable(shorten(tensor))}, and only tensors are read. "
                     f"{_SAVE_AGAIN}"
                 )
             self.entries[name] = self._entry(name, tensor, ends)
@@ -76,6 +76,12 @@ class TorchFile(WeightFile):
         strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
         shape = tuple(tensor.shape)
         start: int = getattr(storage, "_checkpoint_offset", -1)
+        # A tensor that reaches out of its storage has made the fake one as long as it needs.
+        if start in ends and storage.nbytes() != ends[start] - start:
+            self._refuse(
+                f"the storage of tensor {shorten(name)} should have {storage.nbytes()} bytes, and "
+                f"its member of the archive has {ends[start] - start}. {DAMAGED}"
+            )
         if not tensor.numel():
             return Entry(dtype, shape, self._bytes.size, self._bytes.size)
         if start not in ends:
@@ -90,11 +96,7 @@ class TorchFile(WeightFile):
             reach += stride * (size - 1)
         begin: int = start + first * dtype.itemsize
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if begin + last + dtype.itemsize > ends[start]:
-            self._refuse(
-                f"tensor {shorten(name)} should end at byte {begin + last + dtype.itemsize}, and "
-                f"its storage ends at {ends[start]}. {DAMAGED}"
-            )
+        assert begin + last + dtype.itemsize <= ends[start], "the fake storage was not made longer"
         nbytes = tensor.numel() * dtype.itemsize
         return Entry(dtype, shape, begin, begin + nbytes, strides)
 
@@ -215,5 +217,5 @@ def _unpickled(file_bytes: FileBytes, refuse: Any) -> Mapping[Any, Any]:
         reason = describe_error(error).partition("\n")[0]
         refuse(f"torch.load refuses it, and nothing of it was run: {reason}. {_SAVE_AGAIN}")
     if not isinstance(held, Mapping):
-        refuse(f"it holds {shorten(held)}: expected a dict of names and tensors")
+        refuse(f"it holds {printable(shorten(held))}: expected a dict of names and tensors")
     return held
