@@ -173,7 +173,12 @@ class LoadConfig(_Closed):
     """How weights are loaded.
 
     Attributes:
-        load_format: the format of the weights; ``"auto"`` is the first of these that there is.
+        load_format: the format of the weights. ``"auto"`` takes the first format of files that
+            there is, in the order of the names, and the log says which. ``"npcache"`` reads the
+            folder ``np`` that vLLM and SGLang make of ``.bin`` files, and makes it where it is not
+            there. ``"layered"`` is ``"auto"``: every load quantizes one module after the other.
+            ``"dummy"`` reads ``config.json`` only, and computes each value from its tensor's name
+            and its place.
         show_progress: draw a progress bar with bytes and rate on standard error.
         timeout: seconds that a rank which is ready waits for ranks in other processes: first
             until they have found (and downloaded) the checkpoint, then until they have loaded it.

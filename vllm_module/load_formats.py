@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-# All other lists of these names come from this one. With "auto", the formats of files are looked
-# for in this order, which is that of weights.checkpoint.FORMATS.
-LoadFormat = Literal["auto", "safetensors", "pt", "dcp", "mistral"]
+# All other lists of these names come from this one. "auto" looks for the formats of files in their
+# order here, which is that of weights.formats.FORMATS. "layered" is "auto": every load quantizes
+# one module after the other. "dummy" has no files.
+LoadFormat = Literal["auto", "safetensors", "pt", "npcache", "mistral", "dcp", "layered", "dummy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from vllm_module.weights.pairs import OpenWeights
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_log = logging.getLogger(__name__)
 
 
 def get_model(
@@ -84,9 +87,12 @@ def find_and_load(
 
     with ExitStack() as opened, message_group(timeout) as group:
         source, checkpoint = in_step(find, describe_found, timeout, group, demand_alike)
+        taken = checkpoint.load_format or "a registered source"
+        _log.info("weights in %s: %s", source.folder, taken)
         model = in_step(build, lambda _: {}, timeout, group, demand_alike)
         weights: OpenWeights | CooperativeCheckpoint = checkpoint
-        if group is not None and load_config.cooperative is not False:
+        made = checkpoint.load_format == "dummy"  # each rank makes what it keeps
+        if group is not None and load_config.cooperative is not False and not made:
             gather = partial(together, timeout=timeout, group=group.group)
             place = group.rank, group.size, group.group
             weights = read_together(model, checkpoint, load_config.cooperative, gather, *place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,14 +15,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vllm_module import registry
 from vllm_module.config import ModelConfig
-from vllm_module.distributed import expert_parallel
+from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read_entries
-from vllm_module.messages import describe_error, printable, printable_name
+from vllm_module.messages import describe_error, printable, printable_name, shorten
 from vllm_module.module import vLLMModule
 from vllm_module.quantization import Rules, quantize, rules_for
 from vllm_module.registry import model_class
-from vllm_module.weights.pairs import OpenWeights, open_weights
+from vllm_module.weights.dummy import DummyWeights
+from vllm_module.weights.joined import JoinedWeights
+from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
 from vllm_module.weights.source import Source, find_source
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that a model runs in
@@ -44,6 +46,8 @@ class ModelSource:
         dtype: of parameters that are not quantized.
         rules: which layers are quantized, and how; ``None`` if no layer is.
         spread_experts: whether each rank holds whole experts.
+        secondary: more sources, each with the path of the module that its names are below.
+        is_dummy: whether values are made up, and no weights are opened.
 
     """
 
@@ -52,6 +56,8 @@ class ModelSource:
     dtype: torch.dtype
     rules: Rules | None
     spread_experts: bool = False
+    secondary: tuple[tuple[str, Source], ...] = ()
+    is_dummy: bool = False
 
     @classmethod
     def find(cls, model: ModelConfig | ModelSource, load_format: str = "auto") -> ModelSource:
@@ -77,8 +83,10 @@ class ModelSource:
         )
         config = read_config(source.folder, model)
         rules = rules_for(model.quantization, getattr(config, "quantization_config", None))
-        dtype = _parameter_dtype(model, config, source)
-        return cls(source, config, dtype, rules, model.enable_expert_parallel)
+        is_dummy = load_format == "dummy"
+        dtype = _parameter_dtype(model, config, None if is_dummy else source)
+        secondary = () if is_dummy else _secondary_sources(model, config)
+        return cls(source, config, dtype, rules, model.enable_expert_parallel, secondary, is_dummy)
 
     @property
     def folder(self) -> Path:
@@ -91,7 +99,17 @@ class ModelSource:
         return self.folder.name if self.folder.parent.name == "snapshots" else None
 
     def open(self) -> OpenWeights:
-        """Open the weights and check their headers. ``bytes_read`` starts at zero."""
+        """Open the weights and check their headers. ``bytes_read`` starts at zero.
+
+        Dummy weights are those that a model of one rank expects. For them, ``bytes_read`` counts
+        the values that are made.
+        """
+        if self.is_dummy:
+            with tensor_parallel(rank=0, size=1):
+                model = build_model(self.config, self.dtype, torch.device("cpu"), self.rules)
+            return PairsCheckpoint(self.source, DummyWeights(model.expected_weights()))
+        if self.secondary:
+            return PairsCheckpoint(self.source, JoinedWeights([("", self.source), *self.secondary]))
         return open_weights(self.source)
 
     def build(self, device: torch.device, tensors: int | None = None) -> vLLMModule:
@@ -220,14 +238,44 @@ def _fewer_parameters(config: HFConfig, tensors: int | None) -> Iterator[None]:
         hook.remove()
 
 
-def _parameter_dtype(model_config: ModelConfig, config: HFConfig, source: Source) -> torch.dtype:
-    """Return the dtype asked for, or config.json's, or that of the first tensor in one of them."""
+def _secondary_sources(
+    model_config: ModelConfig, config: HFConfig
+) -> tuple[tuple[str, Source], ...]:
+    """Find the sources that the model's ``secondary_weights`` names, and the paths they are for."""
+    cls = model_class(config.architectures)
+    declared: Any = getattr(cls, "secondary_weights", None)
+    if declared is None:
+        return ()
+    with registry.blamed_on(cls):
+        named = declared(config)
+    pairs = named.items() if isinstance(named, Mapping) else ((None, named),)
+    found = []
+    for path, name in pairs:
+        if not isinstance(path, str) or not isinstance(name, str) or path.endswith("."):
+            raise UnsupportedModelError(
+                f"{cls.__name__}.secondary_weights should map the path of a module, such as "
+                f"'vision_tower', to a folder, hub id or URL, got {shorten(named)}"
+            )
+        directory, token = model_config.download_dir, model_config.hf_token
+        found.append((path, find_source(name, download_dir=directory, token=token)))
+    return tuple(found)
+
+
+def _parameter_dtype(
+    model_config: ModelConfig, config: HFConfig, source: Source | None
+) -> torch.dtype:
+    """Return the dtype asked for, or config.json's, or that of the first tensor in one of them.
+
+    Without a source, that is float32.
+    """
     name: str | None = model_config.dtype
     if name == "auto":
         name = config.dtype or config.torch_dtype
     if not name:
-        with open_weights(source) as checkpoint:
-            dtypes = [handle.dtype for handle in checkpoint.values()]
+        dtypes: list[torch.dtype] = []
+        if source is not None:
+            with open_weights(source) as checkpoint:
+                dtypes = [handle.dtype for handle in checkpoint.values()]
         # The first may be that of position ids. If no model runs in any, it is refused by name.
         taken = [*(dtype for dtype in dtypes if dtype in _DTYPES), *dtypes, torch.float32]
         name = str(taken[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from collections.abc import Callable
 from copy import deepcopy
 from random import Random
@@ -91,6 +93,44 @@ def mutate_folder(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
             if kind == 3 and weight_map:
                 weight_map[rng.choice([*weight_map, *NAMES])] = rng.choice(FILES)
             parts[0] = json.dumps({"weight_map": weight_map}).encode()
+    return CUT.join(parts)[:most]
+
+
+def mutate_torch(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate a file of torch.save: its bytes, or those of one member of its archive."""
+    rng = Random(seed)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = {member.filename: archive.read(member) for member in archive.infolist()}
+    except Exception:  # of several kinds, from a damaged archive
+        return blind(data, most)
+    kind = rng.randrange(4)
+    if kind == 0 or not members:
+        return blind(data, most)
+    pickles = [name for name in members if name.endswith("data.pkl")]
+    name = rng.choice(pickles if pickles and kind > 1 else list(members))
+    members[name] = rewrite(members[name], rng) if kind == 3 else blind(members[name], most // 2)
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name, held in members.items():
+            archive.writestr(zipfile.ZipInfo(name), held)
+    return written.getvalue()[:most]
+
+
+def mutate_npcache(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate the list of names, or the header or the elements of a file."""
+    rng = Random(seed)
+    parts = [*data.split(CUT, 2), b"", b""][:3]
+    at = rng.randrange(3)
+    if at == 0:
+        parts[0] = mutate_json(parts[0], most // 3, seed, blind)
+    elif rng.randrange(3) == 0:
+        parts[at] = blind(parts[at], most // 3)
+    else:
+        length = int.from_bytes(parts[at][8:10], "little")
+        text = rewrite(parts[at][10 : 10 + length], rng)
+        begin = parts[at][:8] + len(text).to_bytes(4, "little")[:2]
+        parts[at] = begin + text + parts[at][10 + length :]
     return CUT.join(parts)[:most]
 
 

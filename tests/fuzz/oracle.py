@@ -6,12 +6,14 @@ unexpected exception, if the bytes broke something.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy
 import safetensors
 import torch
 
@@ -47,6 +49,45 @@ def check_folder(folder: Path, data: bytes) -> None:
     _check(folder, [first, second])
 
 
+def check_torch(folder: Path, data: bytes) -> None:
+    """Check ``data`` as a file of torch.save: what is accepted, torch.load reads too."""
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(data)
+    try:
+        with _only_inside(folder), open_checkpoint(folder) as checkpoint:
+            readable = _check_tensors(checkpoint)
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+            assert stored.keys() == set(checkpoint), "torch finds other names"
+            for name, tensor in stored.items():
+                handle = checkpoint[name]
+                assert (tensor.dtype, tensor.shape) == (handle.dtype, handle.shape)
+                assert name not in readable or _bytes(handle.read()) == _bytes(tensor)
+            assert len(checkpoint.fingerprint) == 64
+    except CheckpointFormatError as error:
+        _check_words(error)
+
+
+def check_npcache(folder: Path, data: bytes) -> None:
+    """Check ``data`` as a list of names and the files w and v: numpy reads what is accepted."""
+    names, first, second = [*data.split(CUT, 2), b"", b""][:3]
+    (folder / "np").mkdir(exist_ok=True)
+    (folder / "np" / "weight_names.json").write_bytes(names)
+    (folder / "np" / "w").write_bytes(first)
+    (folder / "np" / "v").write_bytes(second)
+    try:
+        with _only_inside(folder), open_checkpoint(folder, "npcache") as checkpoint:
+            readable = _check_tensors(checkpoint)
+            assert set(checkpoint) == set(json.loads(names))
+            for name in readable:
+                array = numpy.load(folder / "np" / name)
+                handle = checkpoint[name]
+                assert tuple(handle.shape) == array.shape
+                assert _bytes(handle.read()) == array.tobytes()
+            assert len(checkpoint.fingerprint) == 64
+    except CheckpointFormatError as error:
+        _check_words(error)
+
+
 def check_config(folder: Path, data: bytes) -> None:
     """Check ``data`` as a configuration: it names a known class or is refused."""
     (folder / "config.json").write_bytes(data)
@@ -73,6 +114,7 @@ def _check(folder: Path, files: list[bytes]) -> None:
                 handle = checkpoint[name]
                 stored_as = f"torch.{DTYPES[dtype].name}", shape
                 assert stored_as == (str(handle.dtype), list(handle.shape))
+                assert handle.contiguous
                 assert name not in readable or _bytes(handle.read()) == raw
             assert checkpoint.nbytes == sum(len(raw) for _, _, raw in stored.values())
             assert len(checkpoint.fingerprint) == 64
@@ -94,7 +136,7 @@ def _check_tensors(checkpoint: Checkpoint) -> set[str]:
         readable.add(name)
         assert (whole.shape, whole.dtype) == (handle.shape, handle.dtype)
         begin, end = handle.byte_range
-        assert end - begin == handle.nbytes
+        assert end - begin >= handle.nbytes
         for dim, size in enumerate(handle.shape[:3]):
             half = size // 2
             parts: list[FileHandle] = [
@@ -154,4 +196,6 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "file": check_file,
     "folder": check_folder,
     "config": check_config,
+    "torch": check_torch,
+    "npcache": check_npcache,
 }

@@ -24,19 +24,19 @@ def test_the_corpus_is_small() -> None:
     assert max(path.stat().st_size for path in INPUTS) < 2048
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("kind", ["file", "folder", "torch", "npcache"])
 def test_the_oracle_sees_a_wrong_value(kind: str, tmp_path: Path, monkeypatch) -> None:
     """A handle that reads from one byte too early is caught."""
-    from vllm_module.weights.safetensors import SafetensorsFile
+    from vllm_module.weights.weight_file import WeightFile
 
-    name = {"file": "matrix", "folder": "two-files"}[kind]
-    of = SafetensorsFile.__getitem__
+    name = "matrix" if kind == "file" else "two-files" if kind == "folder" else "two-tensors"
+    of = WeightFile.__getitem__
 
-    def shifted(self: SafetensorsFile, key: str) -> object:
+    def shifted(self: WeightFile, key: str) -> object:
         handle = of(self, key)
         handle._offset -= 1
         return handle
 
-    monkeypatch.setattr(SafetensorsFile, "__getitem__", shifted)
+    monkeypatch.setattr(WeightFile, "__getitem__", shifted)
     with pytest.raises(AssertionError):
         KINDS[kind](tmp_path, (HERE / "corpus" / kind / name).read_bytes())

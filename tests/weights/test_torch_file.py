@@ -173,8 +173,8 @@ REFUSED = {
         archive(*[m for m in unzipped(saved({"a": BASE})) if m[0] != "archive/data/0"]),
         "torch.load refuses it|none of the archive's members",
     ),
-    "a storage that is cut off": (with_member("data/0", b"0" * 90), r"'a' should end at byte \d+"),
-    "a longer storage": (longer_storage(), r"'a' should end at byte \d+, and its storage ends at"),
+    "a storage that is cut off": (with_member("data/0", b"0" * 90), r"'a' should have \d+ bytes"),
+    "a longer storage": (longer_storage(), r"'a' should have \d+ bytes, and its member of the"),
     "a member elsewhere": (elsewhere(), "is not where it should be|is broken"),
     "no bytes": (b"", "no zip archive"),
 }  # fmt: skip

@@ -69,6 +69,33 @@ def test_one_format_of_the_weights_is_downloaded(present: str, tmp_path: Path, m
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", weights}
 
 
+@pytest.mark.parametrize(
+    ("load_format", "expected"),
+    [
+        ("auto", {"m.safetensors"}),
+        ("safetensors", {"m.safetensors"}),
+        ("pt", {"m.bin"}),
+        ("npcache", {"m.bin"}),
+        ("dummy", set()),
+    ],
+)
+def test_the_format_that_is_asked_for_is_downloaded(
+    load_format: str, expected: set[str], tmp_path: Path, monkeypatch
+) -> None:
+    """Where the hub has several formats, no other one comes; dummy weights need none."""
+
+    def download(repo_id: str, allow_patterns: list[str], ignore_patterns: Any, **_: Any) -> str:
+        names = ["config.json", "m.safetensors", "m.bin", "m.pt"]
+        options: Any = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        for name in huggingface_hub.utils.filter_repo_objects(names, **options):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve("owner/name", None, load_format=load_format)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json"} | expected
+
+
 def hub_error(kind: type[Exception]) -> Exception:
     if issubclass(kind, errors.HfHubHTTPError):
         return kind("hub", response=SimpleNamespace(headers={}, request=None))

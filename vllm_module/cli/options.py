@@ -42,9 +42,10 @@ class Quantization(str, Enum):
 if TYPE_CHECKING:
 
     class LoadFormat(str, Enum):
-        """The formats of weights; type checkers need to know only the default."""
+        """The formats of weights; type checkers need to know only those that the code names."""
 
         auto = "auto"
+        dummy = "dummy"
 
 else:
     _names = get_args(load_formats.LoadFormat)
@@ -104,7 +105,8 @@ LoadFormatOption = Annotated[
     typer.Option(
         "--load-format",
         metavar="FORMAT",
-        help=f"Format of the weights: {_listed(LoadFormat)}; auto takes the first that there is.",
+        help=f"Format of the weights: {_listed(LoadFormat)}; auto takes the first that there is, "
+        "and dummy makes values up and reads only config.json.",
     ),
 ]
 ModelCodeOption = Annotated[

@@ -24,9 +24,13 @@ _PROCESS = Path("/proc/self")
 
 @dataclass(frozen=True)
 class RankLoad:
-    """The time and memory that loading one rank took; "resident" is the memory of the process."""
+    """The time and memory that loading one rank took; "resident" is the memory of the process.
+
+    ``load_format`` is that of the weights, ``None`` for those of a registered source.
+    """
 
     rank: int
+    load_format: str | None
     bytes_read: int
     seconds: float
     bytes_per_second: float
@@ -78,7 +82,9 @@ def load_rank(
         nbytes = checkpoint.bytes_read
     assert model.load_report is not None
     cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    measured = RankLoad(rank, nbytes, seconds, nbytes / seconds, before, _peak_resident(), cuda)
+    rate, peak = nbytes / seconds, _peak_resident()
+    load_format = checkpoint.load_format
+    measured = RankLoad(rank, load_format, nbytes, seconds, rate, before, peak, cuda)
     return measured, model.load_report, model
 
 

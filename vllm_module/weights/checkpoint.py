@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.garbage import paused_gc
-from vllm_module.load_formats import LoadFormat
 from vllm_module.messages import printable, printable_name, shorten
-from vllm_module.weights.formats import FORMATS, UNSUPPORTED, Files, Unit, imported
+from vllm_module.weights.formats import FORMATS, UNSUPPORTED, Files, Unit, formats_of, imported
 from vllm_module.weights.header import Entry
 from vllm_module.weights.index import DAMAGED, check_against_index, read_index
 from vllm_module.weights.regular_file import is_there, refusal
@@ -121,14 +120,12 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
 
     Args:
         folder: the folder or file.
-        load_format: that of ``LoadConfig``. ``"auto"`` is the first of these that the folder has.
+        load_format: that of ``LoadConfig``. ``"auto"`` is the first format of files that the folder
+            has. ``"dummy"`` has no files, and is a ``ValueError`` as an unknown one is.
 
     """
-    if load_format not in get_args(LoadFormat):
-        names = ", ".join(get_args(LoadFormat))
-        raise ValueError(f"load_format {shorten(load_format)} is unknown: expected {names}")
     path = Path(os.path.expanduser(folder))
-    formats = list(FORMATS) if load_format == "auto" else [load_format]
+    formats = formats_of(load_format)
     if os.path.isdir(path):
         return _open_folder(path, formats)
     of_files = {name: each for name in formats if isinstance(each := FORMATS[name], Files)}
@@ -137,6 +134,10 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
             return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
     if not is_there(path, follow_links=True):
         raise CheckpointFormatError(f"{printable(path)} does not exist; check the path")
+    if not of_files:
+        raise CheckpointFormatError(
+            f"{printable(path)} is a file, and {load_format} is a format of folders: pass one"
+        )
     wanted = " or ".join(suffix for each in of_files.values() for suffix in each.suffixes)
     raise CheckpointFormatError(
         f"{printable(path)} is not a {wanted} file, the formats that are read; convert it"
@@ -149,7 +150,8 @@ def _open_folder(folder: Path, formats: list[str]) -> Checkpoint:
     for name in formats:
         each = FORMATS[name]
         if isinstance(each, Unit):
-            if is_there(folder / each.marker):
+            is_asked_for = len(formats) == 1
+            if is_there(folder / each.marker) or (is_asked_for and each.made_from is not None):
                 opened: Checkpoint = imported(each.opener)(folder)
                 return opened
             continue

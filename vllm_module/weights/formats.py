@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
+
+from vllm_module.load_formats import LoadFormat
+from vllm_module.messages import shorten
 
 if TYPE_CHECKING:
     from vllm_module.weights.weight_file import WeightFile
@@ -62,11 +65,13 @@ class Unit:
         opener: ``module:name`` of a function that is called with the folder and returns a
             :class:`Checkpoint`. It is imported when it is called.
         marker: the file by which the format is recognized, relative to the folder.
+        made_from: the format that ``opener`` makes it from where it is asked for and is not there.
 
     """
 
     opener: str
     marker: str
+    made_from: str | None = None
 
     @property
     def patterns(self) -> list[str]:
@@ -92,10 +97,33 @@ FORMATS: dict[str, Files | Unit] = {
         "pytorch_model.bin.index.json",
         "pytorch_model.bin",
     ),
+    "npcache": Unit(
+        "vllm_module.weights.npcache:open_npcache", "np/weight_names.json", made_from="pt"
+    ),
     "mistral": Unit("vllm_module.weights.mistral:open_mistral", "params.json"),
     "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata"),
 }
 UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")  # suffixes of other formats
+
+
+def formats_of(load_format: str) -> list[str]:
+    """Return the formats of files that a ``load_format`` of ``LoadConfig`` stands for.
+
+    Raises ``ValueError`` if it is unknown, or has no files.
+    """
+    if load_format in FORMATS:
+        return [load_format]
+    if load_format in ("auto", "layered"):
+        return list(FORMATS)
+    names = get_args(LoadFormat)
+    if load_format not in names:
+        raise ValueError(
+            f"load_format {shorten(load_format)} is unknown: expected {', '.join(names)}"
+        )
+    raise ValueError(
+        f"load_format {load_format!r} has no files to open: its values are made for a model, by "
+        "get_model, LLM, and the commands load and plan"
+    )
 
 
 def imported(opener: str) -> Callable[..., Any]:

@@ -6,16 +6,27 @@ from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, printable_name
+from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 from vllm_module.weights.regular_file import is_there
 
-# Configuration and tokenizer, and weights in the first format that there is. Not Mistral's
-# consolidated file, which has the same weights again, and not subfolders, which have other formats
-# of the weights. The exception is 1_Pooling, where sentence-transformers keeps a small file: so a
-# subfolder's name may end in "g".
+# Configuration and tokenizer. Weights are those of the first format that there is, and not
+# Mistral's consolidated file, which has the same weights again, and not subfolders, which have
+# other formats of the weights. The exception is 1_Pooling, where sentence-transformers keeps a
+# small file: so a subfolder's name may end in "g".
 _SMALL = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+def _patterns(load_format: str) -> list[str]:
+    """Return what files of weights are called, in the order in which they are looked for."""
+    formats = [FORMATS[name] for name in formats_of(load_format)]
+    made_from = [each.made_from for each in formats if isinstance(each, Unit)]
+    files = [each for each in formats if isinstance(each, Files)]
+    files += [other for name in made_from if isinstance(other := FORMATS.get(name or ""), Files)]
+    return list(dict.fromkeys(pattern for each in files for pattern in each.patterns))
+
+
 _UNWANTED = [
-    "*[!g]/*", *(f"*/{weights}" for weights in _WEIGHTS),
+    "*[!g]/*", *(f"*/{pattern}" for pattern in _patterns("auto")),
     "consolidated*", "training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*",
 ]  # fmt: skip
 
@@ -24,6 +35,7 @@ def resolve(
     model: str,
     revision: str | None,
     *,
+    load_format: str = "auto",
     download_dir: str | None = None,
     token: str | bool | None = None,
     weights: bool = True,
@@ -32,8 +44,9 @@ def resolve(
 
     A path that exists is returned unchanged, and ``revision`` (a branch, tag or commit of the hub)
     is ignored. ``download_dir`` replaces the hub's cache, and ``token`` the one that is stored.
-    Without ``weights``, only the small files are downloaded. Raises ``CheckpointFormatError``, with
-    advice, if ``model`` neither exists nor can be downloaded.
+    Of the weights, those of ``load_format`` are downloaded; without ``weights``, or with
+    ``"dummy"``, only the small files are. Raises ``CheckpointFormatError``, with advice, if
+    ``model`` neither exists nor can be downloaded.
     """
     path = Path(os.path.expanduser(model))
     if is_there(path, follow_links=True):
@@ -49,7 +62,8 @@ def resolve(
         return CheckpointFormatError(f"{model!r}{at}: {reason}")
 
     try:
-        for pattern in _WEIGHTS if weights else ("",):
+        wanted = _patterns(load_format) if weights and load_format != "dummy" else []
+        for pattern in wanted or [""]:
             folder = snapshot_download(
                 model,
                 revision=revision,

@@ -33,12 +33,17 @@ class PairsCheckpoint(Mapping[str, Handle]):
 
     Raises ``CheckpointFormatError`` if a name comes twice, or something is no pair of a name and a
     tensor or handle.
+
+    Attributes:
+        load_format: as ``LoadConfig`` names it; ``None`` where the source does not say.
+
     """
 
     def __init__(
         self, source: Source, pairs: Mapping[str, Weight] | Iterable[tuple[str, Weight]]
     ) -> None:
         self._opened: Any = pairs
+        self.load_format: str | None = getattr(pairs, "load_format", None)
         self._lock = Lock()
         self._handles: dict[str, Handle] = {}
         self.bytes_read = 0
@@ -91,9 +96,14 @@ class PairsCheckpoint(Mapping[str, Handle]):
 
     @property
     def fingerprint(self) -> str:
-        """A hex SHA-256 of the names, shapes and dtypes, not of values."""
+        """A hex SHA-256 of the names, shapes and dtypes, and of the source's own fingerprint.
+
+        Where it has none, values are not compared.
+        """
         described = sorted((n, tuple(w.shape), str(w.dtype)) for n, w in self.items())
-        return hashlib.sha256(repr(described).encode()).hexdigest()
+        own = getattr(self._opened, "fingerprint", None)
+        own = own if isinstance(own, str) else None  # something else of a user's class
+        return hashlib.sha256(repr((described, own)).encode()).hexdigest()
 
     def close(self) -> None:
         """Close what the source opened, if it can be closed."""

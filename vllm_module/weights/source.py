@@ -103,13 +103,15 @@ def find_source(
     """Return the source of ``model``: a URL, a folder, or a hub id, which is downloaded.
 
     ``load_format`` is that of ``LoadConfig``; a URL's opener knows its own. ``download_dir`` and
-    ``token`` are those of :func:`resolve`.
+    ``token`` are those of :func:`resolve`. With ``"dummy"``, no weights are downloaded.
 
     Raises ``CheckpointFormatError`` if it cannot be found.
     """
     scheme, separator, _ = model.partition("://")
     if not separator:
-        folder = resolve(model, revision, download_dir=download_dir, token=token)
+        folder = resolve(
+            model, revision, load_format=load_format, download_dir=download_dir, token=token
+        )
         return Folder(folder, load_format)
     opener = registered_sources.get(scheme.lower())
     if opener is None:

@@ -26,6 +26,21 @@ def parse_object(
     float that overflows. -0 is a float. A refusal is a CheckpointFormatError, whose message starts
     with ``where`` and ends with ``advice``.
     """
+    value = _parse(data, where, advice, constants=constants)
+    if not isinstance(value, dict):
+        raise CheckpointFormatError(f"{where} is not a JSON object but {shorten(value)}. {advice}")
+    return value
+
+
+def parse_list(data: bytes, where: str, advice: str) -> list[object]:
+    """Parse a JSON list as strictly as :func:`parse_object` does an object."""
+    value = _parse(data, where, advice, constants=False)
+    if not isinstance(value, list):
+        raise CheckpointFormatError(f"{where} is not a JSON list but {shorten(value)}. {advice}")
+    return value
+
+
+def _parse(data: bytes, where: str, advice: str, *, constants: bool) -> object:
     marks = sum(data.count(mark) for mark in _MARKS)
     if marks > MAX_MARKS:
         raise CheckpointFormatError(
@@ -48,8 +63,6 @@ def parse_object(
         reason = str(error)
     if reason:  # raised outside of the except clause, because its error holds the whole text
         raise CheckpointFormatError(f"{where} is not valid JSON: {reason}. {advice}")
-    if not isinstance(value, dict):
-        raise CheckpointFormatError(f"{where} is not a JSON object but {shorten(value)}. {advice}")
     return value
 
 

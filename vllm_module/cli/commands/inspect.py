@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_module.cli.options import AllOption, JsonOption
+from vllm_module.cli.options import (
+    AllOption,
+    JsonOption,
+    LoadFormat,
+    LoadFormatOption,
+    ModelCodeOption,
+)
 from vllm_module.cli.output import (
     by_number,
     console,
@@ -28,7 +34,8 @@ from vllm_module.messages import printable
 from vllm_module.report import fold
 
 if TYPE_CHECKING:
-    from vllm_module.weights import Checkpoint
+    from vllm_module.weights.pairs import OpenWeights
+    from vllm_module.weights.source import Source
 
 _SHOWN = (
     "model_type",
@@ -45,14 +52,14 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as its file's header describes it."""
+    """A tensor as its file's header describes it; a registered source names no file."""
 
     name: str
     dtype: str
     shape: list[int]
     bytes: int
-    file: str
-    byte_range: tuple[int, int]
+    file: str | None
+    byte_range: tuple[int, int] | None
 
 
 @paused_gc()
@@ -65,22 +72,34 @@ def inspect(
             show_default=False,
         ),
     ],
+    load_format: LoadFormatOption = LoadFormat.auto,
+    model_code: ModelCodeOption = None,
     every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the tensors of a checkpoint. Only headers are read.
 
-    JSON keys: checkpoint; architecture (supported and entries of config.json; null if there is
-    no config.json); tensors (name, dtype, shape, bytes, file, byte_range in the file); files and
-    dtypes (tensors and bytes of each); total (tensors, elements, bytes).
+    JSON keys: checkpoint; load_format (or null); architecture (supported and entries of
+    config.json; null if there is no config.json); tensors (name, dtype, shape, bytes, file and
+    byte_range in the file, or null); files and dtypes (tensors and bytes of each); total (tensors,
+    elements, bytes).
     """
-    from vllm_module.weights import open_checkpoint, resolve
+    if load_format is LoadFormat.dummy:
+        raise typer.BadParameter(
+            "dummy weights are not stored: plan lists those of a model", param_hint="--load-format"
+        )
+    if model_code is not None:
+        from vllm_module.registry import load_model_code
 
-    path = resolve(source, None)
+        load_model_code(model_code)
+    from vllm_module.weights.source import find_source
+
+    found = find_source(source, load_format=load_format.value)  # a download draws its own bars
+    path = found.folder
     with working("reading headers"):
         architecture = _architecture(path)
-        with open_checkpoint(path) as checkpoint:
-            tensors = _tensors(checkpoint)
+        with _opened(found) as checkpoint:
+            tensors, taken = _tensors(checkpoint), checkpoint.load_format
         elements = sum(math.prod(tensor.shape) for tensor in tensors)
     total = {"tensors": len(tensors), "elements": elements, "bytes": sum(t.bytes for t in tensors)}
     by_file, by_dtype = _totals(tensors, "file"), _totals(tensors, "dtype")
@@ -88,6 +107,7 @@ def inspect(
         print_json(
             {
                 "checkpoint": str(path),
+                "load_format": taken,
                 "architecture": architecture,
                 "tensors": tensors,
                 "files": by_file,
@@ -106,6 +126,8 @@ def inspect(
         right=(3,),
     )
     for title, totals in (("file", by_file), ("dtype", by_dtype)):
+        if not totals:
+            continue
         out.print()
         print_table(
             out,
@@ -115,7 +137,8 @@ def inspect(
         )
     count, nbytes = plural(total["tensors"], "tensor"), size(total["bytes"])
     out.print()
-    print_text(out, f"total: {count}, {total['elements']:,} elements, {nbytes}")
+    in_format = "" if taken is None else f", in the format {taken}"
+    print_text(out, f"total: {count}, {total['elements']:,} elements, {nbytes}{in_format}")
 
 
 def _architecture(path: Path) -> dict[str, Any] | None:
@@ -153,20 +176,44 @@ def _print_architecture(out: Console, architecture: dict[str, Any] | None) -> No
     out.print()
 
 
-def _tensors(checkpoint: Checkpoint) -> list[Tensor]:
-    return [
-        Tensor(
-            name,
-            entry.dtype.name,
-            list(entry.shape),
-            entry.end - entry.begin,
-            file.name,
-            (entry.begin, entry.end),
-        )
-        for name, file, entry in sorted(
-            checkpoint.headers(), key=lambda header: by_number(header[0])
-        )
-    ]
+def _opened(source: Source) -> OpenWeights:
+    from vllm_module.weights.source import Folder
+
+    if isinstance(source, Folder):  # headers are read without torch
+        return source.weights()
+    from vllm_module.weights.pairs import open_weights
+
+    return open_weights(source)
+
+
+def _tensors(checkpoint: OpenWeights) -> list[Tensor]:
+    from vllm_module.weights import Checkpoint
+
+    if isinstance(checkpoint, Checkpoint):
+        tensors = [
+            Tensor(
+                name,
+                entry.dtype.name,
+                list(entry.shape),
+                entry.end - entry.begin,
+                file.name,
+                (entry.begin, entry.end),
+            )
+            for name, file, entry in checkpoint.headers()
+        ]
+    else:
+        tensors = [
+            Tensor(
+                name,
+                str(weight.dtype).removeprefix("torch."),
+                list(weight.shape),
+                math.prod(weight.shape) * weight.dtype.itemsize,
+                None,
+                None,
+            )
+            for name, weight in checkpoint.items()
+        ]
+    return sorted(tensors, key=lambda tensor: by_number(tensor.name))
 
 
 def _dtype_and_shape(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
@@ -174,7 +221,7 @@ def _dtype_and_shape(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def _row(group: list[Tensor]) -> tuple[str, ...]:
-    files = sorted({tensor.file for tensor in group})
+    files = sorted({tensor.file or "" for tensor in group})
     return (
         ", ".join(fold(tensor.name for tensor in group)),
         shape(group[0].shape),
@@ -189,6 +236,7 @@ def _totals(tensors: list[Tensor], by: str) -> dict[str, dict[str, int]]:
     nbytes: Counter[str] = Counter()
     for tensor in tensors:
         key = getattr(tensor, by)
-        count[key] += 1
-        nbytes[key] += tensor.bytes
+        if key is not None:
+            count[key] += 1
+            nbytes[key] += tensor.bytes
     return {key: {"tensors": count[key], "bytes": nbytes[key]} for key in sorted(count)}

@@ -83,9 +83,9 @@ def load(
     its own rank.
 
     JSON keys: checkpoint; dtype; device; tensor_parallel_size; simulated; ranks (rank,
-    bytes_read, seconds, bytes_per_second, resident_before_bytes, peak_resident_bytes,
-    peak_cuda_bytes or null); report (loaded: parameter to its checkpoint names; skipped: name
-    to rule).
+    load_format or null, bytes_read, seconds, bytes_per_second, resident_before_bytes,
+    peak_resident_bytes, peak_cuda_bytes or null); report (loaded: parameter to its checkpoint
+    names; skipped: name to rule).
     """
     tp_size = tensor_parallel_size(tp)
     if rank is not None and (under_torchrun() or rank >= tp_size):
@@ -154,8 +154,10 @@ def load(
 
 
 def print_loads(out: Console, report: LoadReport, loads: Sequence[RankLoad]) -> None:
-    """Print the report and a line for each rank."""
+    """Print the report, the format of the weights, and a line for each rank."""
     print_text(out, str(report))
+    if loads[0].load_format is not None:
+        print_text(out, f"format: {loads[0].load_format}")
     cuda = ["peak CUDA"] if any(each.peak_cuda_bytes is not None for each in loads) else []
     header = ["rank", "read", "time", "rate", "peak resident", "(added)", *cuda]
     print_table(out, header, [each.row() for each in loads], right=range(len(header)))

@@ -1,0 +1,180 @@
+"""A checkpoint as files of single tensors, made once from files of ``torch.save``.
+
+Layout, as vLLM and SGLang write it: a folder ``np`` inside of the checkpoint with
+``weight_names.json``, a list of names, and a file of ``numpy.save`` under each of these names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable, shorten
+from vllm_module.waiting import until
+from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
+from vllm_module.weights.npy_file import NpyFile, has_type, write_npy
+from vllm_module.weights.regular_file import is_there, read_file, refusal
+from vllm_module.weights.strict_json import parse_list
+
+_FOLDER, _NAMES = "np", "weight_names.json"
+_MADE_FROM = ".made_from"  # the fingerprint of the checkpoint that the files were made from
+_MOST_BYTES = 255  # of a file's name
+_NO_FILE_NAME = (
+    f"the tensor {{}} cannot be a file: expected a name of at most {_MOST_BYTES} printable bytes "
+    "without /, \\ and :"
+)
+_AGAIN = "Remove the folder np, and load with load_format npcache again to make it anew."
+_POLL = 0.05  # seconds
+
+
+def open_npcache(folder: Path) -> Checkpoint:
+    """Open the files in ``np``; make them if there are none.
+
+    Processes that do so at the same time make them once. Raises ``CheckpointFormatError`` if they
+    are damaged or were made from other files than the folder has now, if they cannot be written, or
+    if numpy has no type for a tensor.
+    """
+    if not is_there(folder / _FOLDER / _NAMES):
+        _make(folder)
+    _check_origin(folder)
+    cache = folder / _FOLDER
+    with ExitStack() as opened:
+        files = []
+        for name in _names(cache):
+            files.append(NpyFile(cache / name, folder))
+            opened.callback(files[-1].close)
+        checkpoint = Checkpoint(tuple(files), "npcache")
+        opened.pop_all()
+    return checkpoint
+
+
+def _names(cache: Path) -> list[str]:
+    """Read the names of the tensors, and check that each can be the name of a file."""
+    path = cache / _NAMES
+    where = printable(path)
+    names: set[str] = set()
+    for name in parse_list(read_file(path, cache.parent), where, _AGAIN):
+        if not isinstance(name, str) or not _is_file_name(name):
+            raise CheckpointFormatError(f"{where}: {_NO_FILE_NAME.format(shorten(name))}. {_AGAIN}")
+        if name in names:
+            raise CheckpointFormatError(f"{where} has the name {shorten(name)} twice. {_AGAIN}")
+        names.add(name)
+    if not names:
+        raise CheckpointFormatError(f"{where} names no tensor. {_AGAIN}")
+    return sorted(names)
+
+
+def _is_file_name(name: str) -> bool:
+    # \ separates folders on Windows, and : follows a drive.
+    plain = name.isprintable() and not set(name) & set("/\\:")
+    reserved = "", ".", "..", _NAMES, _MADE_FROM
+    return plain and name not in reserved and len(os.fsencode(name)) <= _MOST_BYTES
+
+
+def _check_origin(folder: Path) -> None:
+    """Refuse files that were made from others than the folder has now.
+
+    Those of other programs do not say what they were made from.
+    """
+    record = folder / _FOLDER / _MADE_FROM
+    if not is_there(record) or (now := _fingerprint(folder)) is None:
+        return
+    if read_file(record, folder).strip() != now.encode():
+        raise CheckpointFormatError(
+            f"{printable(folder / _FOLDER)} was made from other weights than those in "
+            f"{printable(folder)} now. {_AGAIN}"
+        )
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """Return the fingerprint of the files of torch.save, or ``None`` if there are none."""
+    try:
+        with open_checkpoint(folder, "pt") as checkpoint:
+            return checkpoint.fingerprint
+    except CheckpointFormatError:
+        return None
+
+
+def _make(folder: Path) -> None:
+    """Write the files beside, and rename their folder when all are there."""
+    with open_checkpoint(folder, "pt") as checkpoint, _alone(folder):
+        if is_there(folder / _FOLDER / _NAMES):  # another process made them meanwhile
+            return
+        if is_there(folder / _FOLDER):
+            raise CheckpointFormatError(
+                f"{printable(folder / _FOLDER)} has no {_NAMES}: it is unfinished. Wait for the "
+                f"program that writes it, or else: {_AGAIN}"
+            )
+        for name, handle in checkpoint.items():
+            if not _is_file_name(name):
+                raise CheckpointFormatError(
+                    f"{_NO_FILE_NAME.format(shorten(name))}. Take load_format pt."
+                )
+            if not has_type(handle.dtype):
+                raise CheckpointFormatError(
+                    f"numpy has no type for the {handle.dtype} of tensor {shorten(name)}, so "
+                    f"npcache cannot hold it. Take load_format pt: it reads parts of "
+                    f"{printable(folder)} too."
+                )
+        try:
+            made = Path(tempfile.mkdtemp(prefix=".np-", dir=folder))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        try:
+            _write(made, checkpoint)
+            made.chmod(0o755)  # mkdtemp lets nobody else in
+            made.rename(folder / _FOLDER)
+        except OSError as error:
+            if is_there(folder / _FOLDER / _NAMES):  # a process on another host made them
+                return
+            raise _unwritable(folder, error) from error
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _write(made: Path, checkpoint: Checkpoint) -> None:
+    for name, handle in checkpoint.items():
+        with open(made / name, "xb") as file:  # some file systems take w and W for one name
+            write_npy(file, handle.read())
+    (made / _MADE_FROM).write_text(checkpoint.fingerprint + "\n", encoding="utf-8")
+    (made / _NAMES).write_text(json.dumps(list(checkpoint)), encoding="utf-8")
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointFormatError:
+    words = str(refusal(folder / _FOLDER, error, "written"))
+    return CheckpointFormatError(
+        f"{words}. Make it where {printable(folder)} can be written, or take load_format pt."
+    )
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this host is inside, where the file system has locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise refusal(folder, error, "opened") from error
+
+    def locked() -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_POLL)
+            return False
+        except OSError:  # it has none: whoever renames its folder first wins
+            return True
+        return True
+
+    try:
+        until(locked)
+        yield
+    finally:
+        os.close(descriptor)
