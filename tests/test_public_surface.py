@@ -47,7 +47,7 @@ LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None
     hf_overrides=None, model_code=None, download_dir=None, hf_token=None,
     enable_expert_parallel=False, tokenizer=None, tokenizer_revision=None,
     skip_tokenizer_init=False, seed=None, max_logprobs=-1, generation_config='auto',
-    device='auto', load_config=None, **engine)
+    device='auto', load_format=None, load_config=None, **engine)
 LLM.get_tokenizer(self)
 LLM.get_default_sampling_params(self)
 LLM.generate(self, prompts, sampling_params=None, use_tqdm=True)
@@ -89,7 +89,8 @@ MergedReplicatedLinear(input_size, output_sizes, bias=True, skip_bias_add=False,
 ParallelLMHead(num_embeddings, embedding_dim, bias=False, params_dtype=None, padding_size=64)
 PerHeadLayerNorm(slot, head_size, eps=1e-05, params_dtype=None)
 QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True,
-    skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'))
+    skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'),
+    stored_rotary_pairs=False)
 RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
 ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None, *,
     output=None)
