@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable, printable_name, shorten
+from vllm_module.weights.gguf_file import open_gguf_files
 from vllm_module.weights.header import Entry
 from vllm_module.weights.regular_file import is_there, read_file, refusal
 from vllm_module.weights.safetensors import SafetensorsFile
@@ -65,7 +66,7 @@ FORMATS = {
         re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
     ),
 }
-_UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")
+_UNSUPPORTED = (".ckpt", ".h5", ".msgpack", ".npz", ".pth")
 _DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 
 
@@ -163,15 +164,19 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
 
     Args:
         folder: the folder or file.
-        load_format: ``"safetensors"``, ``"pt"`` for files of ``torch.save``, or ``"auto"``: the
-            first of these two that the folder has.
+        load_format: ``"safetensors"``, ``"pt"`` for files of ``torch.save``, ``"gguf"`` for files
+            of llama.cpp, whose tensors get Hugging Face's names, or ``"auto"``: the
+            first of these two that the folder has, or else GGUF files.
 
     """
-    if load_format not in ("auto", *FORMATS):
+    if load_format not in ("auto", *FORMATS, "gguf"):
         raise ValueError(
-            f"load_format {shorten(load_format)} is unknown: expected auto, {', '.join(FORMATS)}"
+            f"load_format {shorten(load_format)} is unknown: expected auto, {', '.join(FORMATS)}, "
+            "gguf"
         )
     path = Path(os.path.expanduser(folder))
+    if is_gguf(path, load_format):
+        return Checkpoint(open_gguf_files(path))
     where = printable(path)
     names_in: dict[str, set[str]] | None = None  # the index: names of tensors by file
     inside: Path | None = path
@@ -209,6 +214,15 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
         checkpoint = Checkpoint(tuple(files))
         opened.pop_all()
     return checkpoint
+
+
+def is_gguf(path: Path, load_format: str = "auto") -> bool:
+    """Tell whether GGUF files are to be opened: they are asked for, or there is no other format."""
+    if load_format != "auto" or not os.path.isdir(path):
+        return load_format == "gguf" or (load_format == "auto" and path.suffix == ".gguf")
+    present = _listed(path)
+    others = (each.files(present) or is_there(path / each.index) for each in FORMATS.values())
+    return any(each.suffix == ".gguf" for each in present) and not any(others)
 
 
 def _open_file(load_format: str, path: Path, folder: Path | None) -> WeightFile:

@@ -110,6 +110,12 @@ def find_source(
     scheme, separator, _ = model.partition("://")
     if not separator:
         folder = resolve(model, revision, download_dir=download_dir, token=token)
+        # Imported here because registering a source needs no torch.
+        from vllm_module.weights.checkpoint import is_gguf
+        from vllm_module.weights.gguf_source import find_gguf_source
+
+        if is_gguf(folder, load_format):
+            return find_gguf_source(folder)
         return Folder(folder, load_format)
     opener = registered_sources.get(scheme.lower())
     if opener is None:
