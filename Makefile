@@ -49,8 +49,8 @@ gpu: $(if $(DRY),.venv/dev.stamp)  ## check and measure on a GPU, into OUT=build
 SECONDS ?= 60
 fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints, for SECONDS=60 in all
 	@mkdir -p build/fuzz
-	for kind in file folder config; do \
-		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 3)) build/fuzz || exit 1; \
+	for kind in file folder config gguf; do \
+		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 4)) build/fuzz || exit 1; \
 	done
 
 clean:  ## remove builds and caches; .venv stays

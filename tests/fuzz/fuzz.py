@@ -1,8 +1,8 @@
 """Fuzz the reading of checkpoints, guided by coverage of vllm_module.weights.
 
 Run by ``make fuzz``: ``fuzz.py KIND SECONDS FOLDER [OPTION of libFuzzer...]`` with KIND file,
-folder or config. Fuzzing starts from the corpus of that kind and the inputs in FOLDER/KIND, and
-adds an input there when it reaches new code. An input that breaks something is written to
+folder, config or gguf. Fuzzing starts from the corpus of that kind and the inputs in FOLDER/KIND,
+and adds an input there when it reaches new code. An input that breaks something is written to
 FOLDER/KIND-crash-... or a similar name: add it to the corpus under a name that describes it.
 """
 
@@ -29,8 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)
     check = runpy.run_path(str(HERE / "oracle.py"))["KINDS"][kind]
     mutations = runpy.run_path(str(HERE / "mutate.py"))
-    by_kind = {"file": "mutate_file", "folder": "mutate_folder", "config": "mutate_json"}
-    mutate = mutations[by_kind[kind]]
+    by_kind = {"folder": "mutate_folder", "config": "mutate_json"}
+    mutate = mutations[by_kind.get(kind, f"mutate_{kind}")]
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
 
     def one_input(data: bytes) -> None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -21,9 +23,13 @@ from vllm_module.errors import (
     UnexpectedWeightError,
     UnsupportedModelError,
 )
+from vllm_module.kernels import gguf_blocks
+from vllm_module.layers import QKVParallelLinear, RowParallelLinear
 from vllm_module.model_source import ModelSource
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import rules_for
+from vllm_module.quantization.gguf import GGUFMethod
+from vllm_module.testing import LAWS
 from vllm_module.weights import open_checkpoint
 
 WITHIN = 1e-4  # of each logit, in float32, as in tests/models
@@ -118,6 +124,18 @@ def test_transformers_reads_the_same_from_the_file(
     theirs.load_state_dict(read["tensors"])
     expected = written.logits(theirs, IDS)
     torch.testing.assert_close(logits(load(file.path)), expected, rtol=0, atol=WITHIN)
+
+
+def test_experts_are_spread_whole(gguf_file: Callable[[str, str], Written]) -> None:
+    """Ranks that hold whole experts, each type in a parameter of its own, compute the same."""
+    file = gguf_file("mixtral", "mixed-experts")
+    config = ModelConfig(model=str(file.path), dtype="float32", enable_expert_parallel=True)
+
+    def work(rank: int) -> torch.Tensor:
+        return logits(get_model(model_config=config))
+
+    for computed in run_ranks(2, work):
+        torch.testing.assert_close(computed, file.logits, rtol=0, atol=WITHIN)
 
 
 def shards_of(name: str, whole: torch.Tensor, rank: int, size: int, config: Any) -> torch.Tensor:
@@ -266,3 +284,44 @@ def test_types_in_a_configuration_are_checked(tmp_path: Path) -> None:
         rules_for(None, {"quant_method": "gguf", "types": {"a": "IQ2_S"}})
     with pytest.raises(UnsupportedModelError, match="quantized already, by 'gguf'"):
         rules_for("fp8", {"quant_method": "gguf", "types": {}})
+
+
+class Projections(vLLMModule):
+    """A fused layer with three types among its slots, rows in turns, and a layer cut by input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(32, 32, 4, 2, stored_rotary_pairs=True)
+        types = (("q_proj", kind), ("k_proj", None), ("v_proj", "Q8_0"))
+        self.qkv_proj.quantize(GGUFMethod(types))
+        self.o_proj = RowParallelLinear(128, 32)
+        self.o_proj.quantize(GGUFMethod(((None, kind),)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).split(self.qkv_proj.output_sizes, -1)
+        heads = q.shape[-1] // k.shape[-1]  # of q for each of k and v
+        kv = (k * v).unflatten(-1, (-1, 32)).repeat_interleave(heads, -2)
+        return self.o_proj(q * kv.flatten(-2))
+
+
+@pytest.fixture
+def _few_examples() -> Iterator[None]:
+    """Draw few: the laws are held with many in tests/laws, and here the slots are what is new."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("gguf", settings.get_profile("ci"), max_examples=4)
+    settings.load_profile("gguf")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.mark.usefixtures("_few_examples")
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_layers_in_blocks_keep_the_laws(law: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot has its own type, and all that is promised of loading holds."""
+
+    def finite(blocks: torch.Tensor, at: int) -> torch.Tensor:
+        return blocks[:, at : at + 1].float() / 4096  # random bytes may be NaN as a float16
+
+    monkeypatch.setattr(gguf_blocks, "_half", finite)
+    kinds = st.sampled_from(["Q4_0", "Q8_0"])
+    law(Projections, kinds, inputs=lambda model: (torch.ones(2, 32) / 32,))

@@ -110,6 +110,17 @@ def test_names_are_the_librarys(architecture: str) -> None:
     assert {f"{each}.weight" for each in known if each.startswith("rope_")} <= ROPE_TENSORS
 
 
+def test_a_gate_without_its_dimension_of_one_has_it_again(tmp_path: Path) -> None:
+    """llama.cpp drops the first dimension of Qwen2-MoE's gate of the shared expert."""
+    keys = {"general.architecture": (8, struct.pack("<Q", 8) + b"qwen2moe")}
+    data = header(keys, [("blk.0.ffn_gate_inp_shexp.weight", [64], 0, 0)])
+    (tmp_path / "m.gguf").write_bytes(data)
+    with open_checkpoint(tmp_path) as checkpoint:
+        ((name, handle),) = checkpoint.items()
+    assert name == "model.layers.0.mlp.shared_expert_gate.weight"
+    assert handle.shape == (1, 64)
+
+
 # Files of several parts
 
 
@@ -165,6 +176,8 @@ def test_a_missing_part_and_several_models_are_refused(split: Path, tmp_path: Pa
         open_checkpoint((tmp_path / parts[0].name).rename(tmp_path / "renamed.gguf"))
     with pytest.raises(CheckpointFormatError, match=r"holds no \*.gguf file"):
         open_checkpoint(Path(__file__).parent, "gguf")
+    with pytest.raises(CheckpointFormatError, match=r"absent\.gguf is not a file"):
+        open_checkpoint(tmp_path / "absent.gguf")
 
 
 def test_other_formats_go_before(whole: Path, tmp_path: Path) -> None:

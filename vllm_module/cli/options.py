@@ -44,6 +44,7 @@ class LoadFormat(str, Enum):
     auto = "auto"
     safetensors = "safetensors"
     pt = "pt"
+    gguf = "gguf"
 
 
 class CacheDType(str, Enum):

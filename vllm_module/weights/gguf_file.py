@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.messages import printable, shorten
-from vllm_module.weights.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
+from vllm_module.weights.gguf_header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
 from vllm_module.weights.gguf_names import (
     ROPE_TENSORS,
     Architecture,
@@ -19,7 +19,7 @@ from vllm_module.weights.gguf_names import (
     renamed,
 )
 from vllm_module.weights.header import DAMAGED, DTYPES, Entry
-from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.regular_file import is_there, refusal
 from vllm_module.weights.weight_file import WeightFile
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class GGUFFile(WeightFile):
         """Read a small tensor of the header."""
         import torch  # here because headers are read without it
 
-        if tensor.kind not in _FLOATS or len(tensor.shape) != 1:
+        if tensor.kind not in FLOAT_BYTES or len(tensor.shape) != 1:
             raise CheckpointFormatError(
                 f"{printable(self.path)}: tensor {shorten(tensor.name)} should be a vector of "
                 f"floats, and is {tensor.kind} {list(tensor.shape)}. {DAMAGED}"
@@ -116,9 +116,6 @@ class GGUFFile(WeightFile):
         if kind is not None:
             shape = torch.Size((*shape[:-2], shape[-2] * BLOCK_TYPES[kind].values))
         return ComputedHandle(handle, compute, shape, torch.float32)
-
-
-_FLOATS = ("F32", "F16", "BF16")
 
 
 def _attribute(kind: str) -> str:
@@ -162,7 +159,7 @@ def open_gguf_files(path: Path) -> tuple[GGUFFile, ...]:
         names = [f"{stem}-{number:05d}-of-{count}.gguf" for number in range(1, int(count) + 1)]
         paths = [path.with_name(name) for name in names] or paths
     for each in paths:
-        if not is_there(each, follow_links=True):
+        if split is not None and not is_there(each, follow_links=True):
             raise CheckpointFormatError(
                 f"{printable(each)} is not there, a part of a model in {len(paths)} files: "
                 "download it too"
@@ -201,7 +198,10 @@ def find_gguf(folder: Path) -> Path:
 
     A folder with none, or with several models, is a CheckpointFormatError.
     """
-    paths = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
+    except OSError as error:
+        raise refusal(folder, error, "listed") from error
     models: dict[str, Path] = {}
     for path in paths:
         split = _PART.fullmatch(path.name)

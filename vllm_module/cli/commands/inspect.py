@@ -22,7 +22,7 @@ from vllm_module.cli.output import (
     size,
     working,
 )
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable
 from vllm_module.report import fold
@@ -122,14 +122,21 @@ def _architecture(path: Path) -> dict[str, Any] | None:
     # Imported here because help does not read a configuration.
     from vllm_module.hf_config import architectures_of, read_entries
     from vllm_module.registry import supported_architectures
+    from vllm_module.weights.checkpoint import is_gguf
+    from vllm_module.weights.gguf_source import find_gguf_source
     from vllm_module.weights.regular_file import is_there
 
-    if not is_there(path / "config.json"):
-        return None
     try:
+        path = find_gguf_source(path).folder if is_gguf(path) else path
+        if not is_there(path / "config.json"):
+            return None
         entries = read_entries(path, {})
         names = architectures_of(entries, path / "config.json")
-    except CheckpointFormatError as error:  # the tensors are listed all the same
+    except (
+        CheckpointFormatError,
+        UnsupportedModelError,
+    ) as error:
+        # The tensors are listed all the same.
         return {"error": str(error), "supported": False}
     shown = {key: entries.get(key) for key in _SHOWN}
     return {
