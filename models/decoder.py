@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import (
     AttentionMetadata,
     ParallelLMHead,
+    QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
@@ -111,6 +113,15 @@ class DecoderForCausalLM(vLLMModule):
         self.config = config
         self.model = self.model_class(config)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        projections = [each for each in self.modules() if isinstance(each, QKVParallelLinear)]
+        if config.stored_rotary_pairs and not all(
+            any(slot.pairs for slot in each.output.slots) for each in projections
+        ):
+            raise UnsupportedModelError(
+                f"{type(self).__name__} does not read heads whose halves are stored in turns, as "
+                "stored_rotary_pairs of config.json says they are: expected a model with Llama's "
+                "attention"
+            )
         if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.model.embed_tokens)
 

@@ -54,8 +54,9 @@ class LlamaAttention(vLLMModule):
         self.head_dim = rotary_emb.head_size
         bias = self.qkv_bias(config)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_dim, heads, kv_heads, bias, shard_names=self.qkv_names
-        )
+            config.hidden_size, self.head_dim, heads, kv_heads, bias,
+            shard_names=self.qkv_names, stored_rotary_pairs=config.stored_rotary_pairs,
+        )  # fmt: skip
         self.rotary_emb = rotary_emb
         self.attn = Attention(
             self.qkv_proj.num_heads,

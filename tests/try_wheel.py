@@ -58,7 +58,6 @@ EXTRAS = {
     "demo": ("import transformers", "No module named 'transformers'"),
     "docs": ("import material, mkdocs, mkdocstrings_handlers.python", "No module named"),
     "fuzz": ("import atheris", "No module named"),
-    "gguf": ("import gguf", "No module named"),
     "lint": ("import mypy, ruff", "No module named"),
     "plot": (PLOT, "vllm-module[plot]"),
     "stores": ("import obstore", "No module named"),

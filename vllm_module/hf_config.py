@@ -61,6 +61,9 @@ class HFConfig(BaseModel):
         num_key_value_heads: ``num_attention_heads`` unless given.
         max_position_embeddings: the most positions without rope scaling, by any of its names.
         layer_types: ``"full_attention"`` or ``"sliding_attention"`` for each layer.
+        stored_rotary_pairs: q_proj and k_proj are stored with the halves of each head in turns,
+            feature by feature. Hugging Face's files never have it: it is written for checkpoints
+            of llama.cpp and Mistral, and only models with Llama's attention take it.
         max_model_len: the most tokens of a sequence that the model is built for. It is not an
             entry of the file: :class:`~vllm_module.config.ModelConfig` has it. Unless given there,
             it is the length that the file declares.
@@ -86,6 +89,7 @@ class HFConfig(BaseModel):
     max_window_layers: Count | None = None
     layer_types: list[str] | None = None
     tie_word_embeddings: bool = False
+    stored_rotary_pairs: bool = False
     dtype: str | None = None
     torch_dtype: str | None = None
     max_model_len: Size | None = None

@@ -7,4 +7,6 @@ from typing import Literal
 # All other lists of these names come from this one. "auto" looks for the formats of files in their
 # order here, which is that of weights.formats.FORMATS. "layered" is "auto": every load quantizes
 # one module after the other. "dummy" has no files.
-LoadFormat = Literal["auto", "safetensors", "pt", "npcache", "mistral", "dcp", "layered", "dummy"]
+LoadFormat = Literal[
+    "auto", "safetensors", "pt", "npcache", "gguf", "mistral", "dcp", "layered", "dummy"
+]

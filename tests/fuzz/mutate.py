@@ -71,6 +71,21 @@ def mutate_file(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
     return (len(text).to_bytes(8, "little") + text + rest)[:most]
 
 
+def mutate_gguf(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate a GGUF file: one of its numbers, a repeated part, its length or its bytes."""
+    rng = Random(seed)
+    kind = rng.randrange(6)
+    if kind == 0 or len(data) < 32:
+        return blind(data, most)
+    at, width = rng.randrange(len(data)), rng.choice([1, 2, 4, 8])
+    if kind == 1:
+        return data[:at]
+    if kind == 2:
+        return (data[: at + width] + data[at:])[:most]
+    number = rng.choice(NUMBERS) % (1 << 8 * width)
+    return data[:at] + number.to_bytes(width, "little") + data[at + width :]
+
+
 def mutate_folder(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
     """Mutate a file of a folder, or make the index match the files."""
     rng = Random(seed)

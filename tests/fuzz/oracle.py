@@ -88,6 +88,25 @@ def check_npcache(folder: Path, data: bytes) -> None:
         _check_words(error)
 
 
+def check_gguf(folder: Path, data: bytes) -> None:
+    """Check ``data`` as a GGUF file: it is refused, or each tensor reads the same in parts."""
+    (folder / "model.gguf").write_bytes(data)
+    try:
+        with _only_inside(folder), open_checkpoint(folder) as checkpoint:
+            for handle in checkpoint.values():
+                whole = handle.read()
+                assert (whole.shape, whole.dtype) == (handle.shape, handle.dtype)
+                begin, end = handle.byte_range
+                assert 24 <= begin <= end <= len(data)
+                for dim, size in enumerate(handle.shape):
+                    part = handle.narrow(dim, size // 2, size - size // 2).read()
+                    assert _bytes(part) == _bytes(whole.narrow(dim, size // 2, part.shape[dim]))
+            assert checkpoint.nbytes <= len(data)
+            assert len(checkpoint.fingerprint) == 64
+    except (CheckpointFormatError, UnsupportedModelError) as error:
+        _check_words(error)
+
+
 def check_config(folder: Path, data: bytes) -> None:
     """Check ``data`` as a configuration: it names a known class or is refused."""
     (folder / "config.json").write_bytes(data)
@@ -198,4 +217,5 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "config": check_config,
     "torch": check_torch,
     "npcache": check_npcache,
+    "gguf": check_gguf,
 }

@@ -229,7 +229,7 @@ class DoubledGemma(Gemma3Attention):
 CONFIG = SimpleNamespace(
     num_attention_heads=2, num_key_value_heads=1, hidden_size=6, attention_bias=False,
     sliding_window=None, use_sliding_window=False, query_pre_attn_scalar=16.0,
-    attn_logit_softcapping=None, rms_norm_eps=1e-6,
+    attn_logit_softcapping=None, rms_norm_eps=1e-6, stored_rotary_pairs=False,
 )  # fmt: skip
 
 

@@ -137,8 +137,8 @@ def test_a_folder_without_weights_says_what_is_there(tmp_path: Path) -> None:
         (tmp_path / f"file{index:02}.txt").touch()
     with pytest.raises(CheckpointFormatError, match=r"file00\.txt, .*file19\.txt and 5 more"):
         open_checkpoint(tmp_path)
-    (tmp_path / "a_model.gguf").touch()
-    with pytest.raises(CheckpointFormatError, match=r"a_model\.gguf is in a format that is not"):
+    (tmp_path / "a_model.npz").touch()
+    with pytest.raises(CheckpointFormatError, match=r"a_model\.npz is in a format that is not"):
         open_checkpoint(tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "absent")
     (tmp_path / "model.h5").touch()
     with pytest.raises(
-        CheckpointFormatError, match=r"is not a \.safetensors or \.bin or \.pt file"
+        CheckpointFormatError, match=r"is not a \.safetensors or \.bin or \.pt or \.gguf file"
     ):
         open_checkpoint(tmp_path / "model.h5")
     with pytest.raises(CheckpointFormatError, match="is not a file"):

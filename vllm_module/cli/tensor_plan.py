@@ -124,12 +124,13 @@ def kept_pieces(assignment: Assignment) -> tuple[KeptPiece, ...]:
 
 def _kept_piece(weight: Weight, source: Weight) -> KeptPiece:
     begin, end, runs = 0, 0, 1
+    nbytes = prod(source.shape) * source.dtype.itemsize
     # A source of the user's own may have other handles.
     if isinstance(weight, FileHandle) and isinstance(source, FileHandle):
         first = weight.byte_range[0]
         begin, end = (at - first for at in source.byte_range)
-        runs = sum(run.count for run in source.runs())
-    nbytes = prod(source.shape) * source.dtype.itemsize
+        read = list(source.runs())
+        runs, nbytes = sum(run.count for run in read), sum(run.nbytes for run in read)
     return KeptPiece(begin, end, nbytes, runs, tuple(source.shape))
 
 

@@ -52,8 +52,9 @@ class LinearBase(QuantizableLayer):
 
     def extra_repr(self) -> str:
         group = self.tp_group
+        weight = self.get_parameter(self.quant_method.parameter_names[0])
         return (
-            f"weight={list(self.weight.shape)}, bias={self.bias is not None}, "
+            f"weight={list(weight.shape)}, bias={self.bias is not None}, "
             f"rank={group.rank} of {group.size}"
         )
 
@@ -151,8 +152,8 @@ class ColumnParallelLinear(LinearBase):
         if not self.gather_output or self.tp_group.size == 1:
             return y
         # Slot by slot: one gather of all slots would return them interleaved by rank.
-        output = self.weight.dims.index(self.output)  # a method may store the weight transposed
-        parts = torch.split(y, [shard.padded for shard in self.weight.shards[output]], dim=-1)
+        shards = self.output.shards(self.tp_group.rank, self.tp_group.size)
+        parts = torch.split(y, [shard.padded for shard in shards], dim=-1)
         whole: list[torch.Tensor] = []
         for part, slot in zip(parts, self.output.slots, strict=True):
             of_ranks = self.tp_group.all_gather(part).chunk(self.tp_group.size, dim=-1)
@@ -207,6 +208,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         total_num_kv_heads: key-value heads of the unsharded layer; ``total_num_heads`` if None.
         shard_names: the names of the three projections in the checkpoint; None if it stores them
             as one tensor only.
+        stored_rotary_pairs: the checkpoint stores the two halves of each head of q and of k in
+            turns, feature by feature, as rotary embeddings that rotate neighbours want them.
 
     Attributes:
         num_heads, num_kv_heads: number of heads on this rank.
@@ -229,6 +232,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         params_dtype: torch.dtype | None = None,
         *,
         shard_names: Sequence[str] | None = ("q_proj", "k_proj", "v_proj"),
+        stored_rotary_pairs: bool = False,
     ) -> None:
         size = tensor_parallel_group().size
         total_num_kv_heads = total_num_kv_heads or total_num_heads
@@ -250,7 +254,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         kv_parts = min(total_num_kv_heads, size)
         q = (total_num_heads * head_size, size)
         kv = (total_num_kv_heads * head_size, kv_parts)
-        output = fused(shard_names, [q, kv, kv])
+        pairs = head_size if stored_rotary_pairs else 0
+        output = fused(shard_names, [q, kv, kv], [pairs, pairs, 0])
         super().__init__(
             hidden_size,
             output.size,
@@ -310,10 +315,15 @@ class RowParallelLinear(LinearBase):
         return group.all_reduce(y) if self.reduce_results and group.size > 1 else y
 
 
-def fused(shard_names: Sequence[str] | None, sizes: Sequence[tuple[int, int]]) -> Dim:
+def fused(
+    shard_names: Sequence[str] | None,
+    sizes: Sequence[tuple[int, int]],
+    pairs: Sequence[int] | None = None,
+) -> Dim:
     """Return a dimension with the slots ``shard_names``, or of slots that are stored together only.
 
-    ``sizes`` has the features of each slot and the number of parts that the slot is cut into.
+    ``sizes`` has the features of each slot and the number of parts that the slot is cut into;
+    ``pairs`` is that of each :class:`Slot`.
     """
     groups = None
     if shard_names is None:
@@ -325,7 +335,9 @@ def fused(shard_names: Sequence[str] | None, sizes: Sequence[tuple[int, int]]) -
     if len(set(shard_names)) != len(shard_names) or not all(shard_names):
         raise ValueError(f"shard_names must be distinct and not empty, got {shard_names!r}")
     slots = (
-        Slot(name, features, parts)
-        for name, (features, parts) in zip(shard_names, sizes, strict=True)
+        Slot(name, features, parts, pairs=run)
+        for name, (features, parts), run in zip(
+            shard_names, sizes, pairs or [0] * len(sizes), strict=True
+        )
     )
     return Dim(tuple(slots), groups)

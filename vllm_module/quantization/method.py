@@ -49,6 +49,14 @@ class QuantizeMethod(ABC):
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return new parameters for the layer, on meta, by name; ``weight`` is among them."""
 
+    def joined(self, slots: Mapping[str, QuantizeMethod | None]) -> QuantizeMethod | None:
+        """Return the method of a fused layer whose slots have different methods, this among them.
+
+        ``slots`` has the method of each, ``None`` if it is not quantized. By default the result is
+        ``None``: there is no such method.
+        """
+        return None
+
     def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
         """Return the conversions of checkpoint tensors, by the name of the parameter they fill."""
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import shorten
+from vllm_module.quantization.gguf import GGUFMethod
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import MXFP4Method
 from vllm_module.quantization.scheme import ONLINE, Activations, Scheme
@@ -274,7 +276,41 @@ def _invalid(error: Exception) -> CheckpointFormatError:
     return CheckpointFormatError(f"quantization_config of config.json is invalid: {error}"[:1000])
 
 
-_STORED = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
+class RulesByName(Rules):
+    """Rules that name each layer: one is found without a look at the others, of which are many."""
+
+    def rule_of(self, name: str, fused: str = "", spellings: Iterable[str] = ()) -> Rule:
+        for each in (name, *spellings):
+            if (method := self._methods.get(each)) is not None:
+                return f"={each}", method
+        return "", None
+
+    def about(self, names: Sequence[str], fused: str) -> Rules:
+        return self
+
+    @cached_property
+    def _methods(self) -> dict[str, Scheme | QuantizeMethod | None]:
+        return {target.removeprefix("="): method for target, method in self.rules}
+
+
+def _gguf(stored: Mapping[str, Any]) -> Rules:
+    """Read what a source of GGUF files wrote: the type of each weight in blocks, by its layer."""
+    types = stored.get("types")
+    if not isinstance(types, Mapping) or not all(type(kind) is str for kind in types.values()):
+        raise CheckpointFormatError(
+            "quantization_config.types of config.json should map layers to types of GGUF files, "
+            f"got {shorten(types)}: load the GGUF file itself"
+        )
+    methods = {kind: GGUFMethod(((None, kind),)) for kind in set(types.values())}
+    return RulesByName(tuple((f"={name}", methods[kind]) for name, kind in types.items()))
+
+
+_STORED = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "gguf": _gguf,
+    "mxfp4": _mxfp4,
+}
 
 
 def _target(target: str) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -126,47 +127,57 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
     """
     path = Path(os.path.expanduser(folder))
     formats = formats_of(load_format)
-    if os.path.isdir(path):
-        return _open_folder(path, formats)
-    of_files = {name: each for name in formats if isinstance(each := FORMATS[name], Files)}
-    for name, each in of_files.items():
-        if path.suffix in each.suffixes:
-            return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
-    if not is_there(path, follow_links=True):
-        raise CheckpointFormatError(f"{printable(path)} does not exist; check the path")
-    if not of_files:
-        raise CheckpointFormatError(
-            f"{printable(path)} is a file, and {load_format} is a format of folders: pass one"
-        )
-    wanted = " or ".join(suffix for each in of_files.values() for suffix in each.suffixes)
-    raise CheckpointFormatError(
-        f"{printable(path)} is not a {wanted} file, the formats that are read; convert it"
-    )
+    name = format_of(path, load_format)
+    if name is None:
+        raise _nothing_to_open(path, load_format, formats)
+    each = FORMATS[name]
+    if isinstance(each, Unit):
+        opened: Checkpoint = imported(each.opener)(path)
+        return opened
+    if not os.path.isdir(path):
+        return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
+    if each.index is not None and is_there(path / each.index):
+        names_in = read_index(path / each.index, each.suffixes)
+        paths = [path / file for file in sorted(names_in)]
+        return _open_files(name, each, paths, path, names_in)
+    whole = each.whole is not None and is_there(path / each.whole)
+    paths = [path / str(each.whole)] if whole else each.files(_listed(path))
+    return _open_files(name, each, paths, path)
 
 
-def _open_folder(folder: Path, formats: list[str]) -> Checkpoint:
-    """Open the first of ``formats`` that ``folder`` has."""
-    present: list[Path] = []
+def format_of(path: Path, load_format: str = "auto") -> str | None:
+    """Return the format that ``open_checkpoint`` takes; ``None`` if there is none of them.
+
+    ``path`` is a folder or one file. Raises ``ValueError`` as ``open_checkpoint`` does.
+    """
+    formats = formats_of(load_format)
+    if not os.path.isdir(path):
+        return next((name for name in formats if path.suffix in FORMATS[name].suffixes), None)
+    present = lru_cache(maxsize=1)(lambda: _listed(path))
     for name in formats:
         each = FORMATS[name]
-        if isinstance(each, Unit):
-            is_asked_for = len(formats) == 1
-            if is_there(folder / each.marker) or (is_asked_for and each.made_from is not None):
-                opened: Checkpoint = imported(each.opener)(folder)
-                return opened
-            continue
-        # A broken link is refused, not ignored.
-        if each.index is not None and is_there(folder / each.index):
-            names_in = read_index(folder / each.index, each.suffixes)
-            paths = [folder / file for file in sorted(names_in)]
-            return _open_files(name, each, paths, folder, names_in)
-        if each.whole is not None and is_there(folder / each.whole):
-            return _open_files(name, each, [folder / each.whole], folder)
-        present = present or _listed(folder)
-        if files := each.files(present):
-            return _open_files(name, each, files, folder)
-    present = present or _listed(folder)
-    unsupported = [path.name for path in present if path.suffix in UNSUPPORTED]
+        makes = len(formats) == 1 and isinstance(each, Unit) and each.made_from is not None
+        if makes or each.is_in(path, present):
+            return name
+    return None
+
+
+def _nothing_to_open(path: Path, load_format: str, formats: list[str]) -> CheckpointFormatError:
+    """Return the refusal of a path that has none of ``formats``."""
+    where = printable(path)
+    if not os.path.isdir(path):
+        if not is_there(path, follow_links=True):
+            return CheckpointFormatError(f"{where} does not exist; check the path")
+        suffixes = [suffix for name in formats for suffix in FORMATS[name].suffixes]
+        if not suffixes:
+            return CheckpointFormatError(
+                f"{where} is a file, and {load_format} is a format of folders: pass one"
+            )
+        return CheckpointFormatError(
+            f"{where} is not a {' or '.join(suffixes)} file, the formats that are read; convert it"
+        )
+    present = _listed(path)
+    unsupported = [each.name for each in present if each.suffix in UNSUPPORTED]
     advice = (
         f"{printable(unsupported[0])} is in a format that is not supported; convert it to "
         "safetensors"
@@ -174,10 +185,10 @@ def _open_folder(folder: Path, formats: list[str]) -> Checkpoint:
         else "check the path, or download the checkpoint again"
     )
     wanted = " or ".join(pattern for name in formats for pattern in FORMATS[name].patterns)
-    names = ", ".join(printable(path.name) for path in present[:20]) or "nothing"
+    names = ", ".join(printable(each.name) for each in present[:20]) or "nothing"
     more = f" and {len(present) - 20} more" if len(present) > 20 else ""
-    raise CheckpointFormatError(
-        f"{printable(folder)} holds no {wanted} file; there is {names}{more}. {advice}"
+    return CheckpointFormatError(
+        f"{where} holds no {wanted} file; there is {names}{more}. {advice}"
     )
 
 

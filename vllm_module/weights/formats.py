@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_module.load_formats import LoadFormat
 from vllm_module.messages import shorten
+from vllm_module.weights.regular_file import is_there
 
 if TYPE_CHECKING:
     from vllm_module.weights.weight_file import WeightFile
@@ -43,6 +44,14 @@ class Files:
         """What its files are called in messages."""
         return [f"*{suffix}" for suffix in self.suffixes]
 
+    def is_in(self, folder: Path, present: Callable[[], list[Path]]) -> bool:
+        """Tell whether the folder has this format; ``present`` lists the folder."""
+        # A broken link is refused when it is opened, not ignored.
+        named = (self.index, self.whole)
+        if any(name is not None and is_there(folder / name) for name in named):
+            return True
+        return bool(self.files(present()))
+
     def files(self, present: Iterable[Path]) -> list[Path]:
         """Return the files of this format among those in a folder."""
         for suffix in self.suffixes:
@@ -64,19 +73,34 @@ class Unit:
     Attributes:
         opener: ``module:name`` of a function that is called with the folder and returns a
             :class:`Checkpoint`. It is imported when it is called.
-        marker: the file by which the format is recognized, relative to the folder.
+        marker: the file by which the format is recognized, relative to the folder; or ``*`` and the
+            suffix of its files, of which one may be opened instead of the folder.
         made_from: the format that ``opener`` makes it from where it is asked for and is not there.
+        source: ``module:name`` of a function that is called with the folder or file, and returns
+            the :class:`Source` of a model whose folder lacks files in Hugging Face's layout.
 
     """
 
     opener: str
     marker: str
     made_from: str | None = None
+    source: str | None = None
 
     @property
     def patterns(self) -> list[str]:
         """What its files are called in messages."""
         return [self.marker]
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffix of its files, if it is recognized by one."""
+        return (self.marker[1:],) if self.marker.startswith("*") else ()
+
+    def is_in(self, folder: Path, present: Callable[[], list[Path]]) -> bool:
+        """Tell whether the folder has this format; ``present`` lists the folder."""
+        if self.suffixes:
+            return any(path.suffix in self.suffixes for path in present())
+        return is_there(folder / self.marker)
 
 
 # By the names in load_formats.LoadFormat; "auto" takes the first that a folder has. Mistral's
@@ -100,10 +124,19 @@ FORMATS: dict[str, Files | Unit] = {
     "npcache": Unit(
         "vllm_module.weights.npcache:open_npcache", "np/weight_names.json", made_from="pt"
     ),
-    "mistral": Unit("vllm_module.weights.mistral:open_mistral", "params.json"),
+    "gguf": Unit(
+        "vllm_module.weights.gguf_file:open_gguf",
+        "*.gguf",
+        source="vllm_module.weights.gguf_source:find_gguf_source",
+    ),
+    "mistral": Unit(
+        "vllm_module.weights.mistral:open_mistral",
+        "params.json",
+        source="vllm_module.weights.mistral:find_mistral_source",
+    ),
     "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata"),
 }
-UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")  # suffixes of other formats
+UNSUPPORTED = (".ckpt", ".h5", ".msgpack", ".npz", ".pth")  # suffixes of other formats
 
 
 def formats_of(load_format: str) -> list[str]:

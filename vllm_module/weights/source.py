@@ -112,6 +112,16 @@ def find_source(
         folder = resolve(
             model, revision, load_format=load_format, download_dir=download_dir, token=token
         )
+        # Imported here because registering a source needs no torch.
+        from vllm_module.weights.checkpoint import format_of
+        from vllm_module.weights.formats import FORMATS, Unit, imported
+
+        found = (
+            FORMATS.get(format_of(folder, load_format) or "") if load_format != "dummy" else None
+        )
+        if isinstance(found, Unit) and found.source is not None:
+            source: Source = imported(found.source)(folder)
+            return source
         return Folder(folder, load_format)
     opener = registered_sources.get(scheme.lower())
     if opener is None:

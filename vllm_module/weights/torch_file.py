@@ -75,7 +75,8 @@ class TorchFile(WeightFile):
                 )
             if not isinstance(tensor, torch.Tensor):
                 self._refuse(
-                    f"{shorten(name)} is {printable(shorten(tensor))}, and only tensors are read. {SAVE_AGAIN}"
+                    f"{shorten(name)} is {printable(shorten(tensor))}, and only tensors are "
+                    f"read. {SAVE_AGAIN}"
                 )
             size = self._bytes.size
             self.entries[name] = entry_of(name, tensor, ends, size, self._refuse)

@@ -28,7 +28,7 @@ from vllm_module.cli.output import (
     size,
     working,
 )
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable
 from vllm_module.report import fold
@@ -92,12 +92,18 @@ def inspect(
         from vllm_module.registry import load_model_code
 
         load_model_code(model_code)
-    from vllm_module.weights.source import find_source
+    from vllm_module.weights import resolve
+    from vllm_module.weights.source import Folder, find_source
 
-    found = find_source(source, load_format=load_format.value)  # a download draws its own bars
-    path = found.folder
+    found: Source
+    unsupported: str | None = None
+    try:
+        found = find_source(source, load_format=load_format.value)  # a download draws its own bars
+    except UnsupportedModelError as error:  # the tensors are listed all the same
+        found, unsupported = Folder(resolve(source, None), load_format.value), str(error)
+    path: Path = getattr(found, "path", found.folder)
     with working("reading headers"):
-        architecture = _architecture(path)
+        architecture = _architecture(found.folder, unsupported)
         with _opened(found) as checkpoint:
             tensors, taken = _tensors(checkpoint), checkpoint.load_format
         elements = sum(math.prod(tensor.shape) for tensor in tensors)
@@ -141,18 +147,22 @@ def inspect(
     print_text(out, f"total: {count}, {total['elements']:,} elements, {nbytes}{in_format}")
 
 
-def _architecture(path: Path) -> dict[str, Any] | None:
+def _architecture(folder: Path, unsupported: str | None) -> dict[str, Any] | None:
+    """Return what config.json says, or why it says nothing, such as an ``unsupported`` model."""
     # Imported here because help does not read a configuration.
     from vllm_module.hf_config import architectures_of, read_entries
     from vllm_module.registry import supported_architectures
     from vllm_module.weights.regular_file import is_there
 
-    if not is_there(path / "config.json"):
+    if unsupported is not None:
+        return {"error": unsupported, "supported": False}
+    if not is_there(folder / "config.json"):
         return None
     try:
-        entries = read_entries(path, {})
-        names = architectures_of(entries, path / "config.json")
-    except CheckpointFormatError as error:  # the tensors are listed all the same
+        entries = read_entries(folder, {})
+        names = architectures_of(entries, folder / "config.json")
+    except CheckpointFormatError as error:
+        # The tensors are listed all the same.
         return {"error": str(error), "supported": False}
     shown = {key: entries.get(key) for key in _SHOWN}
     return {

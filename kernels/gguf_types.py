@@ -1,0 +1,34 @@
+"""How GGUF files store a tensor: the types of ggml, with the values and bytes of a block.
+
+Numbers and sizes: ggml.h, ``enum ggml_type``, and ggml-common.h of
+https://github.com/ggml-org/llama.cpp. This file needs no torch, because headers are read without.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class BlockType(NamedTuple):
+    """A type whose values share blocks: how many they are in one, and the bytes of it."""
+
+    values: int
+    nbytes: int
+
+
+BLOCK_TYPES = {
+    "Q4_0": BlockType(32, 18),
+    "Q8_0": BlockType(32, 34),
+    "Q4_K": BlockType(256, 144),
+    "Q5_K": BlockType(256, 176),
+    "Q6_K": BlockType(256, 210),
+}
+
+# From the number in a file to the name. Numbers that are missing were given up.
+TYPE_NAMES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
+    17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip

@@ -1,0 +1,83 @@
+"""Blocks of GGUF files beside gguf-py, which llama.cpp's converters are written with."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+
+from vllm_module.kernels import gguf_blocks
+from vllm_module.kernels.gguf_blocks import blocks_matmul, dequantize_blocks
+from vllm_module.kernels.gguf_types import BLOCK_TYPES, TYPE_NAMES
+
+
+def blocks_of(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Return random blocks; every byte is drawn, but scales are finite."""
+    block = BLOCK_TYPES[kind]
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (*shape, block.nbytes), generator=generator, dtype=torch.uint8)
+    places = {"Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}.get(kind, (1,))
+    for place in places:
+        blocks[..., place] &= 0b10111011  # the exponent of a float16 is then not the largest
+    return blocks
+
+
+def by_the_library(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    rows = blocks.flatten(-2).numpy()
+    return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]))
+
+
+def test_sizes_and_numbers_of_types_are_the_librarys() -> None:
+    """A type's number, values and bytes are those of gguf-py."""
+    assert {
+        each.value: each.name for each in gguf.GGMLQuantizationType if each.name != "Q1_0"
+    } == TYPE_NAMES
+    for name, block in BLOCK_TYPES.items():
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == block
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_values_are_the_librarys_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of any bytes stand for the numbers that gguf-py computes, however they are cut."""
+    blocks = blocks_of(kind, 7, 3)
+    expected = by_the_library(blocks, kind)
+    assert torch.equal(dequantize_blocks(blocks, kind), expected)
+    monkeypatch.setattr(gguf_blocks, "_CHUNK", 1024)
+    assert torch.equal(dequantize_blocks(blocks, kind), expected)
+    assert torch.equal(dequantize_blocks(blocks, kind, torch.bfloat16), expected.bfloat16())
+    strided = blocks.repeat_interleave(2, 0)[::2]
+    assert torch.equal(dequantize_blocks(strided, kind), expected)
+    assert dequantize_blocks(blocks[:0], kind).shape == (0, expected.shape[1])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_numbers_that_the_library_quantizes_come_back(kind: str) -> None:
+    """What gguf-py quantizes is near to what it was, so values are in their places."""
+    weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    packed = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+    blocks = torch.from_numpy(packed).view(4, -1, BLOCK_TYPES[kind].nbytes)
+    assert (dequantize_blocks(blocks, kind) - weight).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_a_product_is_that_of_the_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product is torch's with the dequantized weight, whatever is dequantized at a time."""
+    monkeypatch.setattr(gguf_blocks, "_CHUNK", 1024)
+    blocks = blocks_of(kind, 10, 2) & 0x9F
+    weight = by_the_library(blocks, kind).double()
+    x, bias = torch.randn(2, 3, weight.shape[1]), torch.randn(10)
+    expected = torch.nn.functional.linear(x.double(), weight, bias.double()).float()
+    within = {"rtol": 1e-5, "atol": 1e-5 * weight.abs().max().item()}
+    torch.testing.assert_close(blocks_matmul(x, blocks, kind, bias), expected, **within)
+    assert blocks_matmul(x[:0], blocks, kind).shape == (0, 3, 10)
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    """A type without a formula, another size of a block and another width are refused."""
+    blocks = blocks_of("Q8_0", 4, 2)
+    with pytest.raises(ValueError, match="'Q2_K': expected one of Q4_0"):
+        dequantize_blocks(blocks, "Q2_K")
+    with pytest.raises(ValueError, match=r"uint8 \[\.\.\., count, 18\], got torch.uint8"):
+        dequantize_blocks(blocks, "Q4_0")
+    with pytest.raises(ValueError, match="x must have 64 features"):
+        blocks_matmul(torch.ones(1, 32), blocks, "Q8_0")

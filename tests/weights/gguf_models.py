@@ -1,0 +1,211 @@
+"""Tiny models as GGUF files, written with gguf-py as llama.cpp's converters do.
+
+A model is transformers', with the values that the file stands for. gguf-py computes these from the
+bytes, and has the names of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+# Rows are whole blocks of 256 values on each of four ranks.
+WIDE = {
+    **SIZES, "hidden_size": 256, "head_dim": 256, "intermediate_size": 1024, "vocab_size": 64,
+    "num_hidden_layers": 1,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES},
+    "llama-biases": {"model_type": "llama", **SIZES, "attention_bias": True},
+    "llama-wide": {"model_type": "llama", **WIDE},
+    "llama-narrow": {"model_type": "llama", **WIDE, "intermediate_size": 512},
+    "llama-tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 4},
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "rms_norm_eps": 1e-5},
+    "qwen2": {"model_type": "qwen2", **SIZES},
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 64},
+    "qwen2moe": {
+        "model_type": "qwen2_moe", **SIZES, **_EXPERTS, "shared_expert_intermediate_size": 256,
+    },
+    "qwen3moe": {
+        "model_type": "qwen3_moe", **SIZES, **_EXPERTS, "head_dim": 64, "norm_topk_prob": True,
+    },
+    "phi3": {"model_type": "phi3", **SIZES, "pad_token_id": 0},
+    "gemma2": {
+        "model_type": "gemma2", **SIZES, "head_dim": 64, "query_pre_attn_scalar": 64,
+        "sliding_window": 4,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", **SIZES, "head_dim": 64, "query_pre_attn_scalar": 64,
+        "sliding_window": 4, "num_hidden_layers": 7,
+    },
+}  # fmt: skip
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+PAIRED = ("llama", "mistral", "mixtral")
+
+
+def new_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
+    """Return a model whose weights are large enough to expose a wrong one."""
+    gemma = "gemma" in config["model_type"]
+    entries = {"tie_word_embeddings": gemma, **config}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**entries), attn_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        mean, scale = (0.0, 0.1)
+        if "norm" in name:
+            mean, scale = (0.0 if gemma else 1.0), 0.3
+        elif "embed" in name or "lm_head" in name or name.endswith("bias"):
+            scale = 0.5
+        parameter.data.normal_(mean, scale, generator=generator)
+    return model.eval()
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Return bytes of blocks that gguf-py cannot quantize to; their values are about 0.1."""
+    values, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, columns // values, nbytes), dtype=np.uint8)
+    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    for at in scales:
+        size = {"Q4_K": 4e-4, "Q5_K": 2e-4, "Q6_K": 6e-5}[kind] * (6 if at == 2 else 1)
+        drawn = (size * rng.uniform(0.5, 1, (rows, columns // values))).astype(np.float16)
+        blocks[..., at : at + 2] = drawn[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def stored(value: torch.Tensor, kind: str, seed: int) -> tuple[np.ndarray, torch.Tensor]:
+    """Return the bytes of a tensor in a type, and the values that they stand for."""
+    of = gguf.GGMLQuantizationType[kind]
+    data = value.detach().float().numpy()
+    if kind.endswith("_K"):
+        rows = random_blocks(kind, data.size // data.shape[-1], data.shape[-1], seed)
+        packed = rows.reshape(*data.shape[:-1], -1)
+    else:
+        packed = gguf.quants.quantize(data, of)
+    values = torch.from_numpy(gguf.quants.dequantize(packed, of).copy())
+    return packed, values.view(value.shape)
+
+
+def turned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Return rows as llama.cpp stores those of q and k: the halves of each head in turns."""
+    return (
+        rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
+
+
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    kind_of: Callable[[str], str] = lambda name: "F32",
+    change: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    **options: Any,
+) -> Path:
+    """Write ``model`` to a file, and set its values to those that the file stands for.
+
+    ``kind_of`` has the type of a weight by its name in the file; ``change`` adds keys and tensors.
+    """
+    config = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    if config.model_type in PAIRED:
+        architecture = "llama"
+    writer = gguf.GGUFWriter(path, architecture, **options)
+    add_keys(writer, config)
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
+        config.num_hidden_layers,
+    )
+    tied = config.tie_word_embeddings
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        if tied and name == "lm_head.weight":
+            continue
+        for part, value in parts(name, parameter.data):
+            base, _, last = part.rpartition(".")
+            found = names.get_name(base)
+            assert found is not None, part
+            full = f"{found}.{last}"
+            matrix = value.dim() > 1 and "ffn_gate_inp" not in full
+            packed, values = stored(value, kind_of(full) if matrix else "F32", seed)
+            value.copy_(values)
+            if config.model_type in PAIRED and found.endswith(("attn_q", "attn_k")):
+                heads = config.num_key_value_heads
+                packed = turned(packed, config.num_attention_heads if found[-1] == "q" else heads)
+            if architecture.startswith("gemma") and full.endswith("norm.weight"):
+                packed = packed + 1
+                value.copy_(torch.from_numpy(packed - 1))  # rounded as the file's
+            kind = gguf.GGMLQuantizationType[kind_of(full) if matrix else "F32"]
+            writer.add_tensor(full, packed, raw_dtype=kind)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def parts(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return what llama.cpp stores apart, with the names that its converters give to gguf-py."""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = value.chunk(2, 1)
+        base = name.removesuffix("gate_up_proj")
+        return [(f"{base}gate_proj.weight", gate), (f"{base}up_proj.weight", up)]
+    if name.endswith("experts.down_proj"):
+        return [(f"{name}.weight", value)]
+    return [(name, value)]
+
+
+def add_keys(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add what llama.cpp's converters write of a configuration."""
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    if config.model_type in PAIRED:
+        writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if "gemma3" not in config.model_type:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if (width := getattr(config, "moe_intermediate_size", None)) is not None:
+            writer.add_expert_feed_forward_length(width)
+    if config.model_type in ("mistral", "gemma2", "gemma3_text"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return what transformers computes, ``[tokens, vocab]``."""
+    computed: torch.Tensor = model(ids[None]).logits[0]
+    return computed

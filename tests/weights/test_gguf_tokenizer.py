@@ -1,0 +1,207 @@
+"""Tokenizers made of a GGUF file's metadata: they encode and decode as transformers' do."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.runtime.chat import ChatTemplate
+from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
+from vllm_module.weights import gguf_file
+from vllm_module.weights.gguf_source import find_gguf_source
+
+written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and it's 2024 already!",
+    "Weights are loaded by the module tree. They're loaded once; we'll see them 12345 times.",
+    "def load_weights(self, weights):\n    for name, weight in weights:\n        yield name\n",
+    "Größe, café, naïve: Ümlaute und 日本語 mit emoji 🙂.",
+]
+TEXTS = [
+    *CORPUS,
+    "",
+    " ",
+    "  two spaces, then\n\n\nlines\tand tabs   ",
+    "unseen: ÿ ж 漢 🦊 \u200d",
+    "<|end|>the module<think> tree</s>",
+    "IT'S 1234567 they'Ve UPPERlower",
+    "a\u0301 b\u2581c",
+]
+TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+CONTROL, USER, BYTE, NORMAL = 3, 4, 6, 1
+
+
+def byte_level(split: str) -> Callable[[gguf.GGUFWriter], None]:
+    """Return what writes a byte-level BPE, trained on the corpus."""
+    trained = FastTokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(
+        CORPUS * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    )
+    state = json.loads(trained.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
+    merges = [each if isinstance(each, str) else " ".join(each) for each in state["merges"]]
+    types = [NORMAL] * len(tokens) + [CONTROL, CONTROL, USER]
+    tokens += ["<s>", "<|end|>", "<think>"]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(split)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(tokens.index("<s>"))
+        writer.add_eos_token_id(tokens.index("<|end|>"))
+        writer.add_chat_template(TEMPLATE)
+
+    return add
+
+
+def sentencepiece(writer: gguf.GGUFWriter) -> None:
+    """Write a BPE of characters with bytes for the others, as SentencePiece's models are."""
+    pieces: dict[str, None] = {}
+    for text in CORPUS:
+        for word in f" {text}".replace(" ", " \u2581").split(" "):
+            pieces |= dict.fromkeys(word)
+            starts = range(len(word))
+            pieces |= dict.fromkeys(word[at : at + size] for size in (2, 3, 4) for at in starts)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|end|>"]
+    types = [2, CONTROL, CONTROL, *[BYTE] * 256, CONTROL, USER]
+    tokens += [
+        "<think>",
+        "  ",
+        "   ",
+        *sorted(pieces.keys() - {""}, key=lambda piece: (piece[::-1], piece)),
+    ]
+    types += [NORMAL] * (len(tokens) - len(types))
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-at * 7919.0 % len(tokens) for at in range(len(tokens))])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+
+
+KINDS = {
+    "llama-bpe": ("llama", byte_level("llama-bpe")),
+    "qwen2": ("qwen2", byte_level("qwen2")),
+    "tekken": ("llama", byte_level("tekken")),
+    "default": ("qwen2", byte_level("default")),
+    "sentencepiece": ("llama", sentencepiece),
+    "phi3": ("phi3", sentencepiece),
+    "gemma": ("gemma2", sentencepiece),
+}
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Write a file with a tokenizer and the smallest model."""
+    models_of: dict[str, Any] = {}
+
+    def make(architecture: str, add: Callable[[gguf.GGUFWriter], object], *others: Any) -> Path:
+        if architecture not in models_of:
+            config = {**written.CONFIGS[architecture], "num_hidden_layers": 1}
+            models_of[architecture] = written.new_model(config)
+
+        def change(writer: gguf.GGUFWriter) -> None:
+            for each in (add, *others):
+                each(writer)
+
+        path = tmp_path_factory.mktemp("tokenizer") / "model.gguf"
+        return written.write(path, models_of[architecture], change=change)
+
+    return make
+
+
+@pytest.mark.parametrize("adds", [None, (True, True), (False, False)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_encoded_and_decoded_as_by_transformers(
+    write: Callable[..., Path], kind: str, adds: tuple[bool, bool] | None
+) -> None:
+    """The tokenizer's ids and texts are those of AutoTokenizer for the same file."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        if adds is not None:
+            writer.add_add_bos_token(adds[0])
+            writer.add_add_eos_token(adds[1])
+
+    path = write(*KINDS[kind], add)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ours = Tokenizer(find_gguf_source(path).folder)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs(text, add_special_tokens=special)["input_ids"]
+            assert ours.encode(text, special) == ids, text
+            for skip in (True, False):
+                decoded = theirs.decode(ids, skip_special_tokens=skip)
+                assert ours.decode(ids, skip_special_tokens=skip) == decoded, text
+    assert len(ours.encode(CORPUS[0])) < len(CORPUS[0])
+
+
+def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:
+    """The template has the special tokens; generation stops at both ends that the file names."""
+    path = write(*KINDS["qwen2"], lambda writer: writer.add_eot_token_id(7))
+    folder = find_gguf_source(path).folder
+    text = ChatTemplate(folder).render([{"role": "user", "content": "Hi"}])
+    assert text == "<s>Hi<|end|>"
+    assert stop_tokens(folder) == {401, 7}
+
+
+def test_a_tokenizer_beside_the_file_goes_before_its_metadata(
+    write: Callable[..., Path],
+) -> None:
+    """tokenizer.json of the folder is taken, and then the file's kind of tokenizer is not read."""
+    path = write(*KINDS["qwen2"], lambda writer: None)
+    tokenizer = FastTokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.save(str(path.parent / "tokenizer.json"))
+    assert Tokenizer(find_gguf_source(path).folder).encode("a") == [0]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, UnsupportedModelError, "'bert', of which no tokenizer"),
+        ({"tokenizer.ggml.pre": "poro"}, UnsupportedModelError, "pre is 'poro', and how it splits"),
+        ({"tokenizer.ggml.bos_token_id": 4000}, CheckpointFormatError, "one of 403 tokens.* 4000"),
+        ({"tokenizer.ggml.tokens": [1]}, CheckpointFormatError, "tokens should be a list of str"),
+        ({"tokenizer.ggml.token_type": [1]}, CheckpointFormatError, "a list of 403 numbers"),
+        ({"tokenizer.ggml.merges": ["a"]}, CheckpointFormatError, "pairs of tokens with a space"),
+        ({"tokenizer.ggml.merges": ["a zz"]}, CheckpointFormatError, "no tokenizer can be made"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made_is_refused(
+    write: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    """What is wrong is named, and advice is to put tokenizer.json beside the file."""
+    path = write(*KINDS["qwen2"])
+    read = gguf_file.read_gguf_header
+
+    def changed(*arguments: Any) -> Any:
+        header = read(*arguments)
+        header.metadata.update(change)
+        return header
+
+    monkeypatch.setattr(gguf_file, "read_gguf_header", changed)
+    with pytest.raises(kind, match=message) as error:
+        find_gguf_source(path)
+    assert "tokenizer.json beside the GGUF file" in str(error.value)

@@ -1,0 +1,162 @@
+"""Weights in the blocks of GGUF files, dequantized by the product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.gguf_blocks import blocks_matmul, dequantize_blocks
+from vllm_module.kernels.gguf_types import BLOCK_TYPES
+from vllm_module.kernels.grouped_matmul import by_expert, expect_groups, grouped_matmul
+from vllm_module.kernels.linear import linear
+from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+
+
+class _Part(NamedTuple):
+    """Some rows of a layer's weight, of one type; ``None`` is the layer's own dtype."""
+
+    weight: torch.Tensor
+    kind: str | None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[-2 if self.kind is None else -3]
+
+    def values(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
+        """Return the values, of one expert or of all that there are."""
+        weight = self.weight if expert is None else self.weight[expert]
+        return weight if self.kind is None else dequantize_blocks(weight, self.kind, dtype)
+
+
+@dataclass(frozen=True)
+class GGUFMethod(QuantizeMethod):
+    """Weights that stay in blocks, as a GGUF file stores them.
+
+    There is a parameter for each type, ``weight_q4_k``, with the slots that are of this type, and
+    ``weight`` with those that are not in blocks. So a fused layer keeps the bytes of each slot.
+
+    Attributes:
+        types: pairs of a slot of the output and its type, ``None`` if it is not in blocks; of one
+            pair whose slot is ``None``, the type of all.
+
+    """
+
+    types: tuple[tuple[str | None, str | None], ...]
+    parameter_names: tuple[str, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for _, kind in self.types:
+            if kind is not None and kind not in BLOCK_TYPES:
+                raise UnsupportedModelError(
+                    f"weights of type {kind} are not supported: expected one of "
+                    f"{', '.join(BLOCK_TYPES)}"
+                )
+        names = dict.fromkeys(_parameter_name(kind) for _, kind in self.types)
+        object.__setattr__(self, "parameter_names", tuple(names))
+
+    def __str__(self) -> str:
+        return " and ".join(dict.fromkeys(kind or "full precision" for _, kind in self.types))
+
+    def joined(self, slots: Mapping[str, QuantizeMethod | None]) -> QuantizeMethod | None:
+        """Return the method of a layer each of whose slots has its own type.
+
+        The slots of experts, ``3.up_proj``, must have one type for all experts.
+        """
+        types: dict[str | None, str | None] = {}
+        for slot, method in slots.items():
+            kind = None
+            if isinstance(method, GGUFMethod):
+                kind = method.types[0][1]
+            elif method is not None:
+                return None
+            if types.setdefault(slot.rpartition(".")[2], kind) != kind:
+                return None
+        return GGUFMethod(tuple(types.items()))
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return uint8 ``[output, input / values, bytes]`` for each type.
+
+        Raises ``ShardingError`` where a shard of the input ends inside a block.
+        """
+        created: dict[str, BasevLLMParameter] = {}
+        for kind in dict.fromkeys(kind for _, kind in self.types):
+            of_kind = {slot for slot, each in self.types if each == kind}
+            slots = [each for each in layer.output.slots if {each.name, None} & of_kind]
+            output = Dim(tuple(slots), layer.output.groups)
+            if kind is None:
+                created["weight"] = ModelWeightParameter(
+                    output, layer.input, **layer.common(layer.params_dtype)
+                )
+                continue
+            block = BLOCK_TYPES[kind]
+            created[_parameter_name(kind)] = BasevLLMParameter(
+                output,
+                layer.input.in_units(block.values, f"{kind} block"),
+                Dim.whole(block.nbytes),
+                **layer.common(torch.uint8),
+            )
+        return created
+
+    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+        return self._values(layer, layer.params_dtype)
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        products, first = [], 0
+        for part in self._parts(layer):
+            own = None if bias is None else bias.narrow(0, first, part.rows)
+            if part.kind is None:
+                products.append(linear(x, part.weight, own))
+            else:
+                products.append(blocks_matmul(x, part.weight, part.kind, own))
+            first += part.rows
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def apply_experts(
+        self,
+        layer: QuantizableLayer,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        top_k: int,
+    ) -> torch.Tensor:
+        if x.is_cuda:
+            # A loop over experts would wait for their numbers of rows, which no CUDA graph can.
+            weight = self._values(layer, x.dtype)
+            return grouped_matmul(x, weight, offsets, bias=bias, rows=rows, top_k=top_k)
+        parts = list(self._parts(layer))
+        outputs = sum(part.rows for part in parts)
+        expect_groups(x, offsets, bias, rows, top_k, (len(parts[0].weight), outputs), x.dtype)
+
+        def weight_of(expert: int) -> torch.Tensor:
+            return torch.cat([part.values(x.dtype, expert) for part in parts])
+
+        return by_expert(x, weight_of, outputs, offsets, bias, rows, top_k)
+
+    def _values(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([part.values(dtype) for part in self._parts(layer)], -2)
+
+    def _parts(self, layer: QuantizableLayer) -> Iterator[_Part]:
+        """Yield the rows of the weight, in the order of the output."""
+        if len(self.parameter_names) == 1:
+            yield _Part(layer.get_parameter(self.parameter_names[0]), self.types[0][1])
+            return
+        types = dict(self.types)
+        for slot in layer.output.slots:
+            kind = types[slot.name]
+            parameter = layer.get_parameter(_parameter_name(kind))
+            assert isinstance(parameter, BasevLLMParameter)
+            dim = 0 if layer.experts is None else 1
+            shard = next(each for each in parameter.shards[dim] if each.name == slot.name)
+            yield _Part(parameter.data.narrow(dim, shard.offset, shard.padded), kind)
+
+
+def _parameter_name(kind: str | None) -> str:
+    return "weight" if kind is None else f"weight_{kind.lower()}"

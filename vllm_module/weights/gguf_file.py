@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.kernels.gguf_types import BLOCK_TYPES
+from vllm_module.messages import printable, shorten
+from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.gguf_header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
+from vllm_module.weights.gguf_names import (
+    ROPE_TENSORS,
+    Architecture,
+    architecture_of,
+    is_dequantized,
+    is_norm,
+    renamed,
+)
+from vllm_module.weights.header import DAMAGED, DTYPES, Entry
+from vllm_module.weights.regular_file import is_there, refusal
+from vllm_module.weights.weight_file import WeightFile
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_module.weights.handle import FileHandle
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GGUFFile(WeightFile):
+    """The tensors of one GGUF file, by Hugging Face's names.
+
+    A weight in blocks is uint8 ``[rows, blocks, bytes]``, and its name ends with its type:
+    ``q_proj.weight_q4_k``. So blocks of one type are never taken for those of another. The experts
+    of a layer, which the file has as one tensor, are one tensor each. Embeddings and gates are
+    multiplied out while they are read, and norms have the 1 taken off that llama.cpp adds to
+    Gemma's.
+
+    ``first`` is the first part of a split file, which has the metadata of all parts.
+    """
+
+    header: GGUFHeader
+
+    def __init__(
+        self, path: Path, folder: Path | None = None, first: GGUFFile | None = None
+    ) -> None:
+        self._first = first
+        super().__init__(path, folder)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The keys and values of this file, or of the first part."""
+        return (self._first or self).header.metadata
+
+    def _read_entries(self) -> None:
+        self.header = read_gguf_header(self.path, self._bytes.size, self._bytes.read_bytes)
+        where = printable(self.path)
+        architecture = architecture_of(self.metadata.get("general.architecture"), where)
+        self.entries = {}
+        self.kinds: dict[str, str] = {}  # of weights in blocks, by name
+        self.rope_tensors: dict[str, GGUFTensor] = {}
+        self._offsets: set[str] = set()  # the names of norms
+        for tensor in self.header.tensors:
+            if tensor.name in ROPE_TENSORS:
+                self.rope_tensors[tensor.name] = tensor
+                continue
+            for name, entry in _entries(tensor, architecture):
+                if name in self.entries:
+                    raise CheckpointFormatError(
+                        f"{where}: two tensors would be called {shorten(name)}, one of them "
+                        f"{shorten(tensor.name)}. {DAMAGED}"
+                    )
+                self.entries[name] = entry
+                if tensor.kind in BLOCK_TYPES:
+                    self.kinds[name] = tensor.kind
+                if architecture.norms_plus_one and is_norm(tensor.name):
+                    self._offsets.add(name)
+
+    def _described(self) -> list[tuple[int, int]]:
+        return [(0, self.header.start)]
+
+    def floats(self, tensor: GGUFTensor) -> list[float]:
+        """Read a small tensor of the header."""
+        import torch  # here because headers are read without it
+
+        if tensor.kind not in FLOAT_BYTES or len(tensor.shape) != 1:
+            raise CheckpointFormatError(
+                f"{printable(self.path)}: tensor {shorten(tensor.name)} should be a vector of "
+                f"floats, and is {tensor.kind} {list(tensor.shape)}. {DAMAGED}"
+            )
+        data = bytearray(self._bytes.read_bytes(tensor.begin, tensor.end - tensor.begin))
+        values = torch.frombuffer(data, dtype=getattr(torch, DTYPES[tensor.kind].name))
+        return [float(value) for value in values.tolist()]
+
+    def __getitem__(self, name: str) -> FileHandle:
+        handle = super().__getitem__(name)
+        offset = name in self._offsets
+        if (kind := self.kinds.get(name)) is not None and name.endswith(f".{_attribute(kind)}"):
+            return handle
+        if kind is None and not offset:
+            return handle
+        # Imported here because headers are read without torch.
+        import torch
+
+        from vllm_module.kernels.gguf_blocks import dequantize_blocks
+        from vllm_module.weights.computed_handle import ComputedHandle
+
+        def compute(stored: torch.Tensor) -> torch.Tensor:
+            values = stored.float() if kind is None else dequantize_blocks(stored, kind)
+            return values - 1 if offset else values
+
+        shape = handle.shape
+        if kind is not None:
+            shape = torch.Size((*shape[:-2], shape[-2] * BLOCK_TYPES[kind].values))
+        return ComputedHandle(handle, compute, shape, torch.float32)
+
+
+def _attribute(kind: str) -> str:
+    return f"weight_{kind.lower()}"
+
+
+def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, Entry]]:
+    """Return the tensors of the model that a tensor of the file holds, with their names."""
+    name, shape, (_, _, kind, begin, end) = renamed(tensor.name, architecture), tensor.shape, tensor
+    if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+        shape = (1, *shape)  # tools of llama.cpp drop dimensions of one
+    dtype = DTYPES["U8" if kind in BLOCK_TYPES else kind]
+    if kind in BLOCK_TYPES:
+        values, nbytes = BLOCK_TYPES[kind]
+        shape = (*shape[:-1], shape[-1] // values, nbytes)
+        if not is_dequantized(tensor.name) and len(tensor.shape) > 1:
+            name = f"{name.removesuffix('weight')}{_attribute(kind)}"
+    if "*" not in name:
+        return [(name, Entry(dtype, shape, begin, end))]
+    step = (end - begin) // shape[0]
+    return [
+        (
+            name.replace("*", str(expert)),
+            Entry(dtype, shape[1:], begin + expert * step, begin + (expert + 1) * step),
+        )
+        for expert in range(shape[0])
+    ]
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open the weights in GGUF files, as :func:`open_gguf_files` does."""
+    return Checkpoint(open_gguf_files(path), "gguf")
+
+
+def open_gguf_files(path: Path) -> tuple[GGUFFile, ...]:
+    """Open a GGUF file, or all parts of a split one, and check what they say of their tensors.
+
+    ``path`` is a file, any part of a split one, or a folder with one model. A part that is missing,
+    or is of another model, is a CheckpointFormatError.
+    """
+    inside = path if path.is_dir() else None
+    path = find_gguf(path) if path.is_dir() else path
+    paths = [path]
+    if (split := _PART.fullmatch(path.name)) is not None:
+        stem, _, count = split.groups()
+        names = [f"{stem}-{number:05d}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+        paths = [path.with_name(name) for name in names] or paths
+    for each in paths:
+        if split is not None and not is_there(each, follow_links=True):
+            raise CheckpointFormatError(
+                f"{printable(each)} is not there, a part of a model in {len(paths)} files: "
+                "download it too"
+            )
+    with ExitStack() as opened:
+        files: list[GGUFFile] = []
+        for each in paths:
+            files.append(GGUFFile(each, inside, files[0] if files else None))
+            opened.callback(files[-1].close)
+        _check_parts(files)
+        opened.pop_all()
+    return tuple(files)
+
+
+def _check_parts(files: list[GGUFFile]) -> None:
+    """Refuse files that are not the parts of one model, each once and in order."""
+    for number, file in enumerate(files):
+        for key, expected in (("split.no", number), ("split.count", len(files))):
+            got = file.header.metadata.get(key, expected if len(files) == 1 else None)
+            if got != expected and not (key == "split.count" and got == 0 and len(files) == 1):
+                raise CheckpointFormatError(
+                    f"{printable(file.path)}: {key} should be {expected}, and is {shorten(got)}: "
+                    "the file is part of another model, or was renamed; download it again"
+                )
+    total = sum(len(file.header.tensors) for file in files)
+    expected = files[0].metadata.get("split.tensors.count", total)
+    if expected != total:
+        raise CheckpointFormatError(
+            f"{printable(files[0].path)}: split.tensors.count is {shorten(expected)}, and its "
+            f"{len(files)} files have {total} tensors: download the model again"
+        )
+
+
+def find_gguf(folder: Path) -> Path:
+    """Return the GGUF file in a folder; the first part of a split one.
+
+    A folder with none, or with several models, is a CheckpointFormatError.
+    """
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
+    except OSError as error:
+        raise refusal(folder, error, "listed") from error
+    models: dict[str, Path] = {}
+    for path in paths:
+        split = _PART.fullmatch(path.name)
+        models.setdefault(path.name if split is None else f"{split[1]} of {split[3]}", path)
+    if len(models) == 1:
+        return next(iter(models.values()))
+    if not models:
+        raise CheckpointFormatError(f"{printable(folder)} holds no *.gguf file; check the path")
+    listed = ", ".join(printable(path.name) for path in list(models.values())[:20])
+    raise CheckpointFormatError(
+        f"{printable(folder)} holds several models in GGUF files: {listed}. Name the one to load "
+        "by its path"
+    )

@@ -1,0 +1,125 @@
+"""The names that llama.cpp gives to tensors, and what Hugging Face's checkpoints call them.
+
+``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``. A table for each
+``general.architecture`` says what a component of a name is called. Names:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and constants.py of gguf-py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.messages import shorten
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_DENSE = {**_ATTENTION, **_MLP}
+# A * stands for the number of an expert: llama.cpp stores those of a layer as one tensor.
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
+_PHI3 = {
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+# What layers of these names multiply by is looked up, or small: no module keeps it in blocks.
+_DEQUANTIZED = {"token_embd", "ffn_gate_inp", "ffn_gate_inp_shexp"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What one ``general.architecture`` calls tensors, and what llama.cpp changed of them.
+
+    Attributes:
+        layer: from the component behind ``blk.N`` to the name behind ``model.layers.N``.
+        norms_plus_one: the weights of norms are stored with 1 added to them.
+        rotary_pairs: the rows of q and k are stored as neighbours that are rotated together.
+
+    """
+
+    layer: Mapping[str, str] = field(hash=False)
+    norms_plus_one: bool = False
+    rotary_pairs: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture({**_DENSE, **_MIXTRAL}, rotary_pairs=True),
+    "qwen2": Architecture(_DENSE),
+    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}),
+    "qwen2moe": Architecture({**_ATTENTION, **_EXPERTS, **_SHARED_EXPERT}),
+    "qwen3moe": Architecture({**_ATTENTION, **_HEAD_NORMS, **_EXPERTS}),
+    "phi3": Architecture({**_ATTENTION, **_PHI3}),
+    "gemma2": Architecture({**_DENSE, **_GEMMA_NORMS}, norms_plus_one=True),
+    "gemma3": Architecture({**_DENSE, **_HEAD_NORMS, **_GEMMA_NORMS}, norms_plus_one=True),
+}
+
+# These are settings of the rotary embedding, which config.json has, and no weights.
+ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+
+
+def architecture_of(name: object, where: str) -> Architecture:
+    """Return what the architecture of the file ``where`` calls tensors.
+
+    Raises ``UnsupportedModelError`` if it is none of those that are known.
+    """
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    raise UnsupportedModelError(
+        f"{where}: general.architecture is {shorten(name)}, whose tensors have no names here: "
+        f"expected one of {', '.join(ARCHITECTURES)}. Take the model in safetensors"
+    )
+
+
+def renamed(name: str, architecture: Architecture) -> str:
+    """Return what Hugging Face calls the tensor ``name``; the same name if that is not known."""
+    *above, last = name.split(".")
+    if len(above) == 1 and above[0] in _TOP:
+        return f"{_TOP[above[0]]}.{last}"
+    if len(above) == 3 and above[0] == "blk" and above[2] in architecture.layer:
+        return f"model.layers.{above[1]}.{architecture.layer[above[2]]}.{last}"
+    return name
+
+
+def is_dequantized(name: str) -> bool:
+    """Tell whether blocks of the tensor ``name`` are multiplied out while they are read."""
+    *_, component, last = ("", *name.split("."))
+    return component in _DEQUANTIZED or last != "weight"
+
+
+def is_norm(name: str) -> bool:
+    """Tell whether the tensor ``name`` is the weight of a norm."""
+    return name.endswith("norm.weight")

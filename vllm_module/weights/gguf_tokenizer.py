@@ -1,0 +1,292 @@
+"""The files of a tokenizer that the metadata of a GGUF file stands for.
+
+Keys: section Tokenizer of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. How a kind of
+tokenizer splits and decodes text is what the models' own ``tokenizer.json`` say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.messages import describe_error, shorten
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_SPACE = "\u2581"
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_ADVICE = "Put the model's own tokenizer.json beside the GGUF file"
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LIKE_LLAMA3 = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"
+)  # fmt: skip
+# What text is split by before it is encoded, by tokenizer.ggml.pre; None is GPT-2's way.
+_SPLITS: Mapping[str, str | None] = {
+    **dict.fromkeys(_LIKE_LLAMA3, _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    "tekken": _TEKKEN,
+    "default": None,
+    "gpt-2": None,
+}
+_WHOLE_FIRST = {*_LIKE_LLAMA3, "tekken"}  # a word that is a token is not built of merges
+
+
+def tokenizer_files(
+    metadata: Mapping[str, Any], where: str, taken: Collection[str]
+) -> dict[str, bytes]:
+    """Return the contents of tokenizer.json and tokenizer_config.json, but for those ``taken``.
+
+    A file without a tokenizer gives neither. ``where`` is the file's, for messages.
+
+    Raises ``UnsupportedModelError`` for a kind of tokenizer that is not known, and
+    ``CheckpointFormatError`` for metadata that no tokenizer can be made of.
+    """
+    keys = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    if "model" not in keys:
+        return {}
+    tokens = _strings(keys, "tokens", where)
+    special: dict[str, str] = {}
+    for name, key in _SPECIAL.items():
+        token = keys.get(f"{key}_token_id")
+        if token is None:
+            continue
+        if type(token) is not int or not 0 <= token < len(tokens):
+            _refuse(where, f"{key}_token_id", f"one of {len(tokens)} tokens", token)
+        special[f"{name}_token"] = tokens[token]
+    # Older files do not say it, and SentencePiece's models begin with that token.
+    adds = {
+        name: keys.get(f"add_{name}_token", name == "bos" and keys["model"] == "llama")
+        for name in ("bos", "eos")
+    }
+    files = {}
+    if "tokenizer.json" not in taken:
+        architecture = str(metadata.get("general.architecture"))
+        tokenizer = _tokenizer(keys, tokens, special, adds, architecture, where)
+        files["tokenizer.json"] = tokenizer.encode()
+    if "tokenizer_config.json" not in taken:
+        entries: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **{f"add_{name}_token": value for name, value in adds.items()},
+            **special,
+        }
+        template = metadata.get("tokenizer.chat_template")
+        if isinstance(template, str):
+            entries["chat_template"] = template
+        files["tokenizer_config.json"] = json.dumps(entries).encode()
+    return files
+
+
+def _refuse(where: str, key: str, expected: str, got: object) -> NoReturn:
+    raise CheckpointFormatError(
+        f"{where}: tokenizer.ggml.{key} should be {expected}, and is {shorten(got)}. {_ADVICE}"
+    )
+
+
+def _strings(keys: Mapping[str, Any], key: str, where: str) -> list[str]:
+    value = keys.get(key)
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        _refuse(where, key, "a list of strings", value)
+    return value
+
+
+def _tokenizer(
+    keys: Mapping[str, Any],
+    tokens: list[str],
+    special: Mapping[str, str],
+    adds: Mapping[str, Any],
+    architecture: str,
+    where: str,
+) -> str:
+    """Return the contents of tokenizer.json."""
+    from tokenizers import AddedToken
+
+    kind = keys["model"]
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"{where}: tokenizer.ggml.model is {shorten(kind)}, of which no tokenizer is made: "
+            f"expected gpt2 or llama. {_ADVICE}"
+        )
+    types = keys.get("token_type", [])
+    if not isinstance(types, list) or len(types) not in (0, len(tokens)):
+        _refuse(where, "token_type", f"a list of {len(tokens)} numbers", types)
+    try:
+        if kind == "gpt2":
+            tokenizer = _byte_level(keys, tokens, where)
+        else:
+            tokenizer = _sentencepiece(keys, tokens, architecture, where)
+        vocabulary = tokenizer.get_vocab()
+        of_type: dict[int, list[str]] = {_CONTROL: [], _USER_DEFINED: []}
+        for token, number in zip(tokens, types, strict=False):
+            if number in of_type and token in vocabulary:
+                of_type[number].append(token)
+        named = [token for token in special.values() if token in vocabulary]
+        tokenizer.add_special_tokens(
+            [AddedToken(each, normalized=False) for each in of_type[_CONTROL]]
+        )
+        tokenizer.add_tokens(
+            [AddedToken(each, normalized=False) for each in of_type[_USER_DEFINED]]
+        )
+        tokenizer.add_special_tokens(named)
+        _add_template(tokenizer, special, adds)
+        text: str = tokenizer.to_str()
+    except (CheckpointFormatError, UnsupportedModelError):
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointFormatError(
+            f"{where}: no tokenizer can be made of its metadata: {describe_error(error)}. {_ADVICE}"
+        ) from None
+    return text
+
+
+def _add_template(
+    tokenizer: Tokenizer, special: Mapping[str, str], adds: Mapping[str, Any]
+) -> None:
+    """Let the tokenizer add the tokens that begin and end a text, as the file says."""
+    from tokenizers.processors import TemplateProcessing
+
+    begin, end = (
+        special.get(f"{name}_token") if adds[name] is True else None for name in ("bos", "eos")
+    )
+    added = [token for token in (begin, end) if token is not None]
+    if added:
+        before, after = [begin] if begin else [], [end] if end else []
+        single = [*before, "$A", *after]
+        pair = [*single, *(f"{token}:1" for token in (*before, "$B", *after))]
+        ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(added)]
+        tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ids)
+
+
+def _byte_level(keys: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
+    """Return a BPE tokenizer of bytes, each of which a character stands for."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pre = keys.get("pre", "default")
+    if pre not in _SPLITS:
+        raise UnsupportedModelError(
+            f"{where}: tokenizer.ggml.pre is {shorten(pre)}, and how it splits text is not known: "
+            f"expected one of {', '.join(_SPLITS)}. {_ADVICE}"
+        )
+    spelled = _byte_characters()
+    alphabet = set(spelled)
+    vocabulary = {
+        token if set(token) <= alphabet else "".join(spelled[byte] for byte in token.encode()): at
+        for at, token in enumerate(tokens)
+    }
+    merges = _pairs(_strings(keys, "merges", where), where)
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_FIRST)
+    )
+    split = _SPLITS[pre]
+    if split is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """Return the character that stands for each byte, as in GPT-2.
+
+    Printable ones of Latin-1 stand for themselves; the others are the characters from 256 on.
+    """
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return [chr(byte if byte in printed else 256 + others.index(byte)) for byte in range(256)]
+
+
+def _pairs(merges: Sequence[str], where: str) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        left, space, right = merge.partition(" ")
+        if not (left and space and right) or " " in right:
+            _refuse(where, "merges", "pairs of tokens with a space between them", merge)
+        pairs.append((left, right))
+    return pairs
+
+
+def _sentencepiece(
+    keys: Mapping[str, Any], tokens: list[str], architecture: str, where: str
+) -> Tokenizer:
+    """Return a BPE tokenizer of characters, where a character that has no token is its bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    gemma = architecture.startswith("gemma")
+    scores = keys.get("scores")
+    if gemma:
+        # Runs of spaces are stored as spaces, and the order of tokens is that of merges.
+        tokens = [_SPACE * len(token) if token.strip(" ") == "" else token for token in tokens]
+        scores = [-at for at in range(len(tokens))]
+    if "merges" in keys:
+        merges = _pairs(_strings(keys, "merges", where), where)
+    elif isinstance(scores, list) and len(scores) == len(tokens):
+        merges = _merges(tokens, scores)
+    else:
+        _refuse(where, "scores", f"a list of {len(tokens)} numbers", scores)
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    unknown = keys.get("unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=merges,
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token=tokens[unknown] if gemma and unknown is not None else None,
+        )
+    )
+    prefix = keys.get("add_space_prefix", True) and not gemma
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        steps.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(steps)
+    if gemma:
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    elif architecture == "phi3":
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+        )
+    else:
+        scheme = "first" if prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
+    return tokenizer
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return the merges that a vocabulary implies: into the token of the highest score first."""
+    number = {token: at for at, token in enumerate(tokens)}
+    found = []
+    for token, score in zip(tokens, scores, strict=True):
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in halves if pair[0] in number and pair[1] in number]
+        known.sort(key=lambda pair: (number[pair[0]], number[pair[1]]))
+        found += [(score, pair) for pair in known]
+    found.sort(key=lambda each: (each[0], len(each[1][0]), len(each[1][1])), reverse=True)
+    return [pair for _, pair in found]
