@@ -180,7 +180,7 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
         name, paths = _find_files(path, list(FORMATS) if load_format == "auto" else [load_format])
         index = path / FORMATS[name].index
         if not paths:
-            names_in = _read_index(index, FORMATS[name].suffixes)
+            names_in = read_index(index, FORMATS[name].suffixes)
             paths = [path / file for file in sorted(names_in)]
     elif (of_suffix := _format_of(path)) is not None and load_format in ("auto", of_suffix):
         name, paths, inside = of_suffix, [path], None  # named by the user: a link to anywhere
@@ -205,7 +205,7 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
             opened.callback(files[-1].close)
         if names_in is not None:
             for file in files:
-                _check_against_index(index, names_in, file)
+                check_against_index(index, names_in, file)
         checkpoint = Checkpoint(tuple(files))
         opened.pop_all()
     return checkpoint
@@ -225,7 +225,7 @@ def _format_of(path: Path) -> str | None:
     return next((name for name, each in FORMATS.items() if path.suffix in each.suffixes), None)
 
 
-def _read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
+def read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
     """Parse the index; return the names of tensors by the name of their file."""
     data, where = read_file(index, index.parent), printable(index)
     weight_map = parse_object(data, where, _DAMAGED).get("weight_map")
@@ -251,7 +251,8 @@ def _read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
     return names_in
 
 
-def _check_against_index(index: Path, names_in: dict[str, set[str]], file: WeightFile) -> None:
+def check_against_index(index: Path, names_in: dict[str, set[str]], file: WeightFile) -> None:
+    """Refuse a file that has other tensors than the index says."""
     expected, where = names_in[file.path.name], printable(file.path)
     names = file.entries.keys()  # a Mapping's own are slow to compare
     for name in sorted(names - expected):

@@ -40,7 +40,18 @@ def resolve(
         return path
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
+    return download(model, revision, download_dir=download_dir, token=token, weights=weights)
 
+
+def download(
+    model: str,
+    revision: str | None,
+    *,
+    download_dir: str | None,
+    token: str | bool | None,
+    weights: bool,
+) -> Path:
+    """Return the folder of a model of the hub, as :func:`resolve` does, whatever is here."""
     # Imported here because the import is slow, and local folders do not need it.
     from huggingface_hub import errors, snapshot_download
 

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error, printable, shorten
-from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.header import DAMAGED, DTYPES, MAX_HEADER_BYTES, MAX_NAME, Entry
+from vllm_module.weights.readable import Readable
 from vllm_module.weights.weight_file import WeightFile
 
 _DTYPES = {getattr(torch, dtype.name): dtype for dtype in DTYPES.values()}
@@ -108,7 +108,7 @@ class TorchFile(WeightFile):
 class _Reader(io.RawIOBase):
     """A file for reading that is open already."""
 
-    def __init__(self, file_bytes: FileBytes) -> None:
+    def __init__(self, file_bytes: Readable) -> None:
         self._bytes, self._at = file_bytes, 0
 
     def readable(self) -> bool:
@@ -138,7 +138,7 @@ class _Reader(io.RawIOBase):
         return len(data)
 
 
-def _members(file_bytes: FileBytes, refuse: Any) -> dict[str, tuple[int, int]]:
+def _members(file_bytes: Readable, refuse: Any) -> dict[str, tuple[int, int]]:
     """Return from where to where the bytes of each member of the archive lie, by its name."""
     if file_bytes.read_bytes(0, min(4, file_bytes.size)) != _SIGNATURE:
         refuse(
@@ -203,7 +203,7 @@ def _check_pickle(data: bytes, refuse: Any) -> None:
         refuse(f"its pickle is broken ({describe_error(error)}). {DAMAGED}")
 
 
-def _unpickled(file_bytes: FileBytes, refuse: Any) -> Mapping[Any, Any]:
+def _unpickled(file_bytes: Readable, refuse: Any) -> Mapping[Any, Any]:
     """Return what the file's pickle holds: fake tensors, which say where their storages lie."""
     try:
         with FakeTensorMode():
