@@ -49,7 +49,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, status: int, body: bytes | memoryview = b"", **headers: str) -> None:
         """Send an answer; names of headers have _ for -."""
         self.send_response(status)
-        headers = {"Content_Length": str(len(body))} | headers
+        then = "Mon, 01 Jan 2024 00:00:00 GMT"
+        headers = {"Content_Length": str(len(body)), "Last_Modified": then} | headers
         for name, value in headers.items():
             if value:
                 self.send_header(name.replace("_", "-"), value)

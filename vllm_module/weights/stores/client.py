@@ -22,6 +22,9 @@ class Answer(NamedTuple):
 class Client(Protocol):
     """Requests for the files of one folder. Any thread may call it; none is tried again here."""
 
+    def close(self) -> None:
+        """Close connections that are idle, now or later."""
+
     def names(self) -> list[str] | None:
         """List the files of the folder, without those below; ``None`` where that cannot be."""
 

@@ -13,6 +13,7 @@ import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
@@ -68,6 +69,14 @@ class HttpClient:
         self._idle: dict[str, list[_Connection]] = {}  # by scheme and host
         self._lock = threading.Lock()
         self._answered = False
+        self._closed = False
+        weakref.finalize(self, _close, self._idle)
+
+    def close(self) -> None:
+        """Close connections that are idle, now or later."""
+        with self._lock:
+            self._closed = True
+            _close(self._idle)
 
     def names(self) -> list[str] | None:
         """Return ``None``: HTTP has no listing."""
@@ -94,7 +103,9 @@ class HttpClient:
         asked = f"bytes={begin}-{begin + len(view) - 1}"
         with self._answer(name, {"Range": asked}) as answer:
             if answer.status == 416:
-                raise RefusedError(f"the file ends before byte {begin}; open the checkpoint again")
+                raise RefusedError(
+                    f"it ends before byte {begin}: open the checkpoint again when nobody writes to it"
+                )
             if answer.status not in (200, 206):
                 self._refuse_status(answer)
             self._check_content(answer)
@@ -116,6 +127,10 @@ class HttpClient:
                     f"the server answers {asked} with bytes {first} to {last} of {size}"
                 )
             nbytes = last + 1 - first
+            if answer.length not in (None, nbytes):
+                raise RefusedError(
+                    f"the server answers {asked} with {answer.length} bytes, and not {nbytes}"
+                )
             self._read_body(answer, view[:nbytes])
             tag = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
             # A server that compresses for some calls such a tag weak, and for others not.
@@ -143,16 +158,17 @@ class HttpClient:
         """Send a GET request for a file, and follow redirects that may be followed."""
         original = self._url_of(name)
         url = self._targets.get(name, original)
+        remembered = url != original
         for _ in range(_MOST_REDIRECTS):
             connection, answer = self._send(urlsplit(url), headers)
-            if url != original and answer.status in (401, 403, 404, 410):
-                # The target's signature is valid for some time only.
+            if remembered and answer.status in (401, 403, 404, 410):
+                # A target's signature is valid for some time only. Ask for a new one.
+                connection.opened.close()
                 with self._lock:
-                    known = self._targets.pop(name, None)
-                if known is not None:
-                    connection.opened.close()
-                    url = original
-                    continue
+                    if self._targets.get(name) == url:
+                        del self._targets[name]
+                url, remembered = original, False
+                continue
             if answer.status in _REDIRECTS:
                 with closing(connection.opened):
                     url = self._target(url, answer)
@@ -167,10 +183,12 @@ class HttpClient:
             with _failures_as_busy():
                 yield answer
         finally:
-            if _is_read(answer):
-                with self._lock:
+            reusable = _is_read(answer)
+            with self._lock:
+                reusable &= not self._closed
+                if reusable:
                     self._idle.setdefault(_origin(urlsplit(url)), []).append(connection)
-            else:
+            if not reusable:
                 answer.close()
                 connection.opened.close()
 
@@ -307,9 +325,16 @@ class _Connection(NamedTuple):
         return self.opened.getresponse()
 
 
+def _close(idle: dict[str, list[_Connection]]) -> None:
+    for connections in idle.values():
+        while connections:
+            connections.pop().opened.close()
+
+
 def _is_read(answer: http.client.HTTPResponse) -> bool:
-    """Whether the connection can be used again. What little of the body is left is read."""
-    if not answer.isclosed() and answer.length is not None and answer.length <= _SHORT_BODY:
+    """Whether the connection can be used again. The short body of an error is read for that."""
+    short = answer.length is not None and answer.length <= _SHORT_BODY
+    if answer.status >= 400 and short:
         with suppress(OSError, http.client.HTTPException):
             answer.read()
     return answer.isclosed() and not answer.will_close

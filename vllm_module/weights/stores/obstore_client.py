@@ -23,9 +23,17 @@ from vllm_module.weights.stores.client import (
 )
 from vllm_module.weights.stores.place import Place
 
-_CLIENT = {"connect_timeout": timedelta(seconds=10), "timeout": timedelta(seconds=300)}
+# Plain HTTP only where the environment names such an endpoint, as those of test servers are.
+_CLIENT = {
+    "allow_http": True,
+    "connect_timeout": timedelta(seconds=10),
+    "timeout": timedelta(seconds=300),
+}
 _RETRY = {"max_retries": 0}  # the requests are tried again in one place
-_STATUS = re.compile(r"status code: (\d{3})")
+_STATUS = re.compile(r"status code: (\d{3})((?: [A-Za-z]+)*)")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_REQUEST = re.compile(r"Error performing .*? in \S+ - ")
+_UNREACHABLE = ("ConnectionRefused", "dns error")
 _BUSY = {408, 425, 429}
 # What a message of the library may hold of a signed URL, and of a key.
 _SECRET = re.compile(r"\?\S+|(?<=//)[^/\s@]+@|(?i:signature|credential|token|key)=\S+")
@@ -45,13 +53,14 @@ class ObstoreClient:
             ) from error
         self._obstore, self._errors = obstore, exceptions
         self._place = place
+        self._answered = False
         kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[place.scheme]
         options: dict[str, Any] = {"client_options": _CLIENT, "retry_config": _RETRY}
         try:
             self._store = kind(place.host, **options)
         except exceptions.BaseError as error:
             raise CheckpointFormatError(
-                f"{place}: {self._reason(error)}; set {place.credentials}"
+                f"{place}: {_reason(error)}; set {place.credentials}"
             ) from None
 
     def names(self) -> list[str] | None:
@@ -89,6 +98,9 @@ class ObstoreClient:
         view[: len(data)] = data
         return Answer(len(data), Version(meta["size"], meta["e_tag"] or str(meta["last_modified"])))
 
+    def close(self) -> None:
+        """Do nothing: the library closes its connections."""
+
     def _key(self, name: str) -> str:
         return f"{self._place.folder}/{name}".lstrip("/")
 
@@ -98,31 +110,41 @@ class ObstoreClient:
         errors = self._errors
         try:
             yield
-        except (errors.NotFoundError, FileNotFoundError):
-            raise MissingError("there is no such file, or no such bucket; check the URL") from None
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-            raise ForbiddenError(
-                f"{self._reason(error)}: no access to read and list it; set "
-                f"{self._place.credentials}"
-            ) from None
-        except errors.GenericError as error:
-            reason = self._reason(error)
-            status = int(found.group(1)) if (found := _STATUS.search(str(error))) else 0
-            if status in _BUSY or status >= 500 or (not status and _passes(reason)):
+        except (errors.BaseError, FileNotFoundError) as error:
+            reason, found = _reason(error), _STATUS.search(str(error))
+            status = int(found.group(1)) if found else 0
+            unreachable = not self._answered and any(each in str(error) for each in _UNREACHABLE)
+            if status in _BUSY or status >= 500 or (_passes(reason) and not unreachable):
                 raise BusyError(reason) from None
+            missing = isinstance(error, (errors.NotFoundError, FileNotFoundError))
+            if missing or status == 404:
+                raise MissingError(f"{reason}: no such file or bucket; check the URL") from None
+            if status == 416:
+                raise RefusedError(
+                    f"{reason}: it ends before the range that was asked for; open the checkpoint "
+                    "again when nobody writes to it"
+                ) from None
+            if status in (401, 403):
+                raise ForbiddenError(
+                    f"{reason}: no access to list and read it; set {self._place.credentials}"
+                ) from None
             raise RefusedError(
                 f"{reason}; check the region and the endpoint, and set {self._place.credentials}"
             ) from None
-        except errors.BaseError as error:
-            raise RefusedError(self._reason(error)) from None
+        self._answered = True
 
-    @staticmethod
-    def _reason(error: Exception) -> str:
-        """Return the first line of an error of the library, without what may be secret."""
-        first = str(error).partition("\n")[0]
-        return printable_name(_SECRET.sub("***", first))
+
+def _reason(error: Exception) -> str:
+    """Return what an error of the library says, without the body of an answer and secrets."""
+    text = str(error)
+    if status := _STATUS.search(text):
+        code = _CODE.search(text)
+        said = "the store answers " + "".join(status.groups())
+        return f"{said} ({code.group(1)})" if code else said
+    first = _REQUEST.sub("", text.partition("\n")[0])
+    return printable_name(_SECRET.sub("***", first))
 
 
 def _passes(reason: str) -> bool:
     """Whether a failure without a status is one of the connection, and not of the settings."""
-    return any(word in reason for word in ("HTTP error", "error sending request", "timed out"))
+    return "HTTP error" in reason and "builder error" not in reason

@@ -41,6 +41,7 @@ class Store:
     def close(self) -> None:
         """End the threads, and the waits between requests."""
         self._ended.set()
+        self.client.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, name: str, most: int) -> bytes:
@@ -96,6 +97,10 @@ class Store:
     def _where(self, name: str = "") -> str:
         return printable(self.place.file(name) if name else str(self.place))
 
+    def _wait(self, seconds: float) -> bool:
+        """Wait between two requests; return whether the store was closed."""
+        return self._ended.wait(seconds)
+
     def _persist(self, attempt: Callable[[], T], name: str, what: str) -> T:
         """Return what ``attempt`` returns, tried until the deadline while it raises BusyError."""
         delay, tries, end = _FIRST_DELAY, 0, 0.0
@@ -112,7 +117,7 @@ class Store:
                 end = end or now + RETRY_SECONDS
                 # Half of it at random, so that ranks which failed together do not come together.
                 pause = max(delay * _random.uniform(0.5, 1), error.after or 0.0)
-                if now + pause > end or self._ended.wait(pause):
+                if now + pause > end or self._wait(pause):
                     asked = f", which asks to wait {error.after:g} s" if error.after else ""
                     raise WeightReadError(
                         f"{self._where(name)}: {what} could not be read in {tries} "
