@@ -37,7 +37,7 @@ EXTRAS = {
 # Core dependencies that our own code does not import.
 INDIRECT = {"numpy": "safetensors.torch, which imports it to write files"}
 # Benchmarks measure beside it where it is installed, and say so where it is not.
-PEERS = {"vllm"}
+PEERS = {"s3fs", "vllm"}
 # For type checkers only: mypy brings it.
 TYPING_ONLY = {"typing_extensions"}
 

@@ -104,7 +104,8 @@ class HttpClient:
         with self._answer(name, {"Range": asked}) as answer:
             if answer.status == 416:
                 raise RefusedError(
-                    f"it ends before byte {begin}: open the checkpoint again when nobody writes to it"
+                    f"it ends before byte {begin}: open the checkpoint again when nobody writes "
+                    "to it"
                 )
             if answer.status not in (200, 206):
                 self._refuse_status(answer)
