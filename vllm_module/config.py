@@ -133,7 +133,9 @@ class ModelConfig(_Closed):
     """Which model to build, and how.
 
     Attributes:
-        model: a local folder in Hugging Face layout, a hub id, or a URL of a registered source.
+        model: a local folder in Hugging Face layout, a hub id, or a URL: of an object store or web
+            server (``s3://``, ``gs://``, ``az://``, ``https://``, ``hf://owner/name``), or of a
+            registered source.
         revision: branch, tag or commit of the hub repository.
         dtype: of the parameters, as a name or a ``torch.dtype``. ``"auto"`` is the checkpoint's.
         quantization: how to quantize while loading: the name of a scheme (``"fp8"`` is per tensor)

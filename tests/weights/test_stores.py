@@ -510,22 +510,24 @@ def test_an_update_and_a_plan_take_handles_of_a_store(server: Any, local: Any) -
 
 
 def test_a_source_is_opened_again_elsewhere(server: Any) -> None:
-    """A pickled source opens the same version; its folder is removed with it."""
+    """A pickled source opens the same version, from the same folder while that is there."""
     found = find_source(web(server))
-    again = pickle.loads(pickle.dumps(found))
-    prints = [each.weights() for each in (found, again)]
-    assert len({each.fingerprint for each in prints}) == 1
-    server.fault = lambda handler: bool(handler.serve(200, ETag='"two"')) or True
-    prints.append(found.weights())
-    assert prints[2].fingerprint != prints[0].fingerprint
-    for each in prints:
-        each.close()
-    folder = again.folder
-    assert json.loads((folder / "config.json").read_text()) == CONFIG
-    del again, each, prints
+    pickled, folder = pickle.dumps(found), found.folder
+    again = pickle.loads(pickled)
+    assert again.folder == folder
+    prints = []
+    for fault in (None, None, lambda handler: bool(handler.serve(200, ETag='"two"')) or True):
+        server.fault = fault
+        with again.weights() as checkpoint:
+            prints.append(checkpoint.fingerprint)
+    assert prints[0] == prints[1] != prints[2]
+    server.fault = None
+    del found
     gc.collect()
     assert not folder.exists()
-    assert found.folder.exists()
+    again = pickle.loads(pickled)  # as on another machine
+    assert again.folder != folder
+    assert json.loads((again.folder / "config.json").read_text()) == CONFIG
 
 
 def test_the_index_and_the_files_must_agree(server: Any, kind: Any) -> None:

@@ -89,11 +89,13 @@ class HttpClient:
                 self._refuse_status(answer)
             self._check_content(answer)
             expected = answer.length  # None if the body comes in chunks
-            data = bytearray()
+            data, end = bytearray(), time.monotonic() + _REQUEST_SECONDS
             while chunk := answer.read(min(_READ_BYTES, most + 1 - len(data))):
                 data += chunk
                 if len(data) > most:
                     raise RefusedError(f"it has more than the {most} bytes that are accepted")
+                if time.monotonic() > end:
+                    raise BusyError(f"only {len(data)} bytes came in {_REQUEST_SECONDS:g} s")
             if expected is not None and len(data) != expected:
                 raise BusyError(f"the answer ends after {len(data)} of {expected} bytes")
             return bytes(data)

@@ -41,8 +41,8 @@ class StoreSource:
     """The source of ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://``.
 
     The small files are fetched into a local folder, which is removed with the source; those of the
-    hub are in its cache. Weights are read by ranges. Another process opens the URL again, for
-    the hub at the same commit.
+    hub are in its cache. Weights are read by ranges. Another process on this machine takes the
+    folder, and opens the weights itself, for the hub at the same commit.
 
     Args:
         url: of the folder, or ``hf://owner/name@revision``.
@@ -50,6 +50,7 @@ class StoreSource:
         load_format: as in ``LoadConfig``; a store is read as safetensors.
         download_dir: of the hub's small files.
         token: of the hub.
+        fetched: the folder of another source of this URL, which keeps it, and the files it listed.
 
     Raises ``CheckpointFormatError`` if the URL is not valid, nothing is there, or access is denied.
 
@@ -63,6 +64,7 @@ class StoreSource:
         load_format: str = "auto",
         download_dir: str | None = None,
         token: str | bool | None = None,
+        fetched: tuple[Path, list[str] | None] | None = None,
     ) -> None:
         self.place = parse(url, revision)
         if load_format not in ("auto", "safetensors"):
@@ -75,7 +77,9 @@ class StoreSource:
         }  # fmt: skip
         self._token = token
         self._listed: list[str] | None = None
-        if self.place.scheme == "hf":
+        if fetched is not None:
+            self.folder, self._listed = fetched
+        elif self.place.scheme == "hf":
             self.folder = hub_client.small_files(self.place, download_dir=download_dir, token=token)
             commit = self.folder.name
             self.place = Place("hf", self.place.host, self.place.folder, commit)
@@ -85,7 +89,7 @@ class StoreSource:
             self._fetch_small()
 
     def __reduce__(self) -> tuple[Callable[..., StoreSource], tuple[Any, ...]]:
-        return partial(StoreSource, **self._options), (str(self.place),)
+        return _open_again, (str(self.place), self._options, self.folder, self._listed)
 
     def __repr__(self) -> str:
         return f"StoreSource({str(self.place)!r})"
@@ -165,3 +169,10 @@ class StoreSource:
             f"{printable(str(self.place))} holds no *{_FORMAT.suffixes[0]} file, the format that "
             f"is read from a store; there is {there}. Download the checkpoint, or convert it"
         )
+
+
+def _open_again(
+    url: str, options: dict[str, Any], folder: Path, listed: list[str] | None
+) -> StoreSource:
+    """Return a pickled source; on another machine it fetches the small files itself."""
+    return StoreSource(url, **options, fetched=(folder, listed) if folder.is_dir() else None)

@@ -85,6 +85,9 @@ class Store:
             ) from error
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # an interrupt, which is not to wait for a store that is away
+            self._ended.set()
+            raise
         finally:
             for future in futures:
                 future.cancel()
