@@ -32,11 +32,12 @@ EXTRAS = {
     ("vllm_module.quantization.rules", "compressed_tensors"): "compressed-tensors",
     ("vllm_module.cli.demo.checks", "transformers"): "demo",
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
+    ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
 }
 # Core dependencies that our own code does not import.
 INDIRECT = {"numpy": "safetensors.torch, which imports it to write files"}
 # Benchmarks measure beside it where it is installed, and say so where it is not.
-PEERS = {"vllm"}
+PEERS = {"s3fs", "vllm"}
 # For type checkers only: mypy brings it.
 TYPING_ONLY = {"typing_extensions"}
 

@@ -130,7 +130,9 @@ class ModelConfig(_Closed):
     """Which model to build, and how.
 
     Attributes:
-        model: a local folder in Hugging Face layout, a GGUF file, a hub id, or a URL of a
+        model: a local folder in Hugging Face layout, a GGUF file, a hub id, or a URL: of an object
+            store or web server (``s3://``, ``gs://``, ``az://``, ``https://``,
+            ``hf://owner/name``), or of a
             registered source.
         revision: branch, tag or commit of the hub repository.
         dtype: of the parameters, as a name or a ``torch.dtype``. ``"auto"`` is the checkpoint's.

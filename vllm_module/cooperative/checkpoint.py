@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -17,7 +17,8 @@ from vllm_module.distributed import failure_of_others
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import WeightReadError
 from vllm_module.messages import printable_name
-from vllm_module.weights import read_into
+from vllm_module.weights import Handle, read_into
+from vllm_module.weights.handle import read_together as read_regions
 from vllm_module.weights.pairs import OpenWeights
 
 
@@ -125,12 +126,16 @@ class CooperativeCheckpoint(Regions):
         """Read this rank's part of a batch into its buffer."""
         ring = self._ring
         own = [chunk for chunk in self._by_batch[batch] if chunk.owner == self._rank]
-        for chunk in own:
-            handle = self._checkpoint[chunk.name]
-            whole = tuple((0, size) for size in handle.shape)
-            read_into(narrowed(handle, chunk.box, whole), chunk.view(buffer))
-            if ring is not None:
-                ring.moved()
+
+        def jobs() -> Iterator[tuple[Handle, torch.Tensor]]:
+            for chunk in own:
+                handle = self._checkpoint[chunk.name]
+                whole = tuple((0, size) for size in handle.shape)
+                yield narrowed(handle, chunk.box, whole), chunk.view(buffer)
+                if ring is not None:
+                    ring.moved()
+
+        read_regions(jobs())  # a store is asked for all of them at once
         with self._lock:
             self._passed += sum(chunk.end - chunk.begin for chunk in own)
 

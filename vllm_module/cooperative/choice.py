@@ -15,6 +15,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.regular_file import open_regular
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint
 
 _SAMPLES = 64  # places of a file that are looked up in the page cache
 
@@ -42,7 +43,7 @@ class Facts(NamedTuple):
         """Find out about a checkpoint that this rank has opened."""
         host = platform.node() if offer is None else offer.host
         tag = secrets.choice(TAGS)
-        if not isinstance(checkpoint, Checkpoint):
+        if not isinstance(checkpoint, Checkpoint) or isinstance(checkpoint, StoredCheckpoint):
             return Facts(host, offer, tag, None, cached=False)
         try:
             status = [os.stat(path) for path in checkpoint.files]

@@ -54,6 +54,8 @@ class FileBytes:
     a WeightReadError. torch is imported by the first copy, because headers are read without it.
     """
 
+    remote = False
+
     def __init__(self, path: Path, folder: Path | None = None) -> None:
         self.path = path
         self._where = printable(path)

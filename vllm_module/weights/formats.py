@@ -76,6 +76,7 @@ class Unit:
         marker: the file by which the format is recognized, relative to the folder; or ``*`` and the
             suffix of its files, of which one may be opened instead of the folder.
         made_from: the format that ``opener`` makes it from where it is asked for and is not there.
+        weights: what its files are called on the hub, which are downloaded if they are asked for.
         source: ``module:name`` of a function that is called with the folder or file, and returns
             the :class:`Source` of a model whose folder lacks files in Hugging Face's layout.
 
@@ -84,6 +85,7 @@ class Unit:
     opener: str
     marker: str
     made_from: str | None = None
+    weights: tuple[str, ...] = ()
     source: str | None = None
 
     @property
@@ -103,17 +105,18 @@ class Unit:
         return is_there(folder / self.marker)
 
 
+SAFETENSORS = Files(
+    "vllm_module.weights.safetensors:SafetensorsFile",
+    (".safetensors",),
+    re.compile("consolidated"),
+    "model.safetensors.index.json",
+    "model.safetensors",
+)
 # By the names in load_formats.LoadFormat; "auto" takes the first that a folder has. Mistral's
 # consolidated* holds the same weights under other names; trainers write their own state beside the
 # weights.
 FORMATS: dict[str, Files | Unit] = {
-    "safetensors": Files(
-        "vllm_module.weights.safetensors:SafetensorsFile",
-        (".safetensors",),
-        re.compile("consolidated"),
-        "model.safetensors.index.json",
-        "model.safetensors",
-    ),
+    "safetensors": SAFETENSORS,
     "pt": Files(
         "vllm_module.weights.torch_file:TorchFile",
         (".bin", ".pt"),
@@ -127,11 +130,13 @@ FORMATS: dict[str, Files | Unit] = {
     "gguf": Unit(
         "vllm_module.weights.gguf_file:open_gguf",
         "*.gguf",
+        weights=("*.gguf",),
         source="vllm_module.weights.gguf_source:find_gguf_source",
     ),
     "mistral": Unit(
         "vllm_module.weights.mistral:open_mistral",
         "params.json",
+        weights=("consolidated*",),
         source="vllm_module.weights.mistral:find_mistral_source",
     ),
     "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata"),

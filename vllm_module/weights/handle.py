@@ -14,7 +14,7 @@ import torch
 from vllm_module.errors import MisshapenWeightError, WeightReadError
 from vllm_module.messages import printable, printable_name
 from vllm_module.weights.cut_rows import Run
-from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.readable import Readable
 
 
 class Handle(Protocol):
@@ -109,7 +109,7 @@ def read_into(weight: Weight, destination: Destination) -> None:
 
 def read_together(jobs: Iterable[tuple[Weight, Destination]]) -> None:
     """Fill each destination, as ``read_into`` does; the runs of one file are read together."""
-    runs: dict[FileBytes, list[tuple[Run, int]]] = {}
+    runs: dict[Readable, list[tuple[Run, int]]] = {}
     for weight, destination in jobs:
         if (
             isinstance(weight, FileHandle)
@@ -133,7 +133,7 @@ class FileHandle:
 
     def __init__(
         self,
-        file_bytes: FileBytes,
+        file_bytes: Readable,
         name: str,
         dtype: torch.dtype,
         shape: torch.Size,

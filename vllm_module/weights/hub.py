@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
@@ -22,7 +23,10 @@ def _patterns(load_format: str) -> list[str]:
     made_from = [each.made_from for each in formats if isinstance(each, Unit)]
     files = [each for each in formats if isinstance(each, Files)]
     files += [other for name in made_from if isinstance(other := FORMATS.get(name or ""), Files)]
-    return list(dict.fromkeys(pattern for each in files for pattern in each.patterns))
+    names = [pattern for each in files for pattern in each.patterns]
+    if len(formats) == 1 and isinstance(only := formats[0], Unit):
+        names += only.weights
+    return list(dict.fromkeys(names))
 
 
 _UNWANTED = [
@@ -53,7 +57,22 @@ def resolve(
         return path
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
+    patterns = _patterns(load_format) if weights and load_format != "dummy" else []
+    return download(model, revision, patterns, download_dir=download_dir, token=token)
 
+
+def download(
+    model: str,
+    revision: str | None,
+    patterns: Sequence[str] = (),
+    *,
+    download_dir: str | None,
+    token: str | bool | None,
+) -> Path:
+    """Return the folder of a model of the hub, as :func:`resolve` does, whatever is here.
+
+    Of the weights, those of the first of ``patterns`` that fits any are downloaded.
+    """
     # Imported here because the import is slow, and local folders do not need it.
     from huggingface_hub import errors, snapshot_download
 
@@ -62,15 +81,14 @@ def resolve(
         return CheckpointFormatError(f"{model!r}{at}: {reason}")
 
     try:
-        wanted = _patterns(load_format) if weights and load_format != "dummy" else []
-        for pattern in wanted or [""]:
+        for pattern in patterns or [""]:
             folder = snapshot_download(
                 model,
                 revision=revision,
                 cache_dir=download_dir,
                 token=token,
                 allow_patterns=[*filter(None, (pattern,)), *_SMALL],
-                ignore_patterns=_UNWANTED,
+                ignore_patterns=[each for each in _UNWANTED if each != pattern],
             )
             if any(Path(folder).glob(pattern or "*")):
                 break

@@ -9,11 +9,19 @@ from threading import Thread
 
 import torch
 
-from vllm_module.weights.handle import Destination, Weight, read_into, read_together
+from vllm_module.weights.handle import (
+    Destination,
+    FileHandle,
+    Handle,
+    Weight,
+    read_into,
+    read_together,
+)
 from vllm_module.weights.pieces import Job, cut, nbytes_of
 from vllm_module.weights.staging import StagedReader, Staging, device_to_stage
 
 _BATCH_BYTES = 2 << 20  # smaller ones are queued together: each turn of the queue costs tens of µs
+_REMOTE_BATCH_BYTES = 32 << 20  # the same from a store, where their ranges are under way together
 _MAX_THREADS = 4
 # A copy to a device takes less time than reading into host memory. It was not measured; eight
 # threads of 6 GB/s would fill a bus of 50.
@@ -94,17 +102,17 @@ class Readers:
         assert not self.stopped, "these readers failed before"
         try:
             batch: list[Job] = []
-            free_bytes = _BATCH_BYTES
+            nbytes = 0
             for weight, destination in jobs:
                 if isinstance(weight, torch.Tensor):
                     read_into(weight, destination)
                     continue
                 for piece in cut(weight, destination):
                     batch.append(piece)
-                    free_bytes -= nbytes_of(piece[0])
-                    if free_bytes <= 0:
+                    nbytes += nbytes_of(piece[0])
+                    if nbytes >= _batch_bytes(piece[0]):
                         self._queue_batch(batch)
-                        batch, free_bytes = [], _BATCH_BYTES
+                        batch, nbytes = [], 0
             self._read_batch(batch)
             self._empty_queue()
         except BaseException:
@@ -171,3 +179,9 @@ class Readers:
                 finally:
                     del batch  # or its tensors would live until the next batch comes
                     self._queue.task_done()
+
+
+def _batch_bytes(weight: Handle) -> int:
+    """Return from how many bytes on a batch of such weights is queued."""
+    remote = isinstance(weight, FileHandle) and weight.file_bytes.remote
+    return _REMOTE_BATCH_BYTES if remote else _BATCH_BYTES

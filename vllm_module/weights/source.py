@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable_name, shorten
 from vllm_module.weights.hub import resolve
+from vllm_module.weights.stores.place import SCHEMES
 
 if TYPE_CHECKING:
     from vllm_module.weights.checkpoint import Checkpoint
@@ -102,8 +103,10 @@ def find_source(
 ) -> Source:
     """Return the source of ``model``: a URL, a folder, or a hub id, which is downloaded.
 
-    ``load_format`` is that of ``LoadConfig``; a URL's opener knows its own. ``download_dir`` and
-    ``token`` are those of :func:`resolve`. With ``"dummy"``, no weights are downloaded.
+    ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://`` are known; what was
+    registered for one of them goes before. ``load_format`` is that of ``LoadConfig``; a registered
+    opener knows its own. ``download_dir`` and ``token`` are those of :func:`resolve`. With
+    ``"dummy"``, no weights are downloaded.
 
     Raises ``CheckpointFormatError`` if it cannot be found.
     """
@@ -124,10 +127,17 @@ def find_source(
             return source
         return Folder(folder, load_format)
     opener = registered_sources.get(scheme.lower())
-    if opener is None:
-        known = ", ".join(f"{each}://" for each in sorted(registered_sources)) or "none"
+    if opener is not None:
+        return Remote(model, opener)
+    if scheme.lower() not in SCHEMES:
+        known = ", ".join(f"{each}://" for each in sorted({*registered_sources, *SCHEMES}))
         raise CheckpointFormatError(
             f"{printable_name(model)}: no source of the scheme {printable_name(scheme)}:// is "
             f"registered (known: {known}); add one with register_source"
         )
-    return Remote(model, opener)
+    # Imported here because local folders need none of it.
+    from vllm_module.weights.stores.source import StoreSource
+
+    return StoreSource(
+        model, revision, load_format=load_format, download_dir=download_dir, token=token
+    )

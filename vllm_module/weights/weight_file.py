@@ -14,6 +14,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.header import DAMAGED, DType, Entry
+from vllm_module.weights.readable import Readable
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +30,17 @@ class WeightFile(Mapping[str, "FileHandle"]):
     """The tensors of one file by name; opening it checks all that it says of them.
 
     ``entries`` has what the file says of each tensor. ``folder`` is the checkpoint that the file
-    belongs to: a link may not lead out of it. A file that breaks its format is a
-    CheckpointFormatError.
+    belongs to: a link may not lead out of it. ``file_bytes`` are its bytes where they are not on
+    this machine. A file that breaks its format is a CheckpointFormatError.
     """
 
     entries: dict[str, Entry]
 
-    def __init__(self, path: Path, folder: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, folder: Path | None = None, *, file_bytes: Readable | None = None
+    ) -> None:
         self.path = path
-        self._bytes = FileBytes(path, folder)
+        self._bytes = FileBytes(path, folder) if file_bytes is None else file_bytes
         try:
             self._read_entries()
         except MemoryError as error:

@@ -1,0 +1,376 @@
+"""Requests to web servers, over connections that are kept.
+
+Ranges: RFC 9110, section 14.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import netrc
+import re
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import NamedTuple, NoReturn
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from vllm_module.messages import printable_name, shorten
+from vllm_module.version import __version__
+from vllm_module.weights.stores.client import (
+    Answer,
+    BusyError,
+    ForbiddenError,
+    MissingError,
+    RefusedError,
+    Version,
+)
+from vllm_module.weights.stores.place import Place
+
+_STALL_SECONDS = 30.0  # without a byte
+_REQUEST_SECONDS = 300.0  # of one request, however slowly its bytes come
+_MOST_REDIRECTS = 5
+_REDIRECTS = (301, 302, 303, 307, 308)
+_BUSY = (408, 425, 429, 500, 502, 503, 504)
+_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
+_READ_BYTES = 1 << 20  # between two looks at the clock
+_SHORT_BODY = 16 << 10  # of an error, which is read rather than the connection given up
+
+
+class HttpClient:
+    """The files of a folder of a web server.
+
+    Args:
+        place: for messages.
+        url_of: returns the URL of a file by its name.
+        authorization: returns the header's value for a URL, or ``None``.
+        follows: whether a redirect may lead to another host. The target is kept for later requests.
+
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        url_of: Callable[[str], str],
+        authorization: Callable[[SplitResult], str | None],
+        *,
+        follows: bool = False,
+    ) -> None:
+        self._place, self._url_of, self._authorization = place, url_of, authorization
+        self._follows = follows
+        self._targets: dict[str, str] = {}  # of redirects, by name
+        self._idle: dict[str, list[_Connection]] = {}  # by scheme and host
+        self._lock = threading.Lock()
+        self._answered = False
+        self._closed = False
+        weakref.finalize(self, _close, self._idle)
+
+    def close(self) -> None:
+        """Close connections that are idle, now or later."""
+        with self._lock:
+            self._closed = True
+            _close(self._idle)
+
+    def names(self) -> list[str] | None:
+        """Return ``None``: HTTP has no listing."""
+        return None
+
+    def fetch(self, name: str, most: int) -> bytes:
+        """Return a whole file."""
+        with self._answer(name, {}) as answer:
+            if answer.status != 200:
+                self._refuse_status(answer)
+            self._check_content(answer)
+            expected = answer.length  # None if the body comes in chunks
+            data, end = bytearray(), time.monotonic() + _REQUEST_SECONDS
+            while chunk := answer.read(min(_READ_BYTES, most + 1 - len(data))):
+                data += chunk
+                if len(data) > most:
+                    raise RefusedError(f"it has more than the {most} bytes that are accepted")
+                if time.monotonic() > end:
+                    raise BusyError(f"only {len(data)} bytes came in {_REQUEST_SECONDS:g} s")
+            if expected is not None and len(data) != expected:
+                raise BusyError(f"the answer ends after {len(data)} of {expected} bytes")
+            return bytes(data)
+
+    def read(self, name: str, begin: int, view: memoryview) -> Answer:
+        """Read bytes from ``begin`` on into ``view``, fewer where the file ends before."""
+        asked = f"bytes={begin}-{begin + len(view) - 1}"
+        with self._answer(name, {"Range": asked}) as answer:
+            if answer.status == 416:
+                raise RefusedError(
+                    f"it ends before byte {begin}: open the checkpoint again when nobody writes "
+                    "to it"
+                )
+            if answer.status not in (200, 206):
+                self._refuse_status(answer)
+            self._check_content(answer)
+            given = _RANGE.fullmatch(answer.headers["Content-Range"] or "")
+            if answer.status == 200:
+                raise RefusedError(
+                    "the server answers a request for a range with the whole file: it serves no "
+                    "ranges; download the checkpoint and load its folder"
+                )
+            if given is None:
+                got = shorten(answer.headers["Content-Range"])
+                raise RefusedError(
+                    "the server should name the range and the size of the file in Content-Range, "
+                    f"got {got}; download the checkpoint and load its folder"
+                )
+            first, last, size = map(int, given.groups())
+            if (first, last) != (begin, min(begin + len(view), size) - 1):
+                raise RefusedError(
+                    f"the server answers {asked} with bytes {first} to {last} of {size}"
+                )
+            nbytes = last + 1 - first
+            if answer.length not in (None, nbytes):
+                raise RefusedError(
+                    f"the server answers {asked} with {answer.length} bytes, and not {nbytes}"
+                )
+            self._read_body(answer, view[:nbytes])
+            tag = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
+            # A server that compresses for some calls such a tag weak, and for others not.
+            return Answer(nbytes, Version(size, tag.removeprefix("W/")))
+
+    def _read_body(self, answer: http.client.HTTPResponse, view: memoryview) -> None:
+        end, got = time.monotonic() + _REQUEST_SECONDS, 0
+        while got < len(view):
+            count = answer.readinto(view[got : got + _READ_BYTES])
+            if not count:
+                raise BusyError(f"the answer ends after {got} of {len(view)} bytes")
+            got += count
+            if time.monotonic() > end:
+                raise BusyError(f"only {got} of {len(view)} bytes came in {_REQUEST_SECONDS:g} s")
+        # Reads the end of a body in chunks, so that the connection can be used again.
+        if answer.read(1):
+            raise RefusedError(
+                f"the answer goes on after the {len(view)} bytes that it should have"
+            )
+
+    # One request
+
+    @contextmanager
+    def _answer(self, name: str, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
+        """Send a GET request for a file, and follow redirects that may be followed."""
+        original = self._url_of(name)
+        url = self._targets.get(name, original)
+        remembered = url != original
+        for _ in range(_MOST_REDIRECTS):
+            connection, answer = self._send(urlsplit(url), headers)
+            if remembered and answer.status in (401, 403, 404, 410):
+                # A target's signature is valid for some time only. Ask for a new one.
+                connection.opened.close()
+                with self._lock:
+                    if self._targets.get(name) == url:
+                        del self._targets[name]
+                url, remembered = original, False
+                continue
+            if answer.status in _REDIRECTS:
+                with closing(connection.opened):
+                    url = self._target(url, answer)
+                continue
+            if url != original and answer.status in (200, 206):
+                with self._lock:
+                    self._targets[name] = url
+            break
+        else:
+            raise RefusedError(f"it redirects more than {_MOST_REDIRECTS} times; check the URL")
+        try:
+            with _failures_as_busy():
+                yield answer
+        finally:
+            reusable = _is_read(answer)
+            with self._lock:
+                reusable &= not self._closed
+                if reusable:
+                    self._idle.setdefault(_origin(urlsplit(url)), []).append(connection)
+            if not reusable:
+                answer.close()
+                connection.opened.close()
+
+    def _send(
+        self, url: SplitResult, headers: dict[str, str]
+    ) -> tuple[_Connection, http.client.HTTPResponse]:
+        headers = {
+            "Accept-Encoding": "identity",
+            "User-Agent": f"vllm-module/{__version__}",
+        } | headers
+        if authorization := self._authorization(url):
+            headers["Authorization"] = authorization
+        while True:
+            with self._lock:
+                idle = self._idle.get(_origin(url), [])
+                reused = idle.pop() if idle else None
+            connection = reused or _Connection.to(url)
+            try:
+                with _failures_as_busy(final=not self._answered):
+                    return connection, connection.get(url, headers)
+            except BaseException as error:
+                connection.opened.close()
+                # The server may have closed an idle connection: try the others, then a new one.
+                if reused is None or not isinstance(error, BusyError):
+                    raise
+            finally:
+                self._answered = True
+
+    def _target(self, url: str, answer: http.client.HTTPResponse) -> str:
+        """Return the URL that an answer redirects to, if it may be followed."""
+        before, location = urlsplit(url), answer.headers["Location"]
+        try:
+            after = urlsplit(urljoin(url, location or ""))
+            valid = bool(location and after.hostname) and after.scheme in ("http", "https")
+        except ValueError:
+            valid = False
+        if not valid:
+            raise RefusedError(f"the server answers {answer.status}, a redirect to no URL")
+        # Without its path and query, which may hold a signature.
+        to = printable_name(f"{after.scheme}://{after.hostname}")
+        if before.scheme == "https" and after.scheme == "http":
+            raise RefusedError(f"the server redirects to {to}, which is not encrypted")
+        if not self._follows and after.hostname != before.hostname:
+            raise RefusedError(
+                f"the server redirects to another host, {to}, such as a page to log in; "
+                f"set credentials ({self._place.credentials}), or name a URL there if you trust it"
+            )
+        return after.geturl()
+
+    # Answers that are refused
+
+    def _refuse_status(self, answer: http.client.HTTPResponse) -> NoReturn:
+        status = answer.status
+        said = f"the server answers {status} ({printable_name(answer.reason or 'no reason')})"
+        if status in _BUSY:
+            raise BusyError(said, _seconds(answer.headers["Retry-After"]))
+        if status in (401, 403, 407):
+            raise ForbiddenError(f"{said}: no access; set {self._place.credentials}")
+        if status in (404, 410):
+            raise MissingError(f"{said}: there is no such file; check the URL")
+        raise RefusedError(said)
+
+    def _check_content(self, answer: http.client.HTTPResponse) -> None:
+        kind, encoding = answer.headers.get_content_type(), answer.headers["Content-Encoding"]
+        if kind in ("text/html", "application/xhtml+xml"):
+            raise RefusedError(
+                "the server answers with a web page, such as one to log in, instead of the file; "
+                f"set {self._place.credentials}, or check the URL"
+            )
+        if encoding and encoding.lower() != "identity":
+            raise RefusedError(
+                f"the server answers with Content-Encoding {shorten(encoding)}, in which ranges "
+                "are not those of the file; switch it off for this folder"
+            )
+
+
+def web_client(place: Place) -> HttpClient:
+    """Return the client of an ``http://`` or ``https://`` folder, with the entry of ~/.netrc."""
+    base = urlsplit(str(place))
+
+    def authorization(url: SplitResult) -> str | None:
+        if url.netloc != base.netloc:
+            return None
+        try:
+            found = netrc.netrc().authenticators(url.hostname or "")
+        except (OSError, netrc.NetrcParseError):
+            return None
+        return found and _basic(found[0], found[2])
+
+    # What is no character of a URL is encoded; what the user encoded stays.
+    folder = base.scheme + "://" + base.netloc + quote(base.path, safe="/%:@!$&'()*+,;=~")
+    return HttpClient(place, lambda name: f"{folder}/{quote(name)}", authorization)
+
+
+def _basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _origin(url: SplitResult) -> str:
+    return f"{url.scheme}://{url.netloc}"
+
+
+class _Connection(NamedTuple):
+    """A connection, and headers for a proxy if it leads to one that is asked for whole URLs."""
+
+    opened: http.client.HTTPConnection
+    to_proxy: dict[str, str] | None = None
+
+    @staticmethod
+    def to(url: SplitResult) -> _Connection:
+        """Return a new connection, by the proxy that the environment names."""
+        host, secure = url.hostname or "", url.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        proxy = None if proxy_bypass(host) else getproxies().get(url.scheme)
+        if proxy is None:
+            return _Connection(kind(host, url.port, timeout=_STALL_SECONDS))
+        via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        headers = {}
+        if via.username:
+            user, password = unquote(via.username), unquote(via.password or "")
+            headers["Proxy-Authorization"] = _basic(user, password)
+        connection = kind(via.hostname or "", via.port, timeout=_STALL_SECONDS)
+        if not secure:
+            return _Connection(connection, headers)
+        connection.set_tunnel(host, url.port, headers)
+        return _Connection(connection)
+
+    def get(self, url: SplitResult, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Send a GET request, and return the answer once its headers have come."""
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        if self.to_proxy is not None:
+            target, headers = url.geturl(), headers | self.to_proxy
+        self.opened.request("GET", target, headers=headers)
+        return self.opened.getresponse()
+
+
+def _close(idle: dict[str, list[_Connection]]) -> None:
+    for connections in idle.values():
+        while connections:
+            connections.pop().opened.close()
+
+
+def _is_read(answer: http.client.HTTPResponse) -> bool:
+    """Whether the connection can be used again. The short body of an error is read for that."""
+    short = answer.length is not None and answer.length <= _SHORT_BODY
+    if answer.status >= 400 and short:
+        with suppress(OSError, http.client.HTTPException):
+            answer.read()
+    return answer.isclosed() and not answer.will_close
+
+
+@contextmanager
+def _failures_as_busy(*, final: bool = False) -> Iterator[None]:
+    """Raise what fails on the way as BusyError, or as RefusedError what will fail again.
+
+    ``final``: a name that is not found, or a port that nobody listens on, is refused.
+    """
+    try:
+        yield
+    except ssl.SSLCertVerificationError as error:
+        raise RefusedError(f"its certificate is not valid ({error.verify_message})") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = printable_name(str(error)) or "the connection ended"
+        reason = f"the connection failed ({type(error).__name__}: {reason})"
+        if final and isinstance(error, (socket.gaierror, ConnectionRefusedError)):
+            raise RefusedError(f"{reason}; check the URL and the network") from None
+        raise BusyError(reason) from None
+
+
+def _seconds(after: str | None) -> float | None:
+    """Return the seconds that Retry-After asks for: a number of them, or a date."""
+    if after is None:
+        return None
+    if after.isdecimal() and len(after) < 10:
+        return float(after)
+    try:
+        then = parsedate_to_datetime(after)
+    except (TypeError, ValueError):
+        return None
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=timezone.utc)
+    return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())

@@ -1,0 +1,55 @@
+"""The hub: its small files come through huggingface_hub, ranges of weights over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights.hub import download
+from vllm_module.weights.stores.http_client import HttpClient
+from vllm_module.weights.stores.place import Place
+
+
+def small_files(place: Place, *, download_dir: str | None, token: str | bool | None) -> Path:
+    """Return the folder of the hub's cache with the small files of a commit, after a download."""
+    return download(
+        f"{place.host}/{place.folder}",
+        place.revision,
+        download_dir=download_dir,
+        token=token,
+    )
+
+
+def hub_client(place: Place, token: str | bool | None) -> HttpClient:
+    """Return the client of a repository at one revision, with the token that is given or stored."""
+    # Imported here because the import is slow, and others do not need it.
+    from huggingface_hub import constants, get_token, hf_hub_url
+
+    repository = f"{place.host}/{place.folder}"
+    known = token if isinstance(token, str) else None if token is False else get_token()
+    endpoint = urlsplit(constants.ENDPOINT)
+
+    def url_of(name: str) -> str:
+        return hf_hub_url(repository, name, revision=place.revision)
+
+    def authorization(url: SplitResult) -> str | None:
+        same = (url.scheme, url.netloc) == (endpoint.scheme, endpoint.netloc)
+        return f"Bearer {known}" if known and same else None
+
+    return HttpClient(place, url_of, authorization, follows=True)
+
+
+def names(place: Place, token: str | bool | None) -> list[str]:
+    """List the files of a repository."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi(token=token).list_repo_files(
+            f"{place.host}/{place.folder}", revision=place.revision
+        )
+    except Exception as error:  # the hub's clients have no narrower common class
+        raise CheckpointFormatError(
+            f"{place}: its files could not be listed ({type(error).__name__}); try again"
+        ) from error
+    return [name for name in files if "/" not in name]

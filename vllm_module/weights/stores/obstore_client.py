@@ -1,0 +1,150 @@
+"""Requests to buckets: Amazon S3, Google Cloud Storage and Azure, and what speaks as they do.
+
+The library obstore signs requests and finds credentials where each service's own tools do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable_name
+from vllm_module.weights.stores.client import (
+    Answer,
+    BusyError,
+    ForbiddenError,
+    MissingError,
+    RefusedError,
+    Version,
+)
+from vllm_module.weights.stores.place import Place
+
+# Plain HTTP only where the environment names such an endpoint, as those of test servers are.
+_CLIENT = {
+    "allow_http": True,
+    "connect_timeout": timedelta(seconds=10),
+    "timeout": timedelta(seconds=300),
+}
+_RETRY = {"max_retries": 0}  # the requests are tried again in one place
+_STATUS = re.compile(r"status code: (\d{3})((?: [A-Za-z]+)*)")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_REQUEST = re.compile(r"Error performing .*? in \S+ - ")
+_UNREACHABLE = ("ConnectionRefused", "dns error")
+_BUSY = {408, 425, 429}
+# What a message of the library may hold of a signed URL, and of a key.
+_SECRET = re.compile(r"\?\S+|(?<=//)[^/\s@]+@|(?i:signature|credential|token|key)=\S+")
+
+
+class ObstoreClient:
+    """The files of a folder of a bucket."""
+
+    def __init__(self, place: Place) -> None:
+        try:
+            import obstore
+            from obstore import exceptions, store
+        except ImportError as error:
+            raise ImportError(
+                f"{place.scheme}:// needs obstore; install it with: "
+                "pip install 'vllm-module[stores]'"
+            ) from error
+        self._obstore, self._errors = obstore, exceptions
+        self._place = place
+        self._answered = False
+        kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[place.scheme]
+        options: dict[str, Any] = {"client_options": _CLIENT, "retry_config": _RETRY}
+        try:
+            self._store = kind(place.host, **options)
+        except exceptions.BaseError as error:
+            raise CheckpointFormatError(
+                f"{place}: {_reason(error)}; set {place.credentials}"
+            ) from None
+
+    def names(self) -> list[str] | None:
+        """List the files of the folder, without those below."""
+        prefix = f"{self._place.folder}/" if self._place.folder else None
+        with self._failures():
+            found = self._obstore.list_with_delimiter(self._store, prefix)
+        return [each["path"].rpartition("/")[2] for each in found["objects"]]
+
+    def fetch(self, name: str, most: int) -> bytes:
+        """Return a whole file."""
+        with self._failures():
+            answer = self._obstore.get(self._store, self._key(name))
+            if answer.meta["size"] > most:
+                raise RefusedError(
+                    f"it has {answer.meta['size']} bytes, and at most {most} are accepted"
+                )
+            return bytes(answer.bytes())
+
+    def read(self, name: str, begin: int, view: memoryview) -> Answer:
+        """Read bytes from ``begin`` on into ``view``, fewer where the file ends before."""
+        with self._failures():
+            asked: Any = {"range": (begin, begin + len(view))}
+            answer = self._obstore.get(self._store, self._key(name), options=asked)
+            first, end = answer.range
+            data = memoryview(answer.bytes())
+        meta = answer.meta
+        if first != begin or end != min(begin + len(view), meta["size"]):
+            raise RefusedError(
+                f"the store answers with bytes {first} to {end - 1} of {meta['size']}, where "
+                f"{begin} to {begin + len(view) - 1} were asked for"
+            )
+        if len(data) != end - begin:
+            raise BusyError(f"the answer ends after {len(data)} of {end - begin} bytes")
+        view[: len(data)] = data
+        return Answer(len(data), Version(meta["size"], meta["e_tag"] or str(meta["last_modified"])))
+
+    def close(self) -> None:
+        """Do nothing: the library closes its connections."""
+
+    def _key(self, name: str) -> str:
+        return f"{self._place.folder}/{name}".lstrip("/")
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise the library's errors as ours."""
+        errors = self._errors
+        try:
+            yield
+        except (errors.BaseError, FileNotFoundError) as error:
+            reason, found = _reason(error), _STATUS.search(str(error))
+            status = int(found.group(1)) if found else 0
+            unreachable = not self._answered and any(each in str(error) for each in _UNREACHABLE)
+            if status in _BUSY or status >= 500 or (_passes(reason) and not unreachable):
+                raise BusyError(reason) from None
+            missing = isinstance(error, (errors.NotFoundError, FileNotFoundError))
+            if missing or status == 404:
+                raise MissingError(f"{reason}: no such file or bucket; check the URL") from None
+            if status == 416:
+                raise RefusedError(
+                    f"{reason}: it ends before the range that was asked for; open the checkpoint "
+                    "again when nobody writes to it"
+                ) from None
+            if status in (401, 403):
+                raise ForbiddenError(
+                    f"{reason}: no access to list and read it; set {self._place.credentials}"
+                ) from None
+            raise RefusedError(
+                f"{reason}; check the region and the endpoint, and set {self._place.credentials}"
+            ) from None
+        self._answered = True
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error of the library says, without the body of an answer and secrets."""
+    text = str(error)
+    if status := _STATUS.search(text):
+        code = _CODE.search(text)
+        said = "the store answers " + "".join(status.groups())
+        return f"{said} ({code.group(1)})" if code else said
+    first = _REQUEST.sub("", text.partition("\n")[0])
+    return printable_name(_SECRET.sub("***", first))
+
+
+def _passes(reason: str) -> bool:
+    """Whether a failure without a status is one of the connection, and not of the settings."""
+    return "HTTP error" in reason and "builder error" not in reason

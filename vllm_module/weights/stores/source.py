@@ -1,0 +1,179 @@
+"""A model whose checkpoint is in an object store or on the web."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable, printable_name
+from vllm_module.weights.formats import SAFETENSORS
+from vllm_module.weights.index import check_against_index, read_index
+from vllm_module.weights.regular_file import MAX_JSON_BYTES, is_there
+from vllm_module.weights.stores import hub_client
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint, StoredFile
+from vllm_module.weights.stores.client import Client
+from vllm_module.weights.stores.http_client import web_client
+from vllm_module.weights.stores.obstore_client import ObstoreClient
+from vllm_module.weights.stores.place import BUCKETS, Place, parse
+from vllm_module.weights.stores.store import Store
+
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_CONFIG = "config.json"
+_POOLING = "1_Pooling/config.json"
+# Configuration, index and tokenizer: what is taken of a folder that can be listed.
+_SMALL = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+# What is asked for, file by file, where it cannot.
+_SMALL_NAMES = (
+    _CONFIG, _INDEX, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", _POOLING,
+)  # fmt: skip
+
+
+class StoreSource:
+    """The source of ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://``.
+
+    The small files are fetched into a local folder, which is removed with the source; those of the
+    hub are in its cache. Weights are read by ranges. Another process on this machine takes the
+    folder, and opens the weights itself, for the hub at the same commit.
+
+    Args:
+        url: of the folder, or ``hf://owner/name@revision``.
+        revision: of the hub.
+        load_format: as in ``LoadConfig``; a store is read as safetensors.
+        download_dir: of the hub's small files.
+        token: of the hub.
+        fetched: the folder of another source of this URL, which keeps it, and the files it listed.
+
+    Raises ``CheckpointFormatError`` if the URL is not valid, nothing is there, or access is denied.
+
+    """
+
+    def __init__(
+        self,
+        url: str,
+        revision: str | None = None,
+        *,
+        load_format: str = "auto",
+        download_dir: str | None = None,
+        token: str | bool | None = None,
+        fetched: tuple[Path, list[str] | None] | None = None,
+    ) -> None:
+        self.place = parse(url, revision)
+        if load_format not in ("auto", "safetensors", "layered", "dummy"):
+            raise CheckpointFormatError(
+                f"{printable(str(self.place))}: load_format {load_format!r} is read from a local "
+                "folder only, and safetensors from a store too: download the checkpoint"
+            )
+        self._options: dict[str, Any] = {
+            "load_format": load_format, "download_dir": download_dir, "token": token,
+        }  # fmt: skip
+        self._token = token
+        self._listed: list[str] | None = None
+        if fetched is not None:
+            self.folder, self._listed = fetched
+        elif self.place.scheme == "hf":
+            self.folder = hub_client.small_files(self.place, download_dir=download_dir, token=token)
+            commit = self.folder.name
+            self.place = Place("hf", self.place.host, self.place.folder, commit)
+        else:
+            self.folder = Path(tempfile.mkdtemp(prefix="vllm-module-"))
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            self._fetch_small()
+
+    def __reduce__(self) -> tuple[Callable[..., StoreSource], tuple[Any, ...]]:
+        return _open_again, (str(self.place), self._options, self.folder, self._listed)
+
+    def __repr__(self) -> str:
+        return f"StoreSource({str(self.place)!r})"
+
+    def weights(self) -> StoredCheckpoint:
+        """Open the weights: read and check the headers of all files, many at once."""
+        index = self.folder / _INDEX
+        names_in: dict[str, set[str]] | None = None
+        if is_there(index):
+            names_in = read_index(index, SAFETENSORS.suffixes)
+            names = sorted(names_in)
+        else:
+            names = self._files_of_weights()
+        store = Store(self.place, self._client())
+        with ExitStack() as opened:
+            opened.callback(store.close)
+            files = store.together(partial(StoredFile, store, name) for name in names)
+            for file in files if names_in is not None else ():
+                check_against_index(index, names_in or {}, file)
+            checkpoint = StoredCheckpoint(store, tuple(files))
+            opened.pop_all()
+        return checkpoint
+
+    def _client(self) -> Client:
+        if self.place.scheme in BUCKETS:
+            return ObstoreClient(self.place)
+        if self.place.scheme == "hf":
+            return hub_client.hub_client(self.place, self._token)
+        return web_client(self.place)
+
+    def _fetch_small(self) -> None:
+        """Fetch the small files into the folder."""
+        store = Store(self.place, self._client())
+        try:
+            listed = self._listed = store.names()
+            if listed is None:
+                names: Iterable[str] = _SMALL_NAMES
+            else:
+                wanted = (name for name in listed if any(fnmatch(name, each) for each in _SMALL))
+                others = (name for name in listed if name.endswith(".index.json"))
+                names = [name for name in wanted if name not in {*others} - {_INDEX}]
+                if "modules.json" in listed:
+                    names.append(_POOLING)
+            if listed is not None and _CONFIG not in listed:
+                there = ", ".join(map(printable_name, sorted(listed)[:20])) or "nothing"
+                raise CheckpointFormatError(
+                    f"{printable(str(self.place))} has no {_CONFIG}; there is {there}. Check the "
+                    "URL: it should be that of the checkpoint's folder"
+                )
+            # First, because its refusal tells whether anything is there.
+            self._keep(_CONFIG, store.fetch(_CONFIG, MAX_JSON_BYTES))
+            rest = [name for name in names if name != _CONFIG]
+            fetch = partial(store.fetch_optional, most=MAX_JSON_BYTES)
+            fetched = store.together(partial(fetch, name) for name in rest)
+            for name, data in zip(rest, fetched, strict=True):
+                if data is not None:
+                    self._keep(name, data)
+        finally:
+            store.close()
+
+    def _keep(self, name: str, data: bytes) -> None:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+
+    def _files_of_weights(self) -> list[str]:
+        """Return the names of the files of weights, where no index has them."""
+        listed = self._listed
+        if self.place.scheme == "hf":
+            listed = hub_client.names(self.place, self._token)
+        if listed is None or _WHOLE in listed:
+            return [_WHOLE]
+        if found := SAFETENSORS.files(map(Path, sorted(listed))):
+            return [path.name for path in found]
+        there = ", ".join(map(printable_name, sorted(listed)[:20]))
+        raise CheckpointFormatError(
+            f"{printable(str(self.place))} holds no *{SAFETENSORS.suffixes[0]} file, the format "
+            f"that is read from a store; there is {there}. Download the checkpoint, or convert it"
+        )
+
+
+def _open_again(
+    url: str, options: dict[str, Any], folder: Path, listed: list[str] | None
+) -> StoreSource:
+    """Return a pickled source; on another machine it fetches the small files itself."""
+    return StoreSource(url, **options, fetched=(folder, listed) if folder.is_dir() else None)

@@ -1,0 +1,130 @@
+"""Requests of one load: tried again under a deadline, and many under way at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.messages import printable
+from vllm_module.weights.stores.client import (
+    Answer,
+    BusyError,
+    Client,
+    ForbiddenError,
+    MissingError,
+    RefusedError,
+)
+from vllm_module.weights.stores.place import Place
+
+# Requests under way. With REQUEST_BYTES of each, so much memory at most is held for ranges.
+UNDER_WAY = 16
+RETRY_SECONDS = 60.0  # after a request's first failure
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 8.0
+
+_random = random.Random()  # a user's seed is not to make ranks wait in step
+T = TypeVar("T")
+
+
+class Store:
+    """The files of a folder in a store, for many threads."""
+
+    def __init__(self, place: Place, client: Client) -> None:
+        self.place, self.client = place, client
+        self._executor = ThreadPoolExecutor(UNDER_WAY, thread_name_prefix="store-request")
+        self._ended = threading.Event()
+
+    def close(self) -> None:
+        """End the threads, and the waits between requests."""
+        self._ended.set()
+        self.client.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def fetch(self, name: str, most: int) -> bytes:
+        """Return a whole file of at most ``most`` bytes. Raises as :meth:`read` does."""
+        return self._persist(lambda: self.client.fetch(name, most), name, "it")
+
+    def fetch_optional(self, name: str, most: int) -> bytes | None:
+        """Return a whole file, ``None`` if it is missing.
+
+        A folder that cannot be listed may answer that it forbids what is missing.
+        """
+        try:
+            return self.fetch(name, most)
+        except CheckpointFormatError:
+            return None
+
+    def names(self) -> list[str] | None:
+        """List the files of the folder; ``None`` where that cannot be. Raises as :meth:`read`."""
+        return self._persist(self.client.names, "", "its files")
+
+    def read(self, name: str, begin: int, view: memoryview) -> Answer:
+        """Read bytes from ``begin`` on into ``view``, fewer where the file ends before.
+
+        A file that is missing or may not be read is a CheckpointFormatError; what else stays wrong
+        until the deadline is a WeightReadError.
+        """
+        what = f"bytes {begin} to {begin + len(view) - 1}"
+        return self._persist(lambda: self.client.read(name, begin, view), name, what)
+
+    def together(self, works: Iterable[Callable[[], T]]) -> list[T]:
+        """Call all of ``works``, many at once, and return their results in order.
+
+        If one raises, those that wait are dropped and those under way are waited for, because they
+        write to memory of the caller.
+        """
+        try:
+            futures = [self._executor.submit(work) for work in works]
+        except RuntimeError as error:  # shut down
+            raise WeightReadError(
+                f"{self._where()} was closed; open the checkpoint again"
+            ) from error
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # an interrupt, which is not to wait for a store that is away
+            self._ended.set()
+            raise
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures, return_when=ALL_COMPLETED)
+        for future in futures:
+            if not future.cancelled() and (failure := future.exception()) is not None:
+                raise failure
+        return [future.result() for future in futures]
+
+    def _where(self, name: str = "") -> str:
+        return printable(self.place.file(name) if name else str(self.place))
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait between two requests; return whether the store was closed."""
+        return self._ended.wait(seconds)
+
+    def _persist(self, attempt: Callable[[], T], name: str, what: str) -> T:
+        """Return what ``attempt`` returns, tried until the deadline while it raises BusyError."""
+        delay, tries, end = _FIRST_DELAY, 0, 0.0
+        while True:
+            tries += 1
+            try:
+                return attempt()
+            except (MissingError, ForbiddenError) as error:
+                raise CheckpointFormatError(f"{self._where(name)}: {error}") from error
+            except RefusedError as error:
+                raise WeightReadError(f"{self._where(name)}: {error}") from error
+            except BusyError as error:
+                now = time.monotonic()
+                end = end or now + RETRY_SECONDS
+                # Half of it at random, so that ranks which failed together do not come together.
+                pause = max(delay * _random.uniform(0.5, 1), error.after or 0.0)
+                if now + pause > end or self._wait(pause):
+                    asked = f", which asks to wait {error.after:g} s" if error.after else ""
+                    raise WeightReadError(
+                        f"{self._where(name)}: {what} could not be read in {tries} "
+                        f"{'try' if tries == 1 else 'tries'}: {error}{asked}; load again when the "
+                        "store and the network are well"
+                    ) from error
+                delay = min(2 * delay, _LONGEST_DELAY)

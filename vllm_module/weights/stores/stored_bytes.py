@@ -1,0 +1,118 @@
+"""The bytes of one file in a store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import partial
+
+from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.messages import printable
+from vllm_module.weights.cut_rows import Run, copy_segments, memory
+from vllm_module.weights.stores.client import Version
+from vllm_module.weights.stores.spans import Span, spans
+from vllm_module.weights.stores.store import Store
+
+# Of the first request. Most headers are shorter.
+_FIRST_BYTES = 128 << 10
+
+
+class StoredBytes:
+    """The bytes of a file in a store, which many threads may read into memory at once.
+
+    It offers what ``FileBytes`` does. The first request also tells the size and the version; a
+    later answer with another one is refused.
+    """
+
+    remote = True
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.path = store.place.file(name)
+        self._store, self._name = store, name
+        self._closed = False
+        self._lock = threading.Lock()
+        self._bytes_read = 0
+        self.requests = 1
+        self.bytes_requested = 0
+        first = bytearray(_FIRST_BYTES)
+        answer = store.read(name, 0, memoryview(first))
+        self.version: Version = answer.version
+        self._first = bytes(first[: answer.nbytes])
+        self.bytes_requested = answer.nbytes
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        return self.version.size
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that ``read_runs`` has put in their places so far."""
+        return self._bytes_read
+
+    def close(self) -> None:
+        """Refuse reading from now on."""
+        self._closed = True
+
+    def read_bytes(self, offset: int, length: int) -> bytes:
+        """Read ``length`` bytes that are not counted as weights (the header)."""
+        known = self._first[offset : offset + length]
+        if len(known) == length:
+            return known
+        data = bytearray(length)
+        data[: len(known)] = known
+        self._request(offset + len(known), memoryview(data)[len(known) :])
+        return bytes(data)
+
+    def forget_first(self) -> None:
+        """Free what the first request has read."""
+        self._first = b""
+
+    def check_unchanged(self) -> None:
+        """Raise WeightReadError if the file was closed; each answer is compared by itself."""
+        if self._closed:
+            raise WeightReadError(f"{printable(self.path)} was closed; open the checkpoint again")
+
+    def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
+        """Read each run to its address in memory, its segments one after the other without gaps."""
+        self.check_unchanged()
+        placed = list(runs)
+        self._store.together(partial(self._read_span, span) for span in spans(placed))
+        with self._lock:
+            self._bytes_read += sum(run.nbytes for run, _ in placed)
+
+    def _read_span(self, span: Span) -> None:
+        nbytes = span.end - span.begin
+        if span.direct:
+            self._request(span.begin, memory(span.parts[0].address, nbytes))
+            return
+        import torch
+
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._request(span.begin, memory(scratch.data_ptr(), nbytes))
+        for run, address in span.parts:
+            begin = run.offset - span.begin
+            copy_segments(scratch[begin : begin + run.span], run, address)
+
+    def _request(self, begin: int, view: memoryview) -> None:
+        """Fill ``view`` with the file's bytes from ``begin`` on."""
+        self.check_unchanged()
+        with self._lock:
+            self.requests += 1
+            self.bytes_requested += len(view)
+        try:
+            answer = self._store.read(self._name, begin, view)
+        except CheckpointFormatError as error:  # it was there, and could be read
+            raise WeightReadError(f"{error} It could be read when it was opened.") from error
+        if answer.version != self.version:
+            raise WeightReadError(
+                f"{printable(self.path)} was changed since it was opened (it had {self.size} bytes "
+                f"and the tag {self.version.tag or 'none'}, and now has {answer.version.size} and "
+                f"{answer.version.tag or 'none'}); open the checkpoint again when nobody writes to "
+                "it"
+            )
+        if answer.nbytes != len(view):
+            raise WeightReadError(
+                f"{printable(self.path)}: {answer.nbytes} bytes came from byte {begin} on, where "
+                f"{len(view)} were asked for; load again"
+            )
