@@ -99,6 +99,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "along outputs": {"packing": Packing(4, 0)},
     "AWQ's order of inputs": {"packing": Packing(4, 1, AWQ), "zeros": True},
     "bytes": {"words": U8, "scales": BF16},
+    "eight bits in bytes": {"packing": Packing(8, 1, (0,)), "words": U8},
+    "two bits in bytes": {"packing": Packing(2, 0, (3, 1, 0, 2)), "words": U8, "zeros": True},
     "NF4": {"packing": Packing(4, 1, (1, 0)), "words": U8, "scales": FP32, "codebook": True},
     "unordered": {"zeros": True, "unordered": True},
     "unordered, no zeros": {"unordered": True, "packing": Packing(8, 0)},
@@ -132,6 +134,7 @@ def test_any_number_of_tokens(as_accurate, tokens: int, dtype: torch.dtype) -> N
     x = torch.randn(2, tokens, 104).to(dtype)[1:]
     y = launched(x, weight)
     assert (y.shape, y.dtype) == ((1, tokens, 72), dtype)
+    assert torch.equal(launched(x[0, 0], weight), launched(x[:, :1], weight)[0, 0])
     judge(as_accurate, y, x, weight, None)
 
 
@@ -214,7 +217,11 @@ def test_views_with_poison_around_them(unordered: bool) -> None:
     zeros.copy_(weight.options["zeros"])
     bias = torch.full((80,), torch.nan)[::2]
     bias.copy_(torch.randn(40))
-    moved = weight._replace(words=words, scales=scales, options={**weight.options, "zeros": zeros})
+    options = {**weight.options, "zeros": zeros}
+    if unordered:
+        options["group_of"] = torch.full((176,), 99, dtype=torch.int32)[::2]
+        options["group_of"].copy_(weight.options["group_of"])
+    moved = weight._replace(words=words, scales=scales, options=options)
     y = launched(x, moved, bias)
     assert torch.equal(y, launched(x.contiguous(), weight, bias.contiguous()))
     assert torch.equal(launched(x.T.contiguous().T, moved, bias), y)
@@ -238,17 +245,18 @@ def test_what_is_not_finite_stays_where_it_is(bad: float) -> None:
     assert torch.equal(y[:, others], clean[:17, others])
 
 
-def test_rows_that_are_far_apart() -> None:
+@pytest.mark.parametrize("along", [0, 1])
+def test_rows_that_are_far_apart(along: int) -> None:
     """Tokens, words, scales and zeros are found if their offsets exceed 32 bits."""
-    apart = 2**30 + 64
 
     def far(tensor: torch.Tensor) -> torch.Tensor:
         rows, columns = tensor.shape
+        apart = 2**31 // (rows - 1) + 64
         memory = mmap.mmap(-1, ((rows - 1) * apart + columns) * tensor.itemsize)
         view = torch.frombuffer(memory, dtype=tensor.dtype).as_strided((rows, columns), (apart, 1))
         return view.copy_(tensor)
 
-    weight = packed(4, 32, group=16, zeros=True, words=U8)
+    weight = packed(6, 32, Packing(4, along), group=16, zeros=True, words=U8)
     x = torch.randn(4, 32)
     moved = weight._replace(
         words=far(weight.words),
