@@ -7,6 +7,10 @@ every sequence has its own pages in the tables that the model gets, and the next
 logits give. Beside it, in the same rounds: what it takes to make a tensor of all block tables from
 lists, as the runner once did in every step, and the least work of Python with so many sequences:
 a pass over them that makes a list and a tensor of each of a step's inputs.
+
+Then, of a device that computes a step in 3.8 ms, as long as an H200 takes to read the weights of an
+8B model: how long it has nothing to do in a step, with ``async_scheduling`` and without. The device
+is a clock, for which the host waits where it reads tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +28,7 @@ from machine import clock, machine, over, spread, write
 
 from vllm_module import SamplingParams
 from vllm_module.layers import AttentionMetadata
-from vllm_module.runtime import engine
+from vllm_module.runtime import engine, sampler
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
 from vllm_module.runtime.page_pool import PagePool
@@ -33,6 +38,7 @@ from vllm_module.runtime.scheduler import Scheduler
 SIZES = ((1, 2048), (64, 256), (64, 2048), (256, 2500))
 PAGE, VOCAB, STEPS = 16, 64, 96  # six pages more for each sequence
 CPU = torch.device("cpu")
+DEVICE_STEP = 3.8e-3  # seconds
 sampling: list[float] = []  # seconds of the calls that choose tokens and read them
 
 
@@ -48,10 +54,34 @@ def timed(work: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class Device:
+    """A clock that is busy for some time after each launch, and how long it was not."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.idle, self.ready = seconds, 0.0, 0.0
+
+    def launch(self) -> None:
+        now = time.perf_counter()
+        self.idle = max(0.0, now - self.ready)
+        self.ready = max(now, self.ready) + self.seconds
+
+    def download(self, numbers: torch.Tensor) -> Any:
+        """Return what :class:`~vllm_module.runtime.downloading.Download` does: wait, and read."""
+        ready = self.ready
+
+        def read(wait: object) -> list[Any]:
+            while time.perf_counter() < ready:
+                pass
+            return numbers.tolist()
+
+        return SimpleNamespace(read=read)
+
+
 class Prepared:
     """A model that takes no time: a token's logits are those prepared for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self.device = device
         order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
         self.next_token = order.tolist()
         self.logits = torch.nn.functional.one_hot(order, VOCAB).float()
@@ -61,6 +91,7 @@ class Prepared:
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         self.metadata = metadata
+        self.device.launch()
         return ids.unsqueeze(-1)
 
     def compute_logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -70,18 +101,20 @@ class Prepared:
 class Host:
     """An engine whose requests decode, each with about ``pages`` pages."""
 
-    def __init__(self, sequences: int, pages: int) -> None:
-        self.model = Prepared()
+    def __init__(self, sequences: int, pages: int, seconds: float, overlapped: bool) -> None:
+        self.device, self.overlapped = Device(seconds), overlapped
+        self.model = Prepared(self.device)
         most = pages + STEPS // PAGE + 2
         runner = ModelRunner(self.model, CPU, sequences, most)  # type: ignore[arg-type]
         pool = PagePool(most * sequences, PAGE)
         scheduler = Scheduler(pool, PagePool(0, PAGE), sequences, 1 << 30)
 
-        def execute(inputs: StepInputs) -> torch.Tensor:
+        def execute(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
             self.inputs = inputs
-            return runner.run(inputs)
+            return runner.run(inputs, sampled)
 
-        self.engine = Engine(execute, scheduler, VOCAB, most * PAGE)
+        length = most * PAGE
+        self.engine = Engine(execute, scheduler, VOCAB, length, async_scheduling=overlapped)
         params = SamplingParams(temperature=0, max_tokens=10 * STEPS, ignore_eos=True)
         # Sequences come to the ends of their pages in different steps.
         requests = [
@@ -89,11 +122,12 @@ class Host:
             for index in range(sequences)
         ]
         self.sequences = [request.sequences[0] for request in requests]
-        self.engine.step()
+        self.step()
 
     def step(self) -> float:
         """Return the seconds of a step without the choice of tokens."""
         sampling.clear()
+        sampler.Download = self.device.download  # type: ignore[assignment, misc]
         return clock(self.engine.step) - sum(sampling)
 
     def check(self) -> None:
@@ -103,16 +137,25 @@ class Host:
         metadata = self.model.metadata
         assert metadata is not None
         for row, (sequence, token) in enumerate(zip(self.sequences, last, strict=True)):
-            position = sequence.num_computed - 1
+            # The model was called last with this step's tokens, or already with the next one's.
+            position = len(sequence.tokens) - (1 if self.overlapped else 2)
             slot = sequence.pages[position // PAGE] * PAGE + position % PAGE
             right = (
                 metadata.block_tables[row, : len(sequence.pages)].tolist() == sequence.pages
                 and metadata.slot_mapping[row] == slot
                 and metadata.context_lens[row] == position + 1
-                and sequence.tokens[position:] == [token, self.model.next_token[token]]
+                and sequence.tokens[-2:] == [token, self.model.next_token[token]]
             )
             if not right:
                 raise SystemExit(f"sequence {row} is computed from other pages or tokens")
+
+    def idle(self, steps: int) -> list[float]:
+        """Return for how many seconds the device has nothing to do in each of some steps."""
+        seconds = []
+        for _ in range(steps):
+            self.step()
+            seconds.append(self.device.idle)
+        return seconds
 
     def tables_from_lists(self) -> float:
         """Return the seconds to make a tensor of all block tables."""
@@ -141,7 +184,7 @@ class Host:
 
 
 def measure(sequences: int, pages: int) -> dict[str, Any]:
-    host = Host(sequences, pages)
+    host = Host(sequences, pages, 0.0, False)
     host.check()
     entries = []
     seconds: dict[str, list[float]] = {"step": [], "tables from lists": [], "least": []}
@@ -153,7 +196,17 @@ def measure(sequences: int, pages: int) -> dict[str, Any]:
         seconds["tables from lists"] += [host.tables_from_lists() for _ in range(PAGE)]
         seconds["least"] += [host.least() for _ in range(PAGE)]
     host.check()
+    ways = {
+        name: Host(sequences, pages, DEVICE_STEP, name == "overlapped")
+        for name in ("in turn", "overlapped")
+    }
+    idle: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(STEPS // PAGE - 1):
+        for name, each in ways.items():
+            each.check()
+            idle[name] += each.idle(PAGE - 1)
     return {
+        "idle microseconds": {name: spread([s * 1e6 for s in idle[name]]) for name in idle},
         "microseconds": {name: spread([s * 1e6 for s in each]) for name, each in seconds.items()},
         "tables from lists over step": spread(over(seconds, "tables from lists", "step")),
         "step over least": spread(over(seconds, "step", "least")),
@@ -179,7 +232,10 @@ def main() -> None:
             f"Python; block tables from lists alone would take "
             f"{figures['tables from lists over step']['median']:.1f} times as long as the step; "
             f"{figures['entries written a step']:.1f} of "
-            f"{figures['entries of the tables']} entries are written",
+            f"{figures['entries of the tables']} entries are written; a device has nothing to do "
+            f"for {figures['idle microseconds']['in turn']['least']:.0f} µs of a step or more, "
+            f"and for {figures['idle microseconds']['overlapped']['median']:.0f} (greatest "
+            f"{figures['idle microseconds']['overlapped']['greatest']:.0f}) if steps overlap",
             flush=True,
         )
     if arguments.out:

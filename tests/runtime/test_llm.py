@@ -221,6 +221,44 @@ def test_a_stream_shows_no_part_of_a_stop_string(llm: LLM) -> None:
     assert all(pieces[-1].startswith(piece) for piece in pieces)
 
 
+def test_steps_that_overlap_give_the_same_text(folder: Path, theirs: Any, llm: LLM) -> None:
+    """Stop strings, streams, updates between two steps, and sleep are as without."""
+    assert not llm.engine.async_scheduling  # on a CPU, nothing would overlap
+    text = llm.generate("once", greedy(30, ignore_eos=True), False)[0].outputs[0].text
+    params = [
+        greedy(30, ignore_eos=True, stop=["never!", text[7:10]]),
+        SamplingParams(seed=3, max_tokens=1),
+        SamplingParams(seed=4, n=2, max_tokens=20, prompt_logprobs=0),
+        greedy(25, repetition_penalty=1.3),
+    ]
+    head = theirs.lm_head.weight.detach()
+
+    def changing(engine: LLM) -> list[list[int]]:
+        """Return a stream's tokens, step by step, while the weights change."""
+        stream = engine.stream("fox", greedy(8, ignore_eos=True))
+        pieces = [next(stream), next(stream)]
+        engine.update_weights({"lm_head.weight": head.flip(0).contiguous()})
+        try:
+            pieces += stream
+        finally:
+            engine.update_weights({"lm_head.weight": head})
+        return [piece.outputs[0].token_ids for piece in pieces]
+
+    with LLM(folder, **SMALL, async_scheduling=True) as overlapped:
+        given: list[list[Any]] = []
+        for engine in (llm, overlapped):
+            outputs = engine.generate(["once", "upon", "a", "time"], params, False)
+            given.append([(o.outputs, o.prompt_logprobs) for o in outputs])
+            pieces = [o.outputs[0].text for o in engine.stream("once", params[0])]
+            given[-1] += [pieces, changing(engine)]
+        assert given[0] == given[1]
+        assert overlapped.engine._next is None
+        overlapped.sleep()
+        overlapped.wake_up()
+        (again,) = overlapped.generate("once", params[0], False)
+        assert again.outputs == given[0][0][0]
+
+
 def test_the_whole_context_can_be_used(llm: LLM) -> None:
     """A sequence ends at the last position of the context."""
     (output,) = llm.generate("x" * 120, greedy(50, ignore_eos=True), False)
@@ -586,6 +624,7 @@ def test_an_fp8_cache_gives_nearly_the_same_logprobs(folder: Path, llm: LLM) -> 
         ({"block_size": 0}, "block_size"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
+        ({"async_scheduling": "yes"}, "async_scheduling"),
         ({"no_such_option": 1}, "LLM has no argument 'no_such_option'$"),
         ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'"),
         ({"quantisation": "fp8"}, "did you mean 'quantization'"),

@@ -141,6 +141,27 @@ def test_a_replayed_graph_gives_the_logits_of_a_step_without_graphs(beside, step
         assert beside.check(step) == 1
 
 
+@pytest.mark.parametrize("count", [3, 9])
+def test_tokens_that_stay_on_the_device_are_indexed(beside, count) -> None:
+    """With graphs and without, in any order; a -1, which is no token, is replaced by some token."""
+    beside.fill(2)
+    rows, tables = list(range(count)), [[row] for row in range(count)]
+    ids = [5 + row for row in rows]
+    expected = beside.plain.run(laid_out([3] * count, rows, ids, tables))
+    step = laid_out([3] * count, rows, [count - row for row in rows], tables)
+    step.num_sampled = count + 1
+    chosen = torch.tensor([-1, *reversed(ids)])
+    close(beside.plain.run(step, chosen), expected)
+    with beside.device.present():
+        before, on_device = beside.replays, type(beside.graphs._tables)(chosen)
+        close(beside.graphs.run(step, on_device).memory, expected)
+        assert beside.replays == before + 1
+        step.input_ids[0] = 0
+        logits = beside.graphs.run(step, on_device).memory
+    close(logits[1:], expected[1:])
+    close(beside.plain.run(step, chosen), logits)
+
+
 def test_prompts_are_not_replayed(beside) -> None:
     """A step with a sequence of several tokens runs without a graph."""
     rows = [2, 0]
