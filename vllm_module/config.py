@@ -103,7 +103,7 @@ OnlineScheme = Literal[
 
 
 # The names are vLLM's and SGLang's.
-LoadFormat = Literal["auto", "safetensors", "pt"]
+LoadFormat = Literal["auto", "sharded_state", "safetensors", "pt"]
 
 
 class QuantizationConfig(_Closed):

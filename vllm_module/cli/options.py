@@ -42,6 +42,7 @@ class LoadFormat(str, Enum):
     """The formats of the files of weights."""
 
     auto = "auto"
+    sharded_state = "sharded_state"
     safetensors = "safetensors"
     pt = "pt"
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -65,6 +66,8 @@ FORMATS = {
         re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
     ),
 }
+SHARDED_STATE = "sharded_state.json"  # the manifest of what each rank holds, in files of its own
+_OPENS_SHARDED_STATE = "vllm_module.weights.sharded_state"
 _UNSUPPORTED = (".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pth")
 _DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 
@@ -163,15 +166,21 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
 
     Args:
         folder: the folder or file.
-        load_format: ``"safetensors"``, ``"pt"`` for files of ``torch.save``, or ``"auto"``: the
-            first of these two that the folder has.
+        load_format: ``"sharded_state"`` for what ``vllm-module shard`` wrote, ``"safetensors"``,
+            ``"pt"`` for files of ``torch.save``, or ``"auto"``: the first of these that the folder
+            has.
 
     """
-    if load_format not in ("auto", *FORMATS):
+    names = ("sharded_state", *FORMATS)
+    if load_format not in ("auto", *names):
         raise ValueError(
-            f"load_format {shorten(load_format)} is unknown: expected auto, {', '.join(FORMATS)}"
+            f"load_format {shorten(load_format)} is unknown: expected auto, {', '.join(names)}"
         )
     path = Path(os.path.expanduser(folder))
+    if load_format == "sharded_state" or (load_format == "auto" and _is_sharded_state(path)):
+        # By name, because that file imports this one.
+        opened: Checkpoint = import_module(_OPENS_SHARDED_STATE).open_sharded_state(path)
+        return opened
     where = printable(path)
     names_in: dict[str, set[str]] | None = None  # the index: names of tensors by file
     inside: Path | None = path
@@ -209,6 +218,10 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
         checkpoint = Checkpoint(tuple(files))
         opened.pop_all()
     return checkpoint
+
+
+def _is_sharded_state(folder: Path) -> bool:
+    return os.path.isdir(folder) and is_there(folder / SHARDED_STATE)
 
 
 def _open_file(load_format: str, path: Path, folder: Path | None) -> WeightFile:

@@ -12,7 +12,7 @@ from vllm_module.weights.regular_file import is_there
 # consolidated file, which has the same weights again, and not subfolders, which have other formats
 # of the weights. The exception is 1_Pooling, where sentence-transformers keeps a small file: so a
 # subfolder's name may end in "g".
-_SMALL = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 _UNWANTED = [
     "*[!g]/*", *(f"*/{weights}" for weights in _WEIGHTS),
@@ -55,7 +55,7 @@ def resolve(
                 revision=revision,
                 cache_dir=download_dir,
                 token=token,
-                allow_patterns=[*filter(None, (pattern,)), *_SMALL],
+                allow_patterns=[*filter(None, (pattern,)), *SMALL_FILES],
                 ignore_patterns=_UNWANTED,
             )
             if any(Path(folder).glob(pattern or "*")):
