@@ -184,7 +184,8 @@ class LoadConfig(_Closed):
             several ranks keep is passed between them, through 128 MiB of memory on each host. With
             ``"auto"``, they do so if the weights come from a registered source, or from a file
             system that several hosts share, unless their page caches have the files. On one host,
-            the page cache shares local files already.
+            the page cache shares local files already. Ranks of a sharded state never do, because
+            each has files of its own.
 
     """
 

@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vllm_module import (
+    LLM,
     LoadConfig,
     ModelConfig,
     QuantizationConfig,
+    SamplingParams,
     get_model,
     register_model,
     tensor_parallel,
@@ -36,6 +38,7 @@ from vllm_module.errors import (
     UnsupportedModelError,
 )
 from vllm_module.export import sharded_state
+from vllm_module.export.compressed import convert
 from vllm_module.export.sharded_state import shard
 from vllm_module.held import load_from, plan_from
 from vllm_module.model_source import ModelSource
@@ -367,6 +370,51 @@ def test_a_manifest_that_is_no_object_or_not_there_is_refused(copied: Written) -
     config = ModelConfig(model=str(copied.folder))
     with pytest.raises(CheckpointFormatError, match=r"sharded_state\.json is not there"):
         get_model(model_config=config, load_config=LoadConfig(load_format="sharded_state"))
+
+
+def test_files_of_ranks_are_no_ordinary_checkpoint(
+    written: Callable[[str], Written], tmp_path: Path
+) -> None:
+    """Without the manifest, tensors in another order could pass for those of a checkpoint."""
+    shutil.copytree(written("tied, 1 rank").folder, tmp_path / "copy")
+    config = ModelConfig(model=str(tmp_path / "copy"))
+    for load_format in ("safetensors", "auto"):
+        with pytest.raises(CheckpointFormatError, match=r"holds no \*\.safetensors"):
+            get_model(model_config=config, load_config=LoadConfig(load_format=load_format))
+        (tmp_path / "copy/sharded_state.json").unlink(missing_ok=True)
+
+
+def test_a_checkpoint_that_is_quantized_keeps_its_own_settings(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Where config.json says how weights are quantized, the manifest leaves it to that."""
+    original = ModelConfig(model=str(checkpoint("llama")), quantization="fp8_per_channel")
+    convert(original, tmp_path / "quantized")
+    quantized = ModelConfig(model=str(tmp_path / "quantized"))
+    manifest = shard(quantized, 2, tmp_path / "out")
+    assert manifest.quantization == "config.json"
+
+    def both(rank: int) -> tuple[vLLMModule, vLLMModule]:
+        held = ModelConfig(model=str(tmp_path / "out"), quantization="compressed-tensors")
+        progress = LoadConfig(show_progress=True)
+        return get_model(model_config=held, load_config=progress), get_model(model_config=quantized)
+
+    for held, wanted in run_ranks(2, both):
+        assert_same(bits(held), bits(wanted))
+    with pytest.raises(UnsupportedModelError, match="is quantized already"):
+        get_model(model_config=ModelConfig(model=str(tmp_path / "out"), quantization="fp8"))
+
+
+def test_an_engine_wakes_from_it(written: Callable[[str], Written]) -> None:
+    """An engine that slept loads what its rank holds again."""
+    state = written("tied, 1 rank")
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 20}
+    prompt, greedy = [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0, max_tokens=4)
+    with LLM(str(state.folder), device="cpu", **options) as llm:
+        first = llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].token_ids
+        llm.sleep()
+        llm.wake_up()
+        assert llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].token_ids == first
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_report(copied: Written) -> None:

@@ -51,13 +51,14 @@ class _Format:
 
 
 # In this order; the first that a folder has is taken. Mistral's consolidated* holds the same
-# weights under other names; trainers write their own state beside the weights.
+# weights under other names, and model-rank* what ranks hold, which is in another order than a
+# checkpoint's tensors of the same shape; trainers write their own state beside the weights.
 FORMATS = {
     "safetensors": _Format(
         "model.safetensors.index.json",
         "model.safetensors",
         (".safetensors",),
-        re.compile("consolidated"),
+        re.compile(r"consolidated|model-rank-\d+-part-"),
     ),
     "pt": _Format(
         "pytorch_model.bin.index.json",
@@ -179,8 +180,8 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
     path = Path(os.path.expanduser(folder))
     if load_format == "sharded_state" or (load_format == "auto" and _is_sharded_state(path)):
         # By name, because that file imports this one.
-        opened: Checkpoint = import_module(_OPENS_SHARDED_STATE).open_sharded_state(path)
-        return opened
+        state: Checkpoint = import_module(_OPENS_SHARDED_STATE).open_sharded_state(path)
+        return state
     where = printable(path)
     names_in: dict[str, set[str]] | None = None  # the index: names of tensors by file
     inside: Path | None = path

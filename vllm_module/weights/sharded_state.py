@@ -216,7 +216,7 @@ def open_sharded_state(folder: Path) -> ShardedState:
 def _opened(folder: Path, name: str, expected: ShardFile, rank: int) -> SafetensorsFile:
     path = folder / name
     where = printable(path)
-    if not is_there(path):
+    if not is_there(path, follow_links=True):
         raise CheckpointFormatError(
             f"{where} is not there, and {MANIFEST} lists it for rank {rank}: copy it from where it "
             "was written, or shard the checkpoint again"

@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from vllm_module.cli.options import (
     DType,
     DTypeOption,
@@ -13,29 +8,14 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    OutOption,
     QuantizationOption,
     SizeOption,
     Source,
+    check_out,
     model_config,
 )
 from vllm_module.cli.output import console, print_json, print_table, size, working, writing
-
-OutOption = Annotated[
-    Path,
-    typer.Option(
-        "--out", metavar="DIR", help="The folder to write: new, or empty.", show_default=False
-    ),
-]
-
-
-def check_out(out: Path) -> None:
-    """Raise a usage error if ``out`` cannot be a new folder."""
-    from vllm_module.export.folder import demand_free
-
-    try:
-        demand_free(out)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from None
 
 
 def shard(
