@@ -104,6 +104,27 @@ class Assignment(NamedTuple):
                 )
 
 
+class HeldAssignment(Assignment):
+    """One tensor of a sharded state: all of a parameter, as this rank holds it."""
+
+    __slots__ = ()
+
+    def pieces(self) -> Iterable[Piece]:
+        """Return the whole tensor, unless it is empty; nothing is cut."""
+        data = self.location.tensor.data
+        return (Piece(self.weight, data, (None,) * data.dim()),) if data.numel() else ()
+
+    def misfit(self) -> str | None:
+        """Say why the weight is not what the parameter holds; ``None`` if it is."""
+        expected, weight = self.location.tensor, self.weight
+        if (weight.shape, weight.dtype) == (expected.shape, expected.dtype):
+            return None
+        return (
+            f"this rank holds {expected.dtype} {list(expected.shape)}, got {weight.dtype} "
+            f"{list(weight.shape)}"
+        )
+
+
 Fills: TypeAlias = dict[Location, list[Assignment]]  # by tensor, what fills its slots
 
 

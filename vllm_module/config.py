@@ -132,8 +132,7 @@ class ModelConfig(_Closed):
     Attributes:
         model: a local folder in Hugging Face layout, a GGUF file, a hub id, or a URL: of an object
             store or web server (``s3://``, ``gs://``, ``az://``, ``https://``,
-            ``hf://owner/name``), or of a
-            registered source.
+            ``hf://owner/name``), or of a registered source.
         revision: branch, tag or commit of the hub repository.
         dtype: of the parameters, as a name or a ``torch.dtype``. ``"auto"`` is the checkpoint's.
         quantization: how to quantize while loading: the name of a scheme (``"fp8"`` is per tensor)
@@ -189,7 +188,8 @@ class LoadConfig(_Closed):
             several ranks keep is passed between them, through 128 MiB of memory on each host. With
             ``"auto"``, they do so if the weights come from a registered source, or from a file
             system that several hosts share, unless their page caches have the files. On one host,
-            the page cache shares local files already.
+            the page cache shares local files already. Ranks of a sharded state never do, because
+            each has files of its own.
 
     """
 

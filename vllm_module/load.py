@@ -16,6 +16,7 @@ from vllm_module.allocation import Allocation
 from vllm_module.assignment import (
     Assignment,
     Fills,
+    HeldAssignment,
     Target,
     in_reading_order,
     misfit,
@@ -30,6 +31,7 @@ from vllm_module.routes import no_place
 from vllm_module.tree import (
     Location,
     Node,
+    held_locations,
     loads_itself,
     modules_below,
     own_slots,
@@ -278,6 +280,31 @@ class Load:
         report.loaded.setdefault(path, []).append(name)
         self._paths.append(path)
         self.assigned.append(Assignment(name, slot, weight, location, tied_to))
+
+    def assign_held(self, held: Mapping[str, Weight]) -> None:
+        """Record that each tensor fills a parameter as this rank holds it: whole, by its path.
+
+        What a conversion makes is filled too. ``held`` has a tied tensor under its first path.
+        """
+        left = dict(held)
+        for location in held_locations(self._top):
+            target = self.target(location)
+            path, slots = target.path, target.slots
+            target.claims.update(dict.fromkeys(slots, (path, path)))
+            weight = left.pop(path, None)
+            if weight is None:
+                detail = f"expected shape {list(location.tensor.shape)}, as this rank holds it"
+                self.report.missing.append(Problem(path, detail))
+                continue
+            assigned = HeldAssignment(path, None, weight, location, None)
+            if problem := assigned.misfit():
+                self.report.misshapen.append(Problem(path, problem))
+                continue
+            self.report.loaded[path] = [path]
+            self._paths.append(path)
+            self.assigned.append(assigned)
+        detail = f"{type(self.root).__name__} has no parameter or buffer of this path"
+        self.report.unexpected += [Problem(name, detail) for name in left]
 
     def skip(self, name: str, reason: str) -> None:
         """Record that the checkpoint's tensor ``name`` is not loaded, and by which rule."""

@@ -8,5 +8,14 @@ from typing import Literal
 # order here, which is that of weights.formats.FORMATS. "layered" is "auto": every load quantizes
 # one module after the other. "dummy" has no files.
 LoadFormat = Literal[
-    "auto", "safetensors", "pt", "npcache", "gguf", "mistral", "dcp", "layered", "dummy"
+    "auto",
+    "sharded_state",
+    "safetensors",
+    "pt",
+    "npcache",
+    "gguf",
+    "mistral",
+    "dcp",
+    "layered",
+    "dummy",
 ]

@@ -20,9 +20,11 @@ from vllm_module.consistency import (
 )
 from vllm_module.cooperative import CooperativeCheckpoint, read_together
 from vllm_module.distributed import message_group, together
+from vllm_module.held import load_from, plan_from
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import OpenWeights
+from vllm_module.weights.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +84,7 @@ def find_and_load(
                 reading.enter_context(progress(model, weights))
             if isinstance(weights, CooperativeCheckpoint):
                 reading.enter_context(weights)
-            model.load_weights(weights.items())  # pairs, as an override expects them
+            load_from(model, weights)
         return model
 
     with ExitStack() as opened, message_group(timeout) as group:
@@ -91,8 +93,9 @@ def find_and_load(
         _log.info("weights in %s: %s", source.folder, taken)
         model = in_step(build, lambda _: {}, timeout, group, demand_alike)
         weights: OpenWeights | CooperativeCheckpoint = checkpoint
-        made = checkpoint.load_format == "dummy"  # each rank makes what it keeps
-        if group is not None and load_config.cooperative is not False and not made:
+        # Of a sharded state each rank has files of its own, and dummy values it makes itself.
+        shared = not isinstance(checkpoint, ShardedState) and checkpoint.load_format != "dummy"
+        if group is not None and load_config.cooperative is not False and shared:
             gather = partial(together, timeout=timeout, group=group.group)
             place = group.rank, group.size, group.group
             weights = read_together(model, checkpoint, load_config.cooperative, gather, *place)
@@ -115,7 +118,7 @@ def progress(
 
     total = sum(
         math.prod(read.source.shape) * read.source.dtype.itemsize
-        for read in model.plan_weights(checkpoint).reads()
+        for read in plan_from(model, checkpoint).reads()
     )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     done = threading.Event()

@@ -25,7 +25,8 @@ from vllm_module.registry import model_class
 from vllm_module.weights.dummy import DummyWeights
 from vllm_module.weights.joined import JoinedWeights
 from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
-from vllm_module.weights.source import Source, find_source
+from vllm_module.weights.sharded_state import find_manifest
+from vllm_module.weights.source import Folder, Source, find_source
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that a model runs in
 # The default dtype belongs to the process, and simulated ranks build in threads.
@@ -82,6 +83,9 @@ class ModelSource:
             token=model.hf_token,
         )
         config = read_config(source.folder, model)
+        if isinstance(source, Folder):
+            manifest = find_manifest(source.folder, load_format)
+            model = model if manifest is None else manifest.settle(model, config.architectures)
         rules = rules_for(model.quantization, getattr(config, "quantization_config", None))
         is_dummy = load_format == "dummy"
         dtype = _parameter_dtype(model, config, None if is_dummy else source)

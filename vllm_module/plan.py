@@ -174,4 +174,5 @@ def _node_of_rank(node: Node, modules: dict[nn.Module, nn.Module], nodes: dict[N
             parent = _node_of_rank(node.parent, modules, nodes)
             name = node.path[len(parent.path) : -1]
         other = nodes[node] = Node(modules[node.module], parent, name)
+        other.conversions = node.conversions  # none where tensors are loaded as they are held
     return other

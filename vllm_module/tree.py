@@ -242,6 +242,25 @@ def stored_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
+def held_locations(top: Node) -> Iterator[Location]:
+    """Yield where each parameter and persistent buffer below is: a tied tensor once.
+
+    What a conversion makes is among them. The nodes forget their conversions, because nothing is
+    converted where all of it is loaded as it is held.
+    """
+    seen: set[torch.Tensor] = set()
+    for node in walk(top):
+        node.conversions = _NO_CONVERSIONS
+        module = node.module
+        computed = module._non_persistent_buffers_set
+        named: list[tuple[str, Any]] = [*module._parameters.items()]
+        named += [each for each in module._buffers.items() if each[0] not in computed]
+        for attr, tensor in named:
+            if tensor is not None and tensor not in seen:
+                seen.add(tensor)
+                yield Location(node, attr)
+
+
 def modules_below(root: nn.Module) -> list[nn.Module]:
     """Return ``root`` and every module below: what two paths lead to is there twice, or more."""
     modules, seen, twice = [root], set[nn.Module](), set[nn.Module]()

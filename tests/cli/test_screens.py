@@ -38,7 +38,17 @@ SCREENS: dict[str, tuple[tuple[str, ...], str]] = {
     "help": (("--help",), ""),
     **{
         f"help-{command}": ((command, "--help"), "")
-        for command in ("inspect", "plan", "load", "generate", "chat", "bench", "demo")
+        for command in (
+            "inspect",
+            "plan",
+            "load",
+            "generate",
+            "chat",
+            "bench",
+            "shard",
+            "convert",
+            "demo",
+        )
     },
     "inspect": (("inspect", "tiny"), ""),
     "inspect-all": (("inspect", "tiny", "--all"), ""),

@@ -94,7 +94,9 @@ def test_formats_are_looked_for_in_one_order(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path)["a"].read().tolist() == [2, 2]
     assert open_checkpoint(tmp_path, "pt")["a"].read().tolist() == [1, 1]
     assert open_checkpoint(tmp_path / "part1.pt")["a"].read().tolist() == [0, 0]
-    with pytest.raises(ValueError, match="load_format 'npz' is unknown: expected auto, safetens"):
+    with pytest.raises(
+        ValueError, match="load_format 'npz' is unknown: expected auto, sharded_state, safetens"
+    ):
         open_checkpoint(tmp_path, "npz")
 
 

@@ -135,8 +135,8 @@ def rights_of_a_user() -> Iterator[None]:
 INDEX = "model.safetensors.index.json"
 DENIED = {
     "folder above": ("..", 0, "", "looked up"),
-    "folder": ("", 0, INDEX, "looked up"),
-    "folder that may be listed only": ("", 0o444, INDEX, "looked up"),
+    "folder": ("", 0, "sharded_state.json", "looked up"),
+    "folder that may be listed only": ("", 0o444, "sharded_state.json", "looked up"),
     "index": (INDEX, 0, INDEX, "opened"),
     "file": ("model.safetensors", 0, "model.safetensors", "opened"),
     "configuration": ("config.json", 0, "config.json", "opened"),

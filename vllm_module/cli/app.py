@@ -9,10 +9,12 @@ import typer
 
 from vllm_module.cli.commands.bench import bench
 from vllm_module.cli.commands.chat import chat
+from vllm_module.cli.commands.convert import convert
 from vllm_module.cli.commands.generate import generate
 from vllm_module.cli.commands.inspect import inspect
 from vllm_module.cli.commands.load import load
 from vllm_module.cli.commands.plan import plan
+from vllm_module.cli.commands.shard import shard
 from vllm_module.cli.demo.command import demo
 from vllm_module.cli.options import UsageError
 from vllm_module.cli.output import describe_refusal, error_text, is_refusal
@@ -27,6 +29,8 @@ EXAMPLES: dict[Callable[..., None], str] = {
     generate: 'vllm-module generate ./Qwen3-0.6B --tp 2 --prompt "The sky is"',
     chat: "vllm-module chat ./Qwen3-0.6B --temperature 0.7 --top-p 0.9",
     bench: "vllm-module bench ./Qwen3-0.6B --input-len 512 --concurrency 32",
+    shard: "vllm-module shard ./Qwen3-8B --tp 8 --quantization fp8 --out ./Qwen3-8B-fp8-tp8",
+    convert: "vllm-module convert ./Qwen3-8B --quantization fp8_per_block --out ./Qwen3-8B-fp8",
     demo: "vllm-module demo --keep ./demo-checkpoint",
 }
 

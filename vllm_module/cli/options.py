@@ -119,6 +119,12 @@ ModelCodeOption = Annotated[
         show_default=False,
     ),
 ]
+OutOption = Annotated[
+    Path,
+    typer.Option(
+        "--out", metavar="DIR", help="The folder to write: new, or empty.", show_default=False
+    ),
+]
 DeviceOption = Annotated[
     str,
     typer.Option(
@@ -193,6 +199,16 @@ ExpertParallelOption = Annotated[
         help="Let each rank hold whole experts, not a part of every expert.",
     ),
 ]
+
+
+def check_out(out: Path) -> None:
+    """Raise a usage error if ``out`` cannot be a new folder."""
+    from vllm_module.export.folder import demand_free
+
+    try:
+        demand_free(out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
 
 
 def model_config(

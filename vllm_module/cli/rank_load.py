@@ -8,12 +8,12 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vllm_module.cli.output import console, size
 from vllm_module.cli.pictures.load_trace import RankTrace
+from vllm_module.held import load_from
 from vllm_module.loader import progress
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
@@ -70,14 +70,14 @@ def load_rank(
         model = source.build(device, len(checkpoint))
         before = _reset_peaks(device)
         show_progress &= err.is_terminal
-        pairs: Any = checkpoint.items()
+        recorded = None
         with ExitStack() as stack:
             if show_progress:
                 stack.enter_context(progress(model, checkpoint, f"rank {rank}", err))
             if trace is not None:
-                pairs = stack.enter_context(trace.recording(model, checkpoint, device))
+                recorded = stack.enter_context(trace.recording(model, checkpoint, device))
             start = time.perf_counter()
-            model.load_weights(pairs)
+            load_from(model, checkpoint, recorded)
             seconds = time.perf_counter() - start
         nbytes = checkpoint.bytes_read
     assert model.load_report is not None

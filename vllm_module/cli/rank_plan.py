@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vllm_module.assignment import Assignment
+from vllm_module.assignment import Assignment, HeldAssignment
 from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, dtype_name, kept_pieces
 from vllm_module.config import EngineConfig
 from vllm_module.distributed import expert_parallel, tensor_parallel
+from vllm_module.held import plan_from, plan_of_rank
 from vllm_module.model_source import ModelSource
 from vllm_module.report import LoadReport
 from vllm_module.runtime.kv_cache import page_bytes
@@ -151,14 +152,14 @@ def plan_ranks(
     paths: dict[torch.Tensor, list[str]] = {}
     for path, tensor in _tensors(model):
         paths.setdefault(tensor, []).append(path)
-    plan = model.plan_weights(checkpoint)
+    plan = plan_from(model, checkpoint)
     groups = plan.alike()
     plan = plan._replace(assignments=[group[0] for group in groups])
     plans: list[TensorPlan] = []
     kept: list[list[tuple[KeptPiece, ...]]] = []  # by rank and group
     ranks = []
     for rank in range(max(tp_size, ep_size)):
-        of_rank = plan.of_rank(rank)
+        of_rank = plan_of_rank(plan, rank, checkpoint)
         kept.append([kept_pieces(each) for each in of_rank.assignments])
         read = [index for index, pieces in enumerate(kept[-1]) if pieces]
         counts = [len(groups[index]) for index in read]
@@ -197,10 +198,11 @@ def _tensor_plans(
         weight, slot, location = group[0].weight, group[0].slot, group[0].location
         at = -1 if slot is None else list(slots_of(location.tensor)).index(slot)
         quantized = location.conversion is not None
-        of = Kept(tuple(weight.shape), dtype_name(weight.dtype), quantized, of_ranks)
+        own = isinstance(group[0], HeldAssignment)
+        of = Kept(tuple(weight.shape), dtype_name(weight.dtype), quantized, of_ranks, own)
         for name, _, weight, location, tied_to in group:
             path, file, begin = location.path, None, None
-            if isinstance(weight, FileHandle):  # a source of the user's own has others
+            if isinstance(weight, FileHandle) and not own:  # a user's own source has others
                 file, begin = weight.file.name, weight.byte_range[0]
             plans.append((order[path], at, TensorPlan(name, of, path, slot, tied_to, file, begin)))
     plans.sort(key=itemgetter(0, 1))

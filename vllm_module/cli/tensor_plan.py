@@ -42,13 +42,15 @@ class Kept:
 
     ``of`` and ``dtype`` are the tensor's; ``quantized`` tells whether it is quantized while it is
     read. ``pieces`` has an entry a rank. It has several pieces where the checkpoint stores a fused
-    tensor, and none where a rank holds only padding.
+    tensor, and none where a rank holds only padding. ``own`` tells whether each rank has a file of
+    its own, as in a sharded state; then ``of`` is the tensor of rank 0.
     """
 
     of: tuple[int, ...]
     dtype: str
     quantized: bool
     pieces: tuple[tuple[KeptPiece, ...], ...]
+    own: bool = False
 
     @cached_property
     def shapes(self) -> tuple[Shapes, ...]:
@@ -69,11 +71,11 @@ class Kept:
     def is_spread(self) -> bool:
         """Whether one of several ranks holds all of it, and the others nothing: an expert."""
         holders = [pieces for pieces in self.shapes if pieces]
-        return len(self.pieces) > 1 and holders == [(self.of,)]
+        return len(self.pieces) > 1 and holders == [(self.of,)] and not self.own
 
     @cached_property
     def how(self) -> str:
-        """How the ranks hold it: whole, replicated or cut."""
+        """How the ranks hold it: whole, replicated, cut, or each in a file of its own."""
         ranks = len(self.pieces)
         total = sum(prod(piece) for pieces in self.shapes for piece in pieces)
         copies = total // max(1, prod(self.of))
@@ -81,6 +83,8 @@ class Kept:
             how = "whole, on one rank"
         elif ranks == 1:
             how = "whole"
+        elif self.own:
+            how = "its own"
         elif copies == ranks:
             how = "replicated"
         else:

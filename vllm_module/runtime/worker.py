@@ -11,6 +11,7 @@ import torch
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
+from vllm_module.held import load_from
 from vllm_module.loader import find_and_load
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
@@ -172,6 +173,6 @@ class Worker:
     def wake_up(self) -> None:
         """Load the weights again from the same folder; allocate the KV cache if it was freed."""
         with self.source.open() as checkpoint:
-            self.model.load_weights(checkpoint.items())
+            load_from(self.model, checkpoint)
         if self.runner is None and self._shape is not None:
             self.start(*self._shape)

@@ -108,14 +108,20 @@ class Unit:
 SAFETENSORS = Files(
     "vllm_module.weights.safetensors:SafetensorsFile",
     (".safetensors",),
-    re.compile("consolidated"),
+    re.compile(r"consolidated|model-rank-\d+-part-"),
     "model.safetensors.index.json",
     "model.safetensors",
 )
 # By the names in load_formats.LoadFormat; "auto" takes the first that a folder has. Mistral's
-# consolidated* holds the same weights under other names; trainers write their own state beside the
-# weights.
+# consolidated* holds the same weights under other names, and model-rank* what ranks hold, which is
+# in another order than a checkpoint's tensors of the same shape; trainers write their own state
+# beside the weights.
 FORMATS: dict[str, Files | Unit] = {
+    "sharded_state": Unit(
+        "vllm_module.weights.sharded_state:open_sharded_state",
+        "sharded_state.json",
+        weights=("model-rank-*",),
+    ),
     "safetensors": SAFETENSORS,
     "pt": Files(
         "vllm_module.weights.torch_file:TorchFile",

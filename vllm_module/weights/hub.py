@@ -14,7 +14,7 @@ from vllm_module.weights.regular_file import is_there
 # Mistral's consolidated file, which has the same weights again, and not subfolders, which have
 # other formats of the weights. The exception is 1_Pooling, where sentence-transformers keeps a
 # small file: so a subfolder's name may end in "g".
-_SMALL = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 
 
 def _patterns(load_format: str) -> list[str]:
@@ -87,7 +87,7 @@ def download(
                 revision=revision,
                 cache_dir=download_dir,
                 token=token,
-                allow_patterns=[*filter(None, (pattern,)), *_SMALL],
+                allow_patterns=[*filter(None, (pattern,)), *SMALL_FILES],
                 ignore_patterns=[each for each in _UNWANTED if each != pattern],
             )
             if any(Path(folder).glob(pattern or "*")):

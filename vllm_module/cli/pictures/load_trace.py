@@ -11,13 +11,14 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from vllm_module.held import own_tensors, plan_from
 from vllm_module.module import vLLMModule
 from vllm_module.weights import Destination, Weight
 from vllm_module.weights.handle import Handle, Sink
@@ -75,13 +76,14 @@ class RankTrace:
     ) -> Iterator[list[tuple[str, Handle]]]:
         """Record the load in the block; yield the checkpoint's pairs, to load ``model`` from."""
         path_of = {
-            each.name: each.location.path for each in model.plan_weights(checkpoint).assignments
+            each.name: each.location.path for each in plan_from(model, checkpoint).assignments
         }
         tensors = {*model.parameters(), *model.buffers()}
         self.final_bytes = sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
+        handles: Mapping[str, Any] = own_tensors(model, checkpoint)
         pairs: list[tuple[str, Handle]] = [
             (name, _RecordedHandle(handle, name, path_of.get(name, name), self))
-            for name, handle in checkpoint.items()
+            for name, handle in handles.items()
         ]
         with ExitStack() as stack:
             for path, module in model.named_modules():

@@ -1,0 +1,318 @@
+"""A converted checkpoint has the bits of an online load, and compressed-tensors reads it alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import FloatQuantizationCompressor, IntQuantizationCompressor
+from compressed_tensors.quantization import QuantizationConfig as Schema
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from vllm_module import ModelConfig, QuantizationConfig, get_model, register_model
+from vllm_module.errors import (
+    MissingWeightError,
+    ShardingError,
+    UnsupportedModelError,
+    WeightReadError,
+)
+from vllm_module.export.compressed import convert
+from vllm_module.export.sharded_state import shard
+from vllm_module.models.llama import LlamaForCausalLM
+from vllm_module.quantization import QuantizableLayer
+from vllm_module.weights import open_checkpoint
+
+BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(4, 4))
+MIXED = QuantizationConfig(
+    scheme="fp8_per_tensor", overrides={"mlp": "fp8_per_channel"}, ignore=("lm_head", "o_proj")
+)
+CASES: dict[str, tuple[str, Any]] = {
+    "tied, per tensor": ("qwen2", "fp8"),
+    "per channel": ("llama", "fp8_per_channel"),
+    "per block": ("qwen2", BLOCKS),
+    "several schemes": ("llama", MIXED),
+    "experts": ("qwen3-moe", "fp8"),
+    "latent attention, stored as pairs": ("deepseek-v3", "fp8_per_channel"),
+    "stored fused, per channel": ("phi3", "fp8_per_channel"),
+    "tied, in other orders": ("cohere", "fp8"),
+}
+
+
+def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {n: t.detach().contiguous().reshape(-1).view(torch.uint8) for n, t in named}
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def entries(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+@pytest.fixture(scope="module")
+def converted(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Path]]:
+    """Return the original and the converted checkpoint of a case; each is written once."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def get(case: str) -> tuple[Path, Path]:
+        if case not in made:
+            name, quantization = CASES[case]
+            original, folder = checkpoint(name), tmp_path_factory.mktemp("converted") / "out"
+            convert(
+                ModelConfig(model=str(original), quantization=quantization),
+                folder,
+                file_bytes=60_000,
+            )
+            made[case] = original, folder
+        return made[case]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_load_gives_the_bits_of_an_online_load(
+    converted: Callable[[str], tuple[Path, Path]], case: str
+) -> None:
+    """Weights, scales and all else are equal; nothing is quantized again."""
+    original, folder = converted(case)
+    online = get_model(model_config=ModelConfig(model=str(original), quantization=CASES[case][1]))
+    loaded = get_model(model_config=ModelConfig(model=str(folder)))
+    wanted, found = bits(online), bits(loaded)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    layers = [each for each in loaded.modules() if isinstance(each, QuantizableLayer)]
+    assert any(each.is_quantized for each in layers)
+    assert not any(each.conversions for each in layers)
+
+
+@pytest.mark.parametrize("case", ["tied, per tensor", "per channel", "per block"])
+def test_transformers_reads_the_same_numbers(
+    converted: Callable[[str], tuple[Path, Path]], case: str
+) -> None:
+    """transformers, with compressed-tensors, dequantizes each weight to weight times scale."""
+    _, folder = converted(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+        )
+    tensors, schemes = stored(folder), 0
+    held = dict(theirs.named_parameters())
+    for name, tensor in tensors.items():
+        if f"{name}_scale" in tensors:
+            scale, (rows, columns) = tensors[f"{name}_scale"], tensor.shape
+            wide = scale.view(-1, 1) if scale.dim() < 2 else scale
+            for dim, size in enumerate((rows, columns)):
+                wide = wide.repeat_interleave(-(-size // wide.shape[dim]), dim)
+            tensor, schemes = tensor.float() * wide[:rows, :columns], schemes + 1
+        if not name.endswith("_scale"):
+            assert torch.equal(held[name].float(), tensor.float()), name
+    assert schemes
+
+
+def test_int8_is_what_compressed_tensors_decompresses(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The layout is int-quantized; the library's product of weights and scales is ours."""
+    original, scheme = checkpoint("llama"), "int8_per_channel_weight_only"
+    convert(ModelConfig(model=str(original), quantization=scheme), tmp_path / "out")
+    config = Schema.model_validate(entries(tmp_path / "out")["quantization_config"])
+    assert str(config.format) == "int-quantized"
+    group = config.config_groups["group_0"]
+    assert group.input_activations is None
+    online = get_model(model_config=ModelConfig(model=str(original), quantization=scheme))
+    tensors = stored(tmp_path / "out")
+    for layer in ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        module = online.get_submodule(f"model.layers.1.{layer}")
+        assert isinstance(module, QuantizableLayer)
+        whole = module.weight.float() * module.get_parameter("weight_scale")
+        parent = f"model.layers.1.{layer.split('.')[0]}"
+        names = [f"{parent}.{slot}" for slot in module.shard_names] or [f"model.layers.1.{layer}"]
+        parts = [
+            {key: tensors[f"{name}.{key}"] for key in ("weight", "weight_scale")} for name in names
+        ]
+        theirs = [IntQuantizationCompressor.decompress(part, group)["weight"] for part in parts]
+        assert torch.equal(torch.cat(theirs).float(), whole)
+
+
+def test_experts_have_names_of_their_own_and_the_library_reads_them(
+    converted: Callable[[str], tuple[Path, Path]],
+) -> None:
+    """Each projection of each expert is one tensor with one scale; the router is not quantized."""
+    _, folder = converted("experts")
+    tensors, config = stored(folder), entries(folder)
+    schema = Schema.model_validate(config["quantization_config"])
+    first = next(name for name in tensors if name.endswith("experts.0.gate_proj.weight"))
+    prefix = first.removesuffix("0.gate_proj.weight")
+    for expert in range(get_model(model_config=ModelConfig(model=str(folder))).config.num_experts):
+        for slot in ("gate_proj", "up_proj", "down_proj"):
+            part = {
+                key: tensors[f"{prefix}{expert}.{slot}.{key}"] for key in ("weight", "weight_scale")
+            }
+            assert part["weight"].dtype == torch.float8_e4m3fn
+            assert part["weight_scale"].shape == (1,)
+            wide = FloatQuantizationCompressor.decompress(part, schema.config_groups["group_0"])
+            product = part["weight"].float() * part["weight_scale"]
+            assert torch.equal(wide["weight"].float(), product)
+    router = prefix.replace("experts.", "gate")
+    assert tensors[f"{router}.weight"].dtype == torch.bfloat16
+    assert router in config["quantization_config"]["ignore"]
+
+
+def test_what_is_not_quantized_is_copied(
+    converted: Callable[[str], tuple[Path, Path]],
+) -> None:
+    """Other tensors keep bits, dtype and names; ignored layers are listed, tied heads too."""
+    original, folder = converted("several schemes")
+    before, after = stored(original), stored(folder)
+    quantized = {name for name in after if f"{name}_scale" in after}
+    assert after.keys() == before.keys() | {f"{name}_scale" for name in quantized}
+    for name in before.keys() - quantized:
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name], before[name])
+    written = entries(folder)["quantization_config"]
+    assert {"lm_head", "model.layers.1.self_attn.o_proj"} <= {*written["ignore"]}
+    strategies = {each["weights"]["strategy"]: each for each in written["config_groups"].values()}
+    assert strategies["channel"]["targets"] == ["Linear"] or len(strategies) == 2
+    assert (folder / "tokenizer.json").exists()
+    assert "lm_head" in entries(converted("tied, per tensor")[1])["quantization_config"]["ignore"]
+
+
+def test_files_have_an_index_and_can_be_mapped(
+    converted: Callable[[str], tuple[Path, Path]],
+) -> None:
+    """No file is larger than asked, and each tensor begins at a multiple of its element's size."""
+    _, folder = converted("per channel")
+    paths = sorted(folder.glob("*.safetensors"))
+    assert len(paths) > 1
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    with open_checkpoint(folder) as opened:
+        for name, path, entry in opened.headers():
+            assert entry.begin % entry.dtype.itemsize == 0, name
+            assert index["weight_map"][name] == path.name
+        assert index["metadata"]["total_size"] == opened.nbytes
+
+
+def test_one_layer_is_in_memory_at_a_time(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's weight is freed before the next layer is loaded."""
+    loaded: list[weakref.ref[torch.Tensor]] = []
+    process = QuantizableLayer.process_weights
+
+    def counting(self: QuantizableLayer) -> None:
+        assert [each for each in loaded if each() is not None] == []
+        loaded.append(weakref.ref(self.weight))
+        process(self)
+
+    monkeypatch.setattr(QuantizableLayer, "process_weights", counting)
+    config = ModelConfig(model=str(checkpoint("llama")), quantization="fp8")
+    result = convert(config, tmp_path / "out")
+    assert len(loaded) == 8
+    assert len(result.quantized) == 14
+    written = sum(tensor.nbytes for tensor in stored(tmp_path / "out").values())
+    assert result.written == written
+
+
+class Renaming(LlamaForCausalLM):
+    """Its checkpoint has other names."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return super().load_weights([(n.removeprefix("x."), w) for n, w in weights])
+
+
+def test_what_cannot_be_written_is_refused(
+    checkpoint: Callable[..., Path],
+    converted: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    """Each refusal says why, and leaves nothing."""
+    out = tmp_path / "out"
+
+    def refused(folder: Path, quantization: Any, match: str) -> None:
+        with pytest.raises(UnsupportedModelError, match=match):
+            convert(ModelConfig(model=str(folder), quantization=quantization), out)
+
+    refused(checkpoint("gpt2"), "fp8", r"h\.0\.attn\.c_attn stores its weight as \[input, output\]")
+    refused(checkpoint("phi3"), "fp8", "stores 2 fused layers as one tensor with one scale each")
+    refused(converted("per channel")[1], "compressed-tensors", "is quantized already")
+    refused(checkpoint("llama"), "compressed-tensors", "has no quantization_config")
+    every = QuantizationConfig(scheme="fp8_per_tensor", ignore=("re:.*",))
+    refused(checkpoint("llama"), every, "no layer of LlamaForCausalLM is quantized")
+    register_model("RenamingForCausalLM", Renaming)
+    renamed = tmp_path / "renamed"
+    shutil.copytree(checkpoint("llama"), renamed)
+    config = entries(renamed) | {"architectures": ["RenamingForCausalLM"]}
+    (renamed / "config.json").write_text(json.dumps(config))
+    refused(renamed, "fp8", r"Renaming.* overrides load_weights")
+    shard(ModelConfig(model=str(checkpoint("llama"))), 1, tmp_path / "state")
+    with pytest.raises(UnsupportedModelError, match="quantization None"):
+        convert(ModelConfig(model=str(tmp_path / "state"), quantization="fp8"), out)
+    with pytest.raises(ValueError, match="quantization should name a scheme"):
+        convert(ModelConfig(model=str(checkpoint("llama"))), out)
+    odd = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(7, 7))
+    with pytest.raises(ShardingError, match="weight_block_size"):
+        convert(ModelConfig(model=str(checkpoint("llama")), quantization=odd), out)
+    assert not out.exists()
+
+
+def test_damaged_checkpoints_are_refused_and_nothing_is_left(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A missing tensor is found before anything is written, a NaN when its layer is quantized."""
+    tensors = stored(checkpoint("llama"))
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    (folder / "config.json").write_text((checkpoint("llama") / "config.json").read_text())
+    config = ModelConfig(model=str(folder), quantization="fp8")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][3, 2] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightReadError, match=r"layers\.1\.self_attn\.qkv_proj.*slot 'k_proj'"):
+        convert(config, tmp_path / "out")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(MissingWeightError, match=name.replace(".", r"\.")):
+        convert(config, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_the_command_writes_it(
+    checkpoint: Callable[..., Path], run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """convert reports what it did; the result loads, and a folder in use is wrong usage."""
+    out = tmp_path / "out"
+    code, text, error = run(
+        "convert", checkpoint("llama"), "--quantization", "fp8", "--out", out, "--json"
+    )
+    assert code == 0, error
+    assert len(json.loads(text)["quantized"]) == 14
+    assert json.loads(text)["bytes_written"] == sum(t.nbytes for t in stored(out).values())
+    assert run("load", out)[0] == 0
+    code, _, error = run("convert", checkpoint("llama"), "--quantization", "fp8", "--out", out)
+    assert code == 2
+    assert "no empty folder" in error
+    code, text, _ = run("convert", checkpoint("qwen2"), "--quantization", "fp8", "--out", out / "b")
+    assert code == 0
+    assert "14 layers quantized" in text
+    assert run("convert", checkpoint("llama"), "--out", tmp_path / "c")[0] == 2

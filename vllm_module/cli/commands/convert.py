@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vllm_module.cli.options import (
+    DType,
+    JsonOption,
+    LoadFormat,
+    LoadFormatOption,
+    ModelCodeOption,
+    OutOption,
+    Quantization,
+    Source,
+    check_out,
+    model_config,
+)
+from vllm_module.cli.output import console, plural, print_json, print_text, size, working, writing
+
+
+def convert(
+    source: Source,
+    quantization: Annotated[
+        Quantization,
+        typer.Option(
+            "--quantization",
+            metavar="SCHEME",
+            help="Scheme of the linear layers: fp8_per_tensor (fp8), fp8_per_channel, "
+            "fp8_per_block or int8_per_channel_weight_only.",
+            show_default=False,
+        ),
+    ],
+    out: OutOption,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    model_code: ModelCodeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a quantized checkpoint.
+
+    Its tensors are those of loading CKPT with this scheme, under CKPT's names and in the layout of
+    compressed-tensors. Layers are quantized one after another on the CPU.
+
+    JSON keys: out; quantization; quantized (names of layers); skipped (name to rule; they are not
+    written); bytes_read; bytes_written.
+    """
+    check_out(out)
+    config = model_config(source, DType.auto, quantization, model_code, False)
+    with working("importing torch") as show:
+        # Imported here because usage errors and help need no torch.
+        from vllm_module.export.compressed import convert as write_converted
+
+        with writing(out):
+            converted = write_converted(
+                config,
+                out,
+                load_format=load_format.value,
+                on_tensors=lambda nbytes: show(f"wrote {size(nbytes)}"),
+            )
+    report = converted.report
+    if as_json:
+        print_json(
+            {
+                "out": str(out),
+                "quantization": quantization.value,
+                "quantized": converted.quantized,
+                "skipped": report.skipped,
+                "bytes_read": converted.read,
+                "bytes_written": converted.written,
+            }
+        )
+        return
+    layers = plural(len(converted.quantized), "layer")
+    nbytes = f"{size(converted.read)} read, {size(converted.written)} written"
+    print_text(console(), f"{report}\n{layers} quantized: {nbytes}")

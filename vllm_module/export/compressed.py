@@ -1,0 +1,322 @@
+"""Writing a quantized checkpoint: weights as an online load holds them, under the original's names.
+
+Layers are loaded one after another, as the model itself would load them, written and freed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from vllm_module.assignment import Assignment
+from vllm_module.config import ModelConfig
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.export.compressed_config import demand_scheme, quantization_config
+from vllm_module.export.folder import copy_small_files, new_folder, write_json
+from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
+from vllm_module.hf_config import read_entries
+from vllm_module.messages import printable
+from vllm_module.model_source import ModelSource
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter, StoredOrder
+from vllm_module.plan import LoadPlan
+from vllm_module.quantization import QuantizableLayer, Scheme
+from vllm_module.report import LoadReport
+from vllm_module.tree import slots_of
+from vllm_module.weights import Weight
+from vllm_module.weights.sharded_state import ShardedState
+
+FILE_BYTES = 5_000_000_000  # of a file, at most, unless one layer has more
+_WEIGHT = ".weight"
+
+
+class Converted(NamedTuple):
+    """What :func:`convert` wrote.
+
+    Attributes:
+        report: what the load of the original did with every name; skipped ones are not written.
+        quantized: the names of the layers that are quantized.
+        read, written: bytes of tensors.
+
+    """
+
+    report: LoadReport
+    quantized: tuple[str, ...]
+    read: int
+    written: int
+
+
+def convert(
+    config: ModelConfig,
+    out: str | Path,
+    *,
+    load_format: str = "auto",
+    file_bytes: int = FILE_BYTES,
+    on_tensors: Callable[[int], object] = lambda nbytes: None,
+) -> Converted:
+    """Quantize a checkpoint as ``config.quantization`` says, in compressed-tensors' layout.
+
+    On one rank, a load of the folder ``out`` gives the bits of an online load of the original. On
+    several it does so where each scale is of one rank's part; others are those of whole tensors.
+    Tensors that are not quantized are copied as they are stored. Host memory holds one layer.
+    ``on_tensors`` is called with the bytes of tensors written so far.
+
+    Raises:
+        ValueError: ``out`` exists and is no empty folder, or no quantization is asked for.
+        UnsupportedModelError: the checkpoint is quantized already; or a layer's tensors are stored
+            in a way that the layout does not have.
+        WeightLoadError: the checkpoint is refused.
+
+    """
+    if config.quantization is None:
+        raise ValueError("quantization should name a scheme to convert to, got None")
+    source = ModelSource.find(config, load_format)
+    if getattr(source.config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{printable(source.folder)} is quantized already (quantization_config of "
+            "config.json): convert the checkpoint in full precision"
+        )
+    with tensor_parallel(rank=0, size=1), source.open() as checkpoint:
+        if isinstance(checkpoint, ShardedState):
+            raise UnsupportedModelError(
+                f"{printable(source.folder)} is a sharded state: convert the original checkpoint"
+            )
+        model = source.build(torch.device("cpu"), len(checkpoint))
+        _demand_own_names(model)
+        plan = model.plan_weights(checkpoint)
+        plan.report.raise_if_refused(type(model).__name__, touched=False, folder=source.folder)
+        units = list(_units(plan))
+        layers = {n: each.scheme for each in units if isinstance(each, _Layer) for n in each.names}
+        if not layers:
+            raise UnsupportedModelError(
+                f"no layer of {type(model).__name__} is quantized by these settings"
+            )
+        with new_folder(Path(os.path.expanduser(out))) as folder:
+            copy_small_files(source.folder, folder)
+            entries = read_entries(source.folder, config.hf_overrides)
+            entries["quantization_config"] = quantization_config(layers, _ignored(model, plan))
+            write_json(folder / "config.json", entries)
+            written = _write(folder, units, file_bytes, on_tensors)
+        return Converted(plan.report, tuple(layers), checkpoint.bytes_read, written)
+
+
+class _Unit(Protocol):
+    """Tensors that are written together."""
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """What is written, by name."""
+
+    def write(self, file: SafetensorsWriter) -> None:
+        """Read or compute the tensors, and write them."""
+
+
+class _Copy(NamedTuple):
+    """A tensor that is written as it is stored."""
+
+    name: str
+    weight: Weight
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        return {self.name: Stored(self.weight.dtype, tuple(self.weight.shape))}
+
+    def write(self, file: SafetensorsWriter) -> None:
+        weight = self.weight
+        file.write(self.name, weight if isinstance(weight, torch.Tensor) else weight.read())
+
+
+class _Layer(NamedTuple):
+    """A layer that is quantized while it is loaded.
+
+    Attributes:
+        path: of the layer.
+        scheme: its own.
+        pairs: what it is loaded from, with names relative to it.
+        names: the checkpoint's name of each slot.
+
+    """
+
+    path: str
+    layer: QuantizableLayer
+    scheme: Scheme
+    pairs: list[tuple[str, Weight]]
+    names: dict[str, str]
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        return {
+            f"{name}.{attr}": Stored(parameter.dtype, tuple(parameter.checkpoint_shape(slot)))
+            for name, slot, attr, parameter in self._slots()
+        }
+
+    def _slots(self) -> Iterator[tuple[str, str, str, BasevLLMParameter]]:
+        for name, slot in self.names.items():
+            for attr in self.layer.quant_method.parameter_names:
+                parameter = self.layer.get_parameter(attr)
+                assert isinstance(parameter, BasevLLMParameter)
+                yield name, slot, attr, parameter
+
+    def write(self, file: SafetensorsWriter) -> None:
+        try:
+            self.layer.load_weights(self.pairs)
+        except WeightLoadError as error:
+            error.args = (f"{self.path}.{error}",)
+            raise
+        for name, slot, attr, parameter in self._slots():
+            file.write(f"{name}.{attr}", _as_stored(parameter, slot))
+        self.layer.sleep()
+
+
+def _units(plan: LoadPlan) -> Iterator[_Unit]:
+    """Yield what is written for each assignment, in the order of the checkpoint."""
+    of_module: dict[nn.Module, list[Assignment]] = {}
+    for each in plan.assignments:
+        of_module.setdefault(each.location.node.module, []).append(each)
+    for each in plan.assignments:
+        if each.location.conversion is None:
+            yield _Copy(each.name, each.weight)
+        elif assignments := of_module.pop(each.location.node.module, None):  # the first of a layer
+            yield _layer(assignments)
+
+
+def _layer(assignments: Sequence[Assignment]) -> _Layer:
+    """Return the unit of one layer; refuse what the layout cannot describe."""
+    location = assignments[0].location
+    path, layer = location.node.path[:-1], location.node.module
+    assert isinstance(layer, QuantizableLayer)
+    scheme = demand_scheme(path, layer.quant_method)
+    pairs: list[tuple[str, Weight]] = []
+    names: dict[str, str] = {}
+    for each in assignments:
+        attr = each.location.attr
+        pairs.append((f"{each.slot}.{attr}" if each.slot else attr, each.weight))
+        if each.location.conversion is not None:
+            names |= _names(each)
+    problem = None
+    if layer.transposed:
+        problem = "stores its weight as [input, output]"
+    elif "" in names.values() and layer.experts is not None:
+        problem = "stores the weights of all experts as one tensor, and none of a single one"
+    elif "" in names.values() and scheme.strategy == "tensor" and len(layer.output.slots) > 1:
+        problem = f"stores {len(layer.output.slots)} fused layers as one tensor with one scale each"
+    if problem is not None:
+        raise UnsupportedModelError(
+            f"the checkpoint of {path} {problem}, which compressed-tensors has no layout for: "
+            "leave the layer out (ignore), or take another scheme"
+        )
+    return _Layer(path, layer, scheme, pairs, names)
+
+
+def _names(assignment: Assignment) -> dict[str, str]:
+    """Return the slots that an assignment fills, by the names that a checkpoint has for them.
+
+    A tensor of several slots is split, because each may have scales of its own.
+    """
+    name, slot, _, location, _ = assignment
+    slots = slots_of(location.tensor)
+    if name.endswith(_WEIGHT) and (slot is not None or len(slots) == 1):
+        return {name.removesuffix(_WEIGHT): slot or next(iter(slots))}
+    chosen = slots if slot is None else (slot,)
+    return {location.stored_name(each).removesuffix(_WEIGHT): each for each in chosen}
+
+
+def _as_stored(parameter: BasevLLMParameter, slot: str) -> torch.Tensor:
+    """Return a slot as a checkpoint stores it; this rank holds all of it."""
+    stored = torch.empty(parameter.checkpoint_shape(slot), dtype=parameter.dtype)
+    for piece in parameter.pieces(stored, slot):
+        source = piece.source
+        assert isinstance(source, torch.Tensor)
+        held = piece.target if piece.order is None else _undone(piece.order, piece.target)
+        source.copy_(held)
+    return stored
+
+
+def _undone(order: StoredOrder, held: torch.Tensor) -> torch.Tensor:
+    """Return what ``order`` restores to ``held``; nothing of it is padding."""
+    assert not order.transposed
+    parts: list[tuple[int, StoredOrder]] = []
+    if order.groups is not None:
+        parts.append((order.groups[0], StoredOrder(groups=(0, *order.groups[1:]))))
+    if order.pairs is not None:
+        parts.append((order.pairs[0], StoredOrder(pairs=(0, order.pairs[1]))))
+    for dim, along in parts:
+        # Bytes, because not every dtype of eight bits has an operation to move rows.
+        moved = held.movedim(dim, 0).contiguous()
+        rows = moved.view(torch.uint8)
+        places = along.restore(torch.arange(len(rows)))
+        assert len(places) == len(rows)
+        undone = torch.empty_like(rows)
+        undone[places] = rows
+        held = undone.view(moved.dtype).movedim(0, dim)
+    return held
+
+
+def _ignored(model: vLLMModule, plan: LoadPlan) -> set[str]:
+    """Return the checkpoint's names of the layers that are not quantized, tied heads included."""
+    ignored = {
+        name
+        for each in plan.assignments
+        if each.location.attr == "weight" and each.location.conversion is None
+        if each.location.tensor.dim() > 1
+        for name in _names(each)
+    }
+    plain = (
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizableLayer) and not module.is_quantized
+    )
+    assigned = {each.location.node.path[:-1] for each in plan.assignments}
+    return ignored | {path for path in plain if path not in assigned}
+
+
+def _demand_own_names(model: vLLMModule) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, vLLMModule) and module.overrides_load_weights:
+            raise UnsupportedModelError(
+                f"{path or type(model).__name__} ({type(module).__name__}) overrides load_weights, "
+                "so its checkpoint has other names or values than its parameters, and cannot be "
+                "written again"
+            )
+
+
+def _write(
+    folder: Path,
+    units: Sequence[_Unit],
+    file_bytes: int,
+    on_tensors: Callable[[int], object],
+) -> int:
+    """Write all units and, if there is more than one file, the index; return the bytes."""
+    files: list[list[_Unit]] = [[]]
+    nbytes = total = 0
+    for unit in units:
+        size = sum(stored.nbytes for stored in unit.tensors.values())
+        if files[-1] and nbytes + size > file_bytes:
+            files.append([])
+            nbytes = 0
+        files[-1].append(unit)
+        nbytes, total = nbytes + size, total + size
+    weight_map: dict[str, str] = {}
+    done = 0
+    for number, kept in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        name = name if len(files) > 1 else "model.safetensors"
+        tensors: dict[str, Stored] = {}
+        for unit in kept:
+            tensors |= unit.tensors
+        weight_map |= dict.fromkeys(tensors, name)
+        with SafetensorsWriter(folder / name, tensors, aligned=True) as file:
+            for unit in kept:
+                unit.write(file)
+                done += sum(stored.nbytes for stored in unit.tensors.values())
+                on_tensors(done)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+    return total

@@ -1,0 +1,74 @@
+"""A folder that is written whole or not at all, and the small files that it takes over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from vllm_module.messages import printable
+from vllm_module.weights import read_file
+from vllm_module.weights.hub import SMALL_FILES
+
+_POOLING = "1_Pooling/config.json"  # of sentence-transformers
+_OF_THE_WEIGHTS = ("config.json", "sharded_state.json", "*.index.json")  # written anew, or not true
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside ``out``, which is renamed to ``out`` if the block succeeds.
+
+    If it fails, nothing is left. Raises ``ValueError`` if ``out`` exists and is no empty folder.
+    """
+    demand_free(out)
+    out = Path(os.path.abspath(out))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield temporary
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o777 & ~mask)  # mkdtemp made it for this user alone
+        try:
+            temporary.rename(out)  # replaces an empty folder only
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            demand_free(out)
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # which it is not called any more if renamed
+
+
+def demand_free(out: Path) -> None:
+    """Raise ``ValueError`` if ``out`` exists and is no empty folder."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise ValueError(
+            f"{printable(out)} exists and is no empty folder: name another one, or remove it first"
+        )
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copy the files of the tokenizer and of generation, but none that describes the weights."""
+    names = [path.name for path in source.iterdir() if not path.is_dir()]
+    wanted = [
+        name
+        for name in sorted(names)
+        if any(fnmatch(name, pattern) for pattern in SMALL_FILES)
+        and not any(fnmatch(name, pattern) for pattern in _OF_THE_WEIGHTS)
+    ]
+    for name in [*wanted, *([_POOLING] if (source / _POOLING).exists() else [])]:
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(read_file(source / name, source))
+
+
+def write_json(path: Path, entries: Mapping[str, Any]) -> None:
+    """Write a JSON object, for people to read too."""
+    path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")

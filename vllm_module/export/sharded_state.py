@@ -1,0 +1,178 @@
+"""Writing what each rank holds after loading, for ``load_format="sharded_state"``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vllm_module.config import ModelConfig
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.export.folder import copy_small_files, new_folder, write_json
+from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
+from vllm_module.held import load_from
+from vllm_module.hf_config import read_entries
+from vllm_module.messages import printable
+from vllm_module.model_source import ModelSource
+from vllm_module.module import vLLMModule
+from vllm_module.tree import Location, Node, held_locations
+from vllm_module.version import __version__
+from vllm_module.weights.safetensors import SafetensorsFile
+from vllm_module.weights.sharded_state import (
+    FORMAT_VERSION,
+    MANIFEST,
+    Manifest,
+    ShardFile,
+    find_manifest,
+    quantization_settings,
+    shard_name,
+)
+from vllm_module.weights.source import Folder
+
+PART_BYTES = 4 << 30  # of a file, at most, unless one tensor is larger
+_CPU = torch.device("cpu")
+
+
+def shard(
+    config: ModelConfig,
+    tensor_parallel_size: int,
+    out: str | Path,
+    *,
+    load_format: str = "auto",
+    part_bytes: int = PART_BYTES,
+    on_rank: Callable[[int, int], object] = lambda rank, nbytes: None,
+) -> Manifest:
+    """Load each rank of a model in turn, and write what it holds to the folder ``out``.
+
+    These are its parameters and persistent buffers: cut, fused, quantized and padded. A tied one is
+    written once. Host memory holds one rank. ``on_rank`` is called with each rank that is written,
+    and the bytes of its tensors.
+
+    Raises:
+        ValueError: ``out`` exists and is no empty folder.
+        UnsupportedModelError: the checkpoint is a sharded state; a layer changes its weights when
+            it processes them, and would change them again after a load of what it holds; or a dtype
+            is none of safetensors files.
+        WeightLoadError: the checkpoint is refused.
+
+    """
+    source = ModelSource.find(config, load_format)
+    if isinstance(source.source, Folder) and find_manifest(source.folder, load_format) is not None:
+        raise UnsupportedModelError(
+            f"{printable(source.folder)} is a sharded state already: shard the original checkpoint"
+        )
+    quantized = getattr(source.config, "quantization_config", None) is not None
+    asked = quantization_settings(config.quantization)
+    with new_folder(Path(os.path.expanduser(out))) as folder:
+        copy_small_files(source.folder, folder)
+        write_json(folder / "config.json", read_entries(source.folder, config.hf_overrides))
+        ranks = []
+        for rank in range(tensor_parallel_size):
+            with tensor_parallel(rank=rank, size=tensor_parallel_size):
+                files, nbytes = _write_rank(source, rank, folder, part_bytes)
+            ranks.append(files)
+            on_rank(rank, nbytes)
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            library_version=__version__,
+            architectures=list(source.config.architectures),
+            tensor_parallel_size=tensor_parallel_size,
+            enable_expert_parallel=source.spread_experts,
+            dtype=str(source.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            quantization="config.json" if quantized else asked,
+            ranks=ranks,
+        )
+        write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    return manifest
+
+
+def _write_rank(
+    source: ModelSource, rank: int, folder: Path, part_bytes: int
+) -> tuple[list[ShardFile], int]:
+    """Load this rank's model and write it; return its files and the bytes of its tensors."""
+    with source.open() as checkpoint:
+        model = source.build(_CPU, len(checkpoint))
+        load_from(model, checkpoint)
+    _demand_same_when_processed_again(model)
+    held = _held(model)
+    files = []
+    for part, locations in enumerate(_parts(held, part_bytes)):
+        path = folder / shard_name(rank, part)
+        tensors = {
+            each.path: Stored(each.tensor.dtype, tuple(each.tensor.shape)) for each in locations
+        }
+        # In the order of the tree, which is the order in which they are read.
+        with SafetensorsWriter(path, tensors, aligned=False) as file:
+            for each in locations:
+                file.write(each.path, each.tensor)
+        written = SafetensorsFile(path, folder)
+        try:
+            fingerprint = written.fingerprint().hex()
+        finally:
+            written.close()
+        files.append(ShardFile(size=path.stat().st_size, fingerprint=fingerprint))
+    return files, sum(each.tensor.nbytes for each in held)
+
+
+def _held(module: nn.Module) -> list[Location]:
+    """Return where each tensor is that a sharded state has of ``module``."""
+    top = Node(module)
+    try:
+        return list(held_locations(top))
+    finally:
+        top.forget_below()  # or a cycle would keep the model alive while the next rank is loaded
+
+
+def _parts(held: list[Location], part_bytes: int) -> list[list[Location]]:
+    """Divide tensors into files of at most ``part_bytes``, if no tensor has more; at least one."""
+    parts: list[list[Location]] = [[]]
+    nbytes = 0
+    for each in held:
+        if nbytes + each.tensor.nbytes > part_bytes and parts[-1]:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(each)
+        nbytes += each.tensor.nbytes
+    return parts
+
+
+def _demand_same_when_processed_again(model: vLLMModule) -> None:
+    """Raise ``UnsupportedModelError`` if processing what is processed changes it.
+
+    A load of a sharded state processes each module, as every load does. It is tried with each
+    module that has a ``process_weights_after_loading`` of its own.
+    """
+    own = vLLMModule.process_weights_after_loading
+    for path, module in model.named_modules():
+        if not isinstance(module, vLLMModule):
+            continue
+        if type(module).process_weights_after_loading is own:
+            continue
+        before = _digests(module)
+        with torch.no_grad():
+            module.process_weights()
+        after = _digests(module)
+        if changed := [name for name, digest in after.items() if digest != before.get(name)]:
+            tensor = f"{path}.{changed[0]}" if path else changed[0]
+            raise UnsupportedModelError(
+                f"{tensor} changes each time {type(module).__name__} processes its weights, so "
+                "what is held cannot be loaded again: let process_weights_after_loading compute "
+                "into a buffer that is not persistent"
+            )
+
+
+def _digests(module: nn.Module) -> dict[str, bytes]:
+    """Return a digest of each tensor at and below ``module`` that a sharded state has."""
+    tensors = {location.path: location.tensor for location in _held(module)}
+    return {
+        name: hashlib.blake2b(
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        ).digest()
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }

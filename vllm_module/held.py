@@ -1,0 +1,98 @@
+"""Loading what a source has: a checkpoint by its names, a sharded state by the tree's paths.
+
+A sharded state is loaded as a state dict is: each tensor is one rank's parameter or buffer, whole.
+It takes the way of every load but for routing: it is accounted for, materialized, read in threads
+and processed. Names are no checkpoint's, so no ``load_weights`` of a model is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.errors import ShardingError
+from vllm_module.load import Load
+from vllm_module.messages import printable
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.plan import LoadPlan
+from vllm_module.weights import Weight
+from vllm_module.weights.sharded_state import ShardedState
+
+
+def own_tensors(model: vLLMModule, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Return what ``model`` is loaded from: of a sharded state, the tensors of its rank.
+
+    Raises ``ShardingError`` for a sharded state of another number of ranks.
+    """
+    return weights.of_rank(_rank(model, weights)) if isinstance(weights, ShardedState) else weights
+
+
+def load_from(
+    model: vLLMModule,
+    weights: Mapping[str, Weight],
+    recorded: Iterable[tuple[str, Weight]] | None = None,
+) -> None:
+    """Load ``model``, all of it, from what its source opened.
+
+    ``recorded`` are its :func:`own_tensors` with handles that record what is read. Raises what
+    these and :meth:`vLLMModule.load_weights` do.
+    """
+    pairs = own_tensors(model, weights).items() if recorded is None else recorded
+    if not isinstance(weights, ShardedState):
+        model.load_weights(pairs)  # pairs, as an override expects them
+        return
+    held = dict(pairs)
+    with Load.of(model, held) as load:
+        load.assign_held(held)
+
+
+def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
+    """Return what :func:`load_from` would do, reading nothing."""
+    own = own_tensors(model, weights)
+    if not isinstance(weights, ShardedState):
+        return model.plan_weights(own)
+    with Load.of(model, own, "plan") as load:
+        load.assign_held(own)
+    return LoadPlan(model, load.report, load.assigned)
+
+
+def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> LoadPlan:
+    """Return the plan of another rank, as ``plan.of_rank`` does, with that rank's tensors."""
+    other = plan.of_rank(rank)
+    if not isinstance(weights, ShardedState):
+        return other
+    held = weights.of_rank(rank)
+    with_own = [each._replace(weight=held[each.name]) for each in other.assignments]
+    return other._replace(assignments=with_own)
+
+
+def _rank(model: vLLMModule, state: ShardedState) -> int:
+    """Return which rank of ``state`` the model is.
+
+    Raises ``ShardingError`` if it is one of another number of ranks.
+    """
+    group, expected = tensor_parallel_group(), state.manifest.tensor_parallel_size
+    places = {(group.rank, group.size)}
+    cut = {  # the ranks that the model was built for, whichever group surrounds the load
+        place
+        for parameter in model.parameters()
+        if isinstance(parameter, BasevLLMParameter)
+        for place in _places(parameter)
+    }
+    for _, size in cut or places:
+        if size != expected:
+            raise ShardingError(
+                f"{printable(state.folder)} was sharded for {expected} tensor-parallel ranks, and "
+                f"the model is built for {size}: load it on {expected}, or shard the original "
+                f"checkpoint again with --tp {size}"
+            )
+    ((rank, _),) = cut or places
+    return rank
+
+
+def _places(parameter: BasevLLMParameter) -> list[tuple[int, int]]:
+    places = [(parameter.tp_rank, parameter.tp_size)]
+    if parameter.experts is not None:
+        places.append((parameter.experts.rank, parameter.experts.size))
+    return [(rank, size) for rank, size in places if size > 1]

@@ -1,0 +1,240 @@
+"""Checkpoints that hold what each rank has after loading, in files of its own, with a manifest.
+
+The files are vLLM's ``model-rank-{rank}-part-{part}.safetensors``. Their tensors are named by the
+paths of parameters and buffers, and are as a rank holds them: cut, fused, quantized and padded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from vllm_module.config import ModelConfig, QuantizationConfig
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.messages import printable, shorten
+from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.regular_file import is_there, read_file
+from vllm_module.weights.safetensors import SafetensorsFile
+from vllm_module.weights.strict_json import parse_object
+
+MANIFEST = "sharded_state.json"
+FORMAT_VERSION: Literal[1] = 1  # of the manifest, and of how parameters are held
+_AGAIN = "Write the folder again with `vllm-module shard`."
+
+_Count = Annotated[int, Field(gt=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ShardFile(_Strict):
+    """One file: its size in bytes, and a hex SHA-256 of what :meth:`WeightFile.fingerprint` reads.
+
+    That is the name, the size, the whole header, and 64 bytes at 16 places of the data.
+    """
+
+    size: Annotated[int, Field(ge=0)]
+    fingerprint: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(_Strict):
+    """What the files of a sharded state were written from; a load has to ask for the same.
+
+    Attributes:
+        library_version: of the writer; for information.
+        architectures: those of config.json.
+        tensor_parallel_size: ranks.
+        enable_expert_parallel: whether each rank holds whole experts.
+        dtype: of parameters that are not quantized.
+        quantization: how weights were quantized while they were loaded, as settings of a
+            ``QuantizationConfig``; ``"config.json"`` where that says it, ``None`` if they were not.
+        ranks: by rank, the files in the order in which they are read.
+
+    """
+
+    format_version: Literal[1]
+    library_version: str
+    architectures: list[str]
+    tensor_parallel_size: _Count
+    enable_expert_parallel: bool
+    dtype: Literal["float32", "float16", "bfloat16"]
+    quantization: Literal["config.json"] | dict[str, Any] | None
+    ranks: list[list[ShardFile]]
+
+    def settle(self, asked: ModelConfig, architectures: Sequence[str]) -> ModelConfig:
+        """Return ``asked`` with the dtype and quantization of the files, where it leaves them open.
+
+        Raises ``UnsupportedModelError`` where it asks for others, or ``architectures`` of
+        config.json are others: these would need other files.
+        """
+        if list(architectures) != self.architectures:
+            raise _written("architectures", self.architectures, list(architectures))
+        if asked.dtype not in ("auto", self.dtype):
+            raise _written("dtype", self.dtype, asked.dtype)
+        if asked.enable_expert_parallel != self.enable_expert_parallel:
+            given = asked.enable_expert_parallel
+            raise _written("enable_expert_parallel", self.enable_expert_parallel, given)
+        found: dict[str, Any] = {"dtype": self.dtype}
+        held = self.quantization
+        if not isinstance(held, str):
+            wanted = quantization_settings(asked.quantization)
+            if wanted not in (None, held):
+                raise _written("quantization", held, wanted)
+            # A name alone may be one that no QuantizationConfig has.
+            found["quantization"] = held["scheme"] if held and set(held) == {"scheme"} else held
+        return ModelConfig(**(dict(asked) | found))
+
+
+def quantization_settings(asked: str | QuantizationConfig | None) -> dict[str, Any] | None:
+    """Return what quantization was asked for in one spelling: the settings without defaults."""
+    if asked is None:
+        return None
+    if isinstance(asked, str):
+        return {"scheme": "fp8_per_tensor" if asked == "fp8" else asked}
+    return asked.model_dump(mode="json", exclude_defaults=True)
+
+
+def _written(setting: str, held: object, asked: object) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the sharded state was written with {setting} {held!r}, and {asked!r} was asked for: ask "
+        "for what it has, or shard the original checkpoint again with the other setting"
+    )
+
+
+def shard_name(rank: int, part: int) -> str:
+    """Return the name of a file of ``rank``."""
+    return f"model-rank-{rank}-part-{part}.safetensors"
+
+
+def find_manifest(folder: Path, load_format: str) -> Manifest | None:
+    """Return the manifest of ``folder``; ``None`` if it is in another format, or asked for so.
+
+    A manifest that is damaged, or is not there though the format was asked for by name, is a
+    ``CheckpointFormatError``.
+    """
+    if load_format not in ("auto", "layered", "sharded_state") or not folder.is_dir():
+        return None
+    if load_format != "sharded_state" and not is_there(folder / MANIFEST):
+        return None
+    return _parsed(folder, read_manifest(folder))
+
+
+def read_manifest(folder: Path) -> bytes:
+    """Return the bytes of the manifest, which has to be there."""
+    if not is_there(folder / MANIFEST):
+        raise CheckpointFormatError(
+            f"{printable(folder)} holds no sharded state: {MANIFEST} is not there. Check the path, "
+            "or write one with `vllm-module shard`"
+        )
+    return read_file(folder / MANIFEST, folder)
+
+
+def _parsed(folder: Path, data: bytes) -> Manifest:
+    where = printable(folder / MANIFEST)
+    fields = parse_object(data, where, _AGAIN)
+    version = fields.get("format_version")
+    if version != FORMAT_VERSION or type(version) is not int:
+        raise CheckpointFormatError(
+            f"{where}: format_version should be {FORMAT_VERSION}, which this version reads, and is "
+            f"{shorten(version)}. {_AGAIN}"
+        )
+    try:
+        manifest = Manifest(**fields)  # type: ignore[arg-type]
+    except (ValidationError, TypeError) as error:
+        raise CheckpointFormatError(
+            f"{where} is damaged: {shorten(str(error))}. {_AGAIN}"
+        ) from None
+    if len(manifest.ranks) != manifest.tensor_parallel_size or not all(manifest.ranks):
+        raise CheckpointFormatError(
+            f"{where} is damaged: it should list files of {manifest.tensor_parallel_size} ranks, "
+            f"and lists those of {sum(map(bool, manifest.ranks))}. {_AGAIN}"
+        )
+    return manifest
+
+
+class ShardedState(Checkpoint):
+    """The files of a sharded state. As a mapping, it has the tensors of rank 0.
+
+    The files of a rank are opened, and compared with the manifest, when they are first asked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        data = read_manifest(folder)
+        self.folder, self.manifest = folder, _parsed(folder, data)
+        self._digest = hashlib.sha256(data).hexdigest()
+        self._of_rank: dict[int, Checkpoint] = {}
+        super().__init__(self.of_rank(0)._files, "sharded_state")
+
+    def of_rank(self, rank: int) -> Checkpoint:
+        """Return the tensors of one rank by their paths.
+
+        A file that is missing, or is not the one that was written, is a ``CheckpointFormatError``.
+        """
+        if rank not in self._of_rank:
+            with ExitStack() as opened:
+                files = []
+                for part, expected in enumerate(self.manifest.ranks[rank]):
+                    file = _opened(self.folder, shard_name(rank, part), expected, rank)
+                    opened.callback(file.close)
+                    files.append(file)
+                self._of_rank[rank] = Checkpoint(tuple(files), "sharded_state")
+                opened.pop_all()
+        return self._of_rank[rank]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the ranks whose files are open."""
+        return sum(each.nbytes for each in self._of_rank.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far, of all ranks."""
+        return sum(each.bytes_read for each in self._of_rank.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex SHA-256 of the manifest, which has a fingerprint of each file."""
+        return self._digest
+
+    def close(self) -> None:
+        """Close the files of all ranks."""
+        for each in self._of_rank.values():
+            each.close()
+
+
+def open_sharded_state(folder: Path) -> ShardedState:
+    """Open a folder that ``vllm-module shard`` wrote; see :class:`ShardedState`."""
+    return ShardedState(folder)
+
+
+def _opened(folder: Path, name: str, expected: ShardFile, rank: int) -> SafetensorsFile:
+    path = folder / name
+    where = printable(path)
+    if not is_there(path, follow_links=True):
+        raise CheckpointFormatError(
+            f"{where} is not there, and {MANIFEST} lists it for rank {rank}: copy it from where it "
+            "was written, or shard the checkpoint again"
+        )
+    changed = f"It was changed after it was written, or copied in part. {_AGAIN}"
+    if (size := path.stat().st_size) != expected.size:
+        raise CheckpointFormatError(
+            f"{where} should have {expected.size} bytes, as {MANIFEST} says, and has {size}. "
+            f"{changed}"
+        )
+    file = SafetensorsFile(path, folder)
+    try:
+        if file.fingerprint().hex() != expected.fingerprint:
+            raise CheckpointFormatError(
+                f"{where} should have the fingerprint {expected.fingerprint[:16]}..., as "
+                f"{MANIFEST} says, and has another one. {changed}"
+            )
+    except BaseException:
+        file.close()
+        raise
+    return file
