@@ -52,8 +52,9 @@ class LinearBase(QuantizableLayer):
 
     def extra_repr(self) -> str:
         group = self.tp_group
+        weight = self.get_parameter(self.quant_method.parameter_names[0])
         return (
-            f"weight={list(self.weight.shape)}, bias={self.bias is not None}, "
+            f"weight={list(weight.shape)}, bias={self.bias is not None}, "
             f"rank={group.rank} of {group.size}"
         )
 
@@ -151,8 +152,8 @@ class ColumnParallelLinear(LinearBase):
         if not self.gather_output or self.tp_group.size == 1:
             return y
         # Slot by slot: one gather of all slots would return them interleaved by rank.
-        output = self.weight.dims.index(self.output)  # a method may store the weight transposed
-        parts = torch.split(y, [shard.padded for shard in self.weight.shards[output]], dim=-1)
+        shards = self.output.shards(self.tp_group.rank, self.tp_group.size)
+        parts = torch.split(y, [shard.padded for shard in shards], dim=-1)
         whole: list[torch.Tensor] = []
         for part, slot in zip(parts, self.output.slots, strict=True):
             of_ranks = self.tp_group.all_gather(part).chunk(self.tp_group.size, dim=-1)
