@@ -70,8 +70,8 @@ def packed_awq(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(
-    output: int,
-    input: int,
+    rows: int,
+    columns: int,
     bits: int,
     group: int | None,
     *,
@@ -81,25 +81,25 @@ def drawn(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, zeros and scales, the group of each input, and the weight."""
     generator = torch.Generator().manual_seed(seed)
-    groups = 1 if group is None else -(-input // group)
-    codes = torch.randint(0, 1 << bits, (output, input), generator=generator)
+    groups = 1 if group is None else -(-columns // group)
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
     # GPTQ: a zero is at least 1, or one less of it would have no bits.
-    zeros = torch.randint(1, 1 << bits, (output, groups), generator=generator)
+    zeros = torch.randint(1, 1 << bits, (rows, groups), generator=generator)
     if symmetric:
         zeros.fill_(1 << (bits - 1))
-    scales = (torch.rand(output, groups, generator=generator) + 0.5) * 0.3 / (1 << bits)
+    scales = (torch.rand(rows, groups, generator=generator) + 0.5) * 0.3 / (1 << bits)
     scales = scales.half()
-    group_of = torch.arange(input) // (group or input) if in_order is None else in_order
-    weight = torch.empty(output, input, dtype=torch.float64)
-    for column in range(input):
+    group_of = torch.arange(columns) // (group or columns) if in_order is None else in_order
+    weight = torch.empty(rows, columns, dtype=torch.float64)
+    for column in range(columns):
         at = int(group_of[column])
         weight[:, column] = (codes[:, column] - zeros[:, at]).double() * scales[:, at].double()
     return codes, zeros, scales, group_of, weight
 
 
 def gptq(
-    output: int,
-    input: int,
+    rows: int,
+    columns: int,
     bits: int = 4,
     group: int | None = 32,
     *,
@@ -113,7 +113,7 @@ def gptq(
     ``order`` is the group of each input, if they are not in order.
     """
     codes, zeros, scales, group_of, weight = drawn(
-        output, input, bits, group, symmetric=symmetric, in_order=order, seed=seed
+        rows, columns, bits, group, symmetric=symmetric, in_order=order, seed=seed
     )
     stored = {
         "qweight": packed_rows(codes, bits).T.contiguous(),
@@ -124,10 +124,10 @@ def gptq(
     return Layer(stored, weight)
 
 
-def awq(output: int, input: int, group: int | None = 32, *, seed: int = 0) -> Layer:
+def awq(rows: int, columns: int, group: int | None = 32, *, seed: int = 0) -> Layer:
     """Return a layer as AutoAWQ stores it (GEMM)."""
     codes, zeros, scales, _, weight = drawn(
-        output, input, 4, group, symmetric=False, in_order=None, seed=seed
+        rows, columns, 4, group, symmetric=False, in_order=None, seed=seed
     )
     stored = {
         "qweight": packed_awq(codes.T),
@@ -137,10 +137,10 @@ def awq(output: int, input: int, group: int | None = 32, *, seed: int = 0) -> La
     return Layer(stored, weight)
 
 
-def act_order(input: int, group: int, seed: int = 0) -> torch.Tensor:
+def act_order(columns: int, group: int, seed: int = 0) -> torch.Tensor:
     """Return the group of each input where a permutation gives groups their inputs."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randperm(input, generator=generator) // group).int()
+    return (torch.randperm(columns, generator=generator) // group).int()
 
 
 def by_compressed_tensors(

@@ -204,7 +204,7 @@ def test_a_state_dict_and_a_cast_keep_what_is_packed(stored: Callable[[str], Any
     other.load_state_dict(model.state_dict())
     assert torch.equal(logits(other, checkpoint.ids), logits(model, checkpoint.ids))
     name = "model.layers.0.mlp.down_proj.qweight"
-    with pytest.raises(RuntimeError, match="qweight is held in torch.int32"):
+    with pytest.raises(RuntimeError, match=r"qweight is held in torch\.int32"):
         other.load_state_dict(model.state_dict() | {name: model.state_dict()[name].float()})
     half = load(checkpoint).half()
     layer = half.get_submodule("model.layers.0.mlp.down_proj")

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.distributed import run_ranks, tensor_parallel
+from vllm_module.errors import ShardingError
 from vllm_module.layers import (
     ColumnParallelLinear,
     FusedMoE,
@@ -40,8 +41,8 @@ def loaded(method: PackedMethod, layer: Any, weights: Tensors) -> Any:
     return layer
 
 
-def linear(output: int, input: int, dtype: torch.dtype = torch.float32) -> ReplicatedLinear:
-    return ReplicatedLinear(input, output, False, params_dtype=dtype)
+def linear(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> ReplicatedLinear:
+    return ReplicatedLinear(columns, rows, False, params_dtype=dtype)
 
 
 def assert_means(layer: Any, weight: torch.Tensor) -> None:
@@ -148,18 +149,18 @@ KINDS: dict[str, tuple[PackedMethod, Callable[..., Any]]] = {
     "gptq": (PackedMethod(GPTQ, 4, 32, symmetric=False), packing.gptq),
     "gptq 3 bits": (
         PackedMethod(GPTQ, 3, 32, symmetric=False),
-        lambda output, input, **more: packing.gptq(output, input, 3, **more),
+        lambda rows, columns, **more: packing.gptq(rows, columns, 3, **more),
     ),
     "gptq symmetric": (
         PackedMethod(GPTQ, 4, None, symmetric=True),
-        lambda output, input, **more: packing.gptq(
-            output, input, group=None, symmetric=True, **more
+        lambda rows, columns, **more: packing.gptq(
+            rows, columns, group=None, symmetric=True, **more
         ),
     ),
     "gptq in activation order": (
         PackedMethod(GPTQ_V2, 4, 32, symmetric=False, act_order=True),
-        lambda output, input, **more: packing.gptq(
-            output, input, v2=True, order=packing.act_order(input, 32), **more
+        lambda rows, columns, **more: packing.gptq(
+            rows, columns, v2=True, order=packing.act_order(columns, 32), **more
         ),
     ),
     "awq": (PackedMethod(AWQ, 4, 32, symmetric=False), packing.awq),
@@ -198,6 +199,24 @@ def test_ranks_hold_the_cut_of_the_whole(kind: str, size: int) -> None:
     expected = F.linear(F.linear(x.double(), gate.weight), down.weight)
     for computed in run_ranks(size, work):
         torch.testing.assert_close(computed.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "rows", "named"),
+    [
+        (3, 96, "shard of 48 features (96 in 2 parts) ends inside a run of 3 elements of 32"),
+        (4, 24, "shard of 12 features (24 in 2 parts) ends inside a packed element of 8"),
+    ],
+)
+def test_zeros_that_share_a_word_are_not_cut(bits: int, rows: int, named: str) -> None:
+    """Rows whose zeros are in a word of two ranks are refused with the numbers."""
+    with tensor_parallel(rank=0, size=2):
+        layer = ColumnParallelLinear(64, rows, False)
+        with pytest.raises(ShardingError) as refused:
+            layer.quantize(PackedMethod(GPTQ, bits, 32, symmetric=False))
+        assert named in str(refused.value)
+        # Symmetric ones of compressed-tensors have no zeros, and may be cut between any rows.
+        layer.quantize(PackedMethod(COMPRESSED_TENSORS, bits, 32))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -330,6 +330,12 @@ class PackedMethod(QuantizeMethod):
             )
         return y
 
+    def groups_of_inputs(self, layer: QuantizableLayer) -> torch.Tensor | None:
+        """Return the group of each input of this rank, if they are not in order."""
+        if not self.act_order:
+            return None
+        return _rows(layer.get_parameter(self.format.group_of))[..., 0, :]  # alike for all slots
+
     def _operands(
         self, layer: QuantizableLayer, expert: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None, torch.Tensor | None]:
@@ -338,9 +344,7 @@ class PackedMethod(QuantizeMethod):
         words, scales = parameters[names.words], parameters[names.scales]
         assert words is not None
         assert scales is not None
-        zeros, group_of = layer._buffers.get("zeros_for_matmul"), None
-        if self.act_order:
-            group_of = _rows(layer.get_parameter(names.group_of))[..., 0, :]
+        zeros, group_of = layer._buffers.get("zeros_for_matmul"), self.groups_of_inputs(layer)
         size = self.group_size
         if size is None:  # the scale is for all inputs of this rank
             size = self.packing.codes(words.shape[-2:], 32)[1]

@@ -101,10 +101,11 @@ class PackedRegion(NamedTuple):
         groups = wide.reshape(*self.scales.shape, -1)
         scales = scales_of(groups.abs().amax(-1), self.dtype)
         self.scales.copy_(scales)
-        # Of NaN any number comes; its scale is NaN too, which is refused.
+        # A number that is not finite gets any code: its scale is not finite either, and is refused.
         quotients = (groups.float() / scales.unsqueeze(-1)).round_().clamp_(-8, 7)
-        codes = quotients.add_(8).to(torch.uint8).view(len(self.words), -1)
-        self.words.copy_((codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int32))
+        codes = quotients.add_(8).to(torch.uint8).reshape(len(self.words), -1)
+        pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+        self.words.copy_(pairs.contiguous().view(torch.int32))  # rows may be stored as columns
 
 
 def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
