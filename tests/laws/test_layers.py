@@ -89,6 +89,7 @@ def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.usefixtures("fewer_cases")
 @pytest.mark.parametrize(
     "name",
     ["column", "row", "attention", "vocabulary", "quantized while loading", "packed while loading"],

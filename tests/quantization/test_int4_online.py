@@ -16,9 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_module import ModelConfig, QuantizationConfig, get_model
-from vllm_module.distributed import run_ranks
+from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError, WeightReadError
-from vllm_module.layers import FusedMoE, MergedColumnParallelLinear, ReplicatedLinear
+from vllm_module.layers import (
+    FusedMoE,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm_module.quantization import online_rules, packed_online
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.quantization.packed_online import OnlinePackedMethod
@@ -158,6 +163,22 @@ def test_a_model_has_the_same_bits_on_any_ranks(full_precision: Any, size: int) 
         ids = full_precision.ids
         alone = single.compute_logits(single(ids, torch.arange(len(ids))))
     torch.testing.assert_close(computed[0], alone, rtol=0, atol=1e-4)
+
+
+def test_a_plan_of_another_rank() -> None:
+    """A plan of rank 1 of 2 has its part of the words, and reads full precision."""
+    layers, weight = [], torch.randn(8, 64)
+    for rank in (0, 1):
+        with tensor_parallel(rank=rank, size=2):
+            layers.append(RowParallelLinear(64, 8, False, params_dtype=torch.float32))
+        layers[rank].quantize(OnlinePackedMethod(group_size=16))
+    one, other = (each.plan_weights({"weight": weight}) for each in layers)
+    of_other = one.of_rank(1)
+    assert of_other.memory() == other.memory()
+    assert other.memory().model == 8 * 32 // 2 + 8 * 2 * 4
+    (read,), (expected,) = of_other.reads(), other.reads()
+    assert torch.equal(read.source, expected.source)
+    assert torch.equal(read.source, weight[:, 32:])
 
 
 # Refusals

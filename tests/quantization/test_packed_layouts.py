@@ -19,6 +19,7 @@ from vllm_module.layers import (
     ColumnParallelLinear,
     FusedMoE,
     MergedColumnParallelLinear,
+    MLAUpProjection,
     ReplicatedLinear,
     RowParallelLinear,
 )
@@ -292,3 +293,38 @@ def test_a_plan_of_another_rank_counts_its_buffers() -> None:
     held = memory[0][0].model
     # Words, zeros twice (four bits, then eight), scales in float32, and groups.
     assert held == 64 * 64 // 2 + 64 * 2 // 2 + 64 * 2 + 64 * 2 * 4 + 64 * 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_slots_that_are_stored_as_one(size: int) -> None:
+    """A fused tensor of a checkpoint is cut by slot and by rank; its inputs have one order."""
+    order = packing.act_order(64, 16)
+    made = packing.gptq(96, 64, 4, 16, order=order)
+    method = PackedMethod(GPTQ, 4, 16, symmetric=False, act_order=True)
+
+    def work(rank: int) -> None:
+        layer = MergedColumnParallelLinear(64, [64, 32], False, shard_names=None)
+        loaded(method, layer, made.stored)
+        parts = [slot.chunk(size)[rank] for slot in made.weight.split([64, 32])]
+        assert torch.equal(method.full_precision(layer), torch.cat(parts).float())
+
+    run_ranks(size, work)
+
+
+def test_a_group_of_more_inputs_than_there_are() -> None:
+    """A group may be larger than the layer, by any number: it has all inputs."""
+    made = packing.gptq(32, 64, 4, None)
+    for size in (128, 1 << 70):
+        method = PackedMethod(GPTQ, 4, size, symmetric=False)
+        assert_means(loaded(method, linear(32, 64), made.stored), made.weight)
+
+
+def test_latent_attention_takes_the_weight_apart() -> None:
+    """A layer that needs its weight in full precision gets it once it is loaded."""
+    made = packing.awq(2 * (8 + 8), 64)
+    layer = MLAUpProjection(64, 2, 8, 8)
+    loaded(PackedMethod(AWQ, 4, 32, symmetric=False), layer, made.stored)
+    w_uk, w_uv = layer.absorbed()
+    heads = made.weight.float().view(2, 16, 64)
+    assert torch.equal(w_uk, heads[:, :8])
+    assert torch.equal(w_uv, heads[:, 8:].transpose(1, 2))

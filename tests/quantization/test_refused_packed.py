@@ -120,7 +120,7 @@ def test_groups_out_of_range(packed: Any, edited: Any, number: int) -> None:
     """A group that does not exist is refused, and nothing is read beyond the scales."""
     broken = edited(packed("ordered"), put(f"{DOWN}.g_idx", (7,), number))
     message = refuse_weights(broken, WeightReadError)
-    assert f"{DOWN}.g_idx has {number:g}, and must be a group, from 0 to 3" in message
+    assert f"{DOWN}.g_idx has {number}, and must be a group, from 0 to 3" in message
 
 
 def test_groups_in_another_order_than_the_configuration_says(packed: Any, edited: Any) -> None:

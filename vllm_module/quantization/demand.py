@@ -27,7 +27,8 @@ def demand(
         number = _first_invalid(parameter.region(slot), valid)
         if number is not None:
             tensor = f"{name} (slot {slot!r})" if slot else name
-            raise WeightReadError(f"{tensor} has {number:g}, and {rule}")
+            shown = f"{number:g}" if isinstance(number, float) else number
+            raise WeightReadError(f"{tensor} has {shown}, and {rule}")
 
 
 def _first_invalid(

@@ -225,7 +225,8 @@ class PackedMethod(QuantizeMethod):
         name, inputs = self.format.group_of, layer.input.size
         group_of = layer.get_parameter(name)
         assert isinstance(group_of, BasevLLMParameter)
-        groups = 1 if self.group_size is None else -(-inputs // self.group_size)
+        size = self._size_of_group(inputs)
+        groups = -(-inputs // size)
         rule = _must(f"be a group, from 0 to {groups - 1}")
         demand(group_of, lambda x: (x >= 0) & (x < groups), name, rule)
         rows = _rows(group_of)
@@ -242,7 +243,7 @@ class PackedMethod(QuantizeMethod):
             return
         for shard in group_of.shards[-1]:
             there = torch.arange(shard.start, shard.start + shard.length, device=group_of.device)
-            expected = there // (self.group_size or inputs)
+            expected = there // size
             held = group_of.data.narrow(-1, shard.offset, shard.length)
             if not bool((held == expected).all()):
                 raise WeightReadError(
@@ -330,6 +331,10 @@ class PackedMethod(QuantizeMethod):
             )
         return y
 
+    def _size_of_group(self, inputs: int) -> int:
+        """Return how many of ``inputs`` share a scale; a larger number would fit no integer."""
+        return inputs if self.group_size is None else min(self.group_size, inputs)
+
     def groups_of_inputs(self, layer: QuantizableLayer) -> torch.Tensor | None:
         """Return the group of each input of this rank, if they are not in order."""
         if not self.act_order:
@@ -345,9 +350,7 @@ class PackedMethod(QuantizeMethod):
         assert words is not None
         assert scales is not None
         zeros, group_of = layer._buffers.get("zeros_for_matmul"), self.groups_of_inputs(layer)
-        size = self.group_size
-        if size is None:  # the scale is for all inputs of this rank
-            size = self.packing.codes(words.shape[-2:], 32)[1]
+        size = self._size_of_group(self.packing.codes(words.shape[-2:], 32)[1])
         if expert:
             zeros = None if zeros is None else zeros[expert]
             group_of = None if group_of is None else group_of[expert]
