@@ -122,9 +122,11 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]
     "ct-int8-groups": (QWEN3, _not_the_head(partial(_by_ct, bits=8, packed=False)),
                        _compressed("naive-quantized", num_bits=8)),
 }  # fmt: skip
-# Eight ranks' worth of groups are too few, and three bits need shards of 32 rows.
-SIZES = dict.fromkeys(CHECKPOINTS, (1, 2, 4))
-SIZES["gptq-3-bits"] = SIZES["gptq-dynamic-and-head"] = (1, 2)
+# Of those with edges of another kind, all sizes; three bits need shards of 32 rows.
+SIZES = dict.fromkeys(CHECKPOINTS, (4,)) | dict.fromkeys(
+    ("gptq", "gptq-act-order", "ct-int4"), (1, 2, 4)
+)
+SIZES |= dict.fromkeys(("gptq-3-bits", "gptq-dynamic-and-head"), (2,))
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,10 @@ def put(name: str, at: tuple[int, ...], value: float) -> Edit:
     return edit
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("layer", "number"),
+    [*((layer, torch.nan) for layer in LAYERS), (DOWN, torch.inf), (DOWN, -torch.inf)],
+)
 def test_scales_that_are_not_finite(packed: Any, edited: Any, layer: str, number: float) -> None:
     """A scale that is not finite is refused by name and slot."""
     broken = edited(packed("gptq"), put(f"{layer}.scales", (1, 3), number))
