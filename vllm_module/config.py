@@ -99,7 +99,11 @@ class _Closed(Settings):
 
 
 OnlineScheme = Literal[
-    "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "fp8_per_block",
+    "int8_per_channel_weight_only",
+    "int4_per_group",
 ]
 
 
@@ -117,6 +121,7 @@ class QuantizationConfig(_Closed):
         overrides: layers with another scheme, or ``"none"``. The first match counts. ``overrides``
             go before ``ignore``.
         weight_block_size: rows and columns of a block, for ``fp8_per_block``.
+        group_size: inputs that share a scale, for ``int4_per_group``; a multiple of 8.
 
     """
 
@@ -124,6 +129,7 @@ class QuantizationConfig(_Closed):
     ignore: tuple[str, ...] = ("lm_head",)
     overrides: dict[str, OnlineScheme | Literal["none"]] = Field(default_factory=dict)
     weight_block_size: tuple[_Count, _Count] = (128, 128)
+    group_size: Annotated[int, Field(gt=0, multiple_of=8, strict=True)] = 128
 
 
 class ModelConfig(_Closed):
@@ -136,8 +142,8 @@ class ModelConfig(_Closed):
         revision: branch, tag or commit of the hub repository.
         dtype: of the parameters, as a name or a ``torch.dtype``. ``"auto"`` is the checkpoint's.
         quantization: how to quantize while loading: the name of a scheme (``"fp8"`` is per tensor)
-            or a ``QuantizationConfig``. A quantized checkpoint needs none; for it, ``"fp8"`` or
-            ``"compressed-tensors"`` only checks that it has this format.
+            or a ``QuantizationConfig``. A quantized checkpoint needs none; for it, ``"fp8"``,
+            ``"compressed-tensors"``, ``"gptq"`` or ``"awq"`` only checks that it has this format.
         max_model_len: most tokens of a sequence; the limit of ``config.json`` unless given.
         hf_overrides: entries that replace those of ``config.json``.
         download_dir: where a model of the hub is kept, instead of the hub's own cache.
@@ -163,7 +169,10 @@ class ModelConfig(_Closed):
         ),
     ] = "auto"
     quantization: (
-        OnlineScheme | Literal["fp8", "compressed-tensors"] | QuantizationConfig | None
+        OnlineScheme
+        | Literal["fp8", "compressed-tensors", "gptq", "awq"]
+        | QuantizationConfig
+        | None
     ) = None
     max_model_len: _Count | None = None
     hf_overrides: dict[str, Any] = Field(default_factory=dict)

@@ -70,6 +70,9 @@ class LoadReport:
                 "this checkpoint" if folder is None else f"the checkpoint in {printable(folder)}"
             )
             end = f"{outcome(touched=touched)} {_ADVICE}"
+            packed = {name.rpartition(".")[2] for name, _ in self.unexpected} & _PACKED
+            if packed:
+                end += f" {packed.pop()} is packed: does config.json lack its quantization_config?"
             raise error(f"{model} refuses {where}.\n{self}\n{end}", report=self)
 
     def __str__(self) -> str:
@@ -100,6 +103,7 @@ def outcome(*, touched: bool) -> str:
 _ADVICE = (
     "Check that config.json and the weights belong together and that every file arrived whole."
 )
+_PACKED = {"qweight", "weight_packed"}  # what formats call quantized weights, and no others
 _MOST_LINES = 40  # of one kind in a message; the report object has every name
 
 

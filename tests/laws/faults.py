@@ -217,6 +217,15 @@ FAULTS = (
           instead("layers.fused_moe:FusedMoE.forward", sharding.uncorrected)),
     Fault("an expert is quantized with the scale of another", "sharding_equivalent", "quantized experts",
           instead("parameters:BasevLLMParameter.region", sharding.of_next_expert)),
+    # Packed weights
+    Fault("a word or group of two ranks is cut", "sharding_equivalent", "packed",
+          instead("parameters:Dim.in_units", sharding.cut_anywhere)),
+    Fault("a slot has the scales of another", "sharding_equivalent", "packed",
+          instead(PIECES, sharding.scales_of_next_slot)),
+    Fault("the order of inputs is ignored", "sharding_equivalent", "packed",
+          instead("quantization.packed:PackedMethod.groups_of_inputs", sharding.groups_in_order)),
+    Fault("a packed code is one too high", "sharding_equivalent", "packed while loading",
+          instead("quantization.packed_online:PackedRegion.receive", sharding.one_code_higher)),
     Fault("the padding between slots is not zeroed", "order_independent", "ColumnvLLMParameter",
           instead("allocation:Allocation._new", sharding.unpadded_if_partial)),
     # What the layers compute

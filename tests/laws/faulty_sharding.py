@@ -190,6 +190,41 @@ def of_next_expert(region: Any, parameter: Any, slot: Any) -> torch.Tensor:
     return region(parameter, slot)
 
 
+# Packed weights
+
+
+def cut_anywhere(in_units: Any, dim: Dim, unit: int, what: str, *args: Any, **kwargs: Any) -> Dim:
+    """Round shards down to whole words and groups, where a word or group is of two ranks."""
+    try:
+        return in_units(dim, unit, what, *args, **kwargs)
+    except ShardingError:
+        elements = kwargs.get("elements", 1)
+        slots = (
+            Slot(s.name, max(s.parts, s.size // unit // s.parts * s.parts) * elements, s.parts)
+            for s in dim.slots
+        )
+        return Dim(tuple(slots), dim.groups)
+
+
+def scales_of_next_slot(pieces: Any, scales: Any, weight: Any, slot: str | None) -> Iterator[Piece]:
+    names = [name for name in scales.slots if name]
+    if slot in names and type(scales).__name__ == "GroupQuantScaleParameter":
+        slot = names[(names.index(slot) + 1) % len(names)]
+    yield from pieces(scales, weight, slot)
+
+
+def groups_in_order(groups_of_inputs: Any, method: Any, layer: Any) -> torch.Tensor | None:
+    group_of = groups_of_inputs(method, layer)
+    if group_of is None:
+        return None
+    return torch.arange(group_of.shape[-1], dtype=torch.int32) // method.group_size
+
+
+def one_code_higher(receive: Any, region: Any, weight: Any) -> None:
+    receive(region, weight)
+    region.words.add_(0x11111111)
+
+
 def unpadded_if_partial(new: Any, allocation: Any, tensor: Any, device: Any) -> Any:
     real = new(allocation, tensor, device)
     if allocation._partial and isinstance(real, BasevLLMParameter) and real.is_floating_point():

@@ -5,9 +5,12 @@ Pytest's importlib mode allows no imports between test files: use ``runpy.run_pa
 
 from __future__ import annotations
 
+import runpy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +60,7 @@ from vllm_module.testing import (
 from vllm_module.testing.strategies import DimLayout, architectures, parameter_classes
 
 NAMES = ["gate_proj", "up_proj", "third"]
+packed = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("packed.py"))))
 
 
 class Subject(NamedTuple):
@@ -553,6 +557,28 @@ LAYERS: dict[str, Subject] = {
     ),
     "quantized while loading": quantized_mlp(ONLINE_SCHEMES),
     "stored quantized": quantized_mlp(STORED_SCHEMES),
+    "packed": Subject(
+        packed.PackedMLP,
+        {"method": packed.STORED, "inner": packed.INNER, "bias": st.booleans()},
+        packed.x_of,
+        takes=packed.takes,
+    ),
+    "packed while loading": Subject(
+        packed.PackedMLP,
+        {"method": packed.ONLINE, "inner": packed.INNER, "bias": st.booleans()},
+        packed.x_of,
+        takes=packed.takes,
+    ),
+    "packed experts": Subject(
+        packed.PackedExperts,
+        {
+            "method": packed.STORED | packed.ONLINE,
+            "inner": packed.INNER,
+            "together": st.booleans(),
+        },
+        packed.x_of,
+        takes=packed.takes,
+    ),
     "experts": Subject(
         Experts,
         EXPERTS | {"interleaved": st.booleans()},

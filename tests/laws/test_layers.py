@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ShardingError
-from vllm_module.quantization import online
+from vllm_module.quantization import online, packed_online
 from vllm_module.testing import (
     LAWS,
     Law,
@@ -28,8 +28,15 @@ SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
 LAYERS = SUBJECTS["LAYERS"]
 
 
-# With many tensors each; "make laws" tries them as often as the others.
-LARGE = ("experts", "quantized experts", "layouts quantized while loading")
+# With many tensors each, and how many cases; "make laws" tries them as often as the others.
+LARGE = {
+    "experts": 15,
+    "quantized experts": 15,
+    "layouts quantized while loading": 15,
+    "packed": 8,
+    "packed while loading": 6,
+    "packed experts": 6,
+}
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def fewer_cases(name: str) -> Iterator[None]:
     """Try fewer cases of large subjects."""
     before = settings.get_current_profile_name()
     if name in LARGE:
-        few = min(15, settings.default.max_examples)
+        few = min(LARGE[name], settings.default.max_examples)
         settings.register_profile("few", settings.get_profile(before), max_examples=few)
         settings.load_profile("few")
     yield
@@ -82,8 +89,10 @@ def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.usefixtures("fewer_cases")
 @pytest.mark.parametrize(
-    "name", ["column", "row", "attention", "vocabulary", "quantized while loading"]
+    "name",
+    ["column", "row", "attention", "vocabulary", "quantized while loading", "packed while loading"],
 )
 def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +101,7 @@ def test_order_does_not_matter_to_large_tensors_either(
     monkeypatch.setattr(pieces, "PIECE_BYTES", 24)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 16)
     monkeypatch.setattr(online, "_PIECE", 24)
+    monkeypatch.setattr(packed_online, "_PIECE", 24)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
     LAYERS[name].hold(assert_order_independent)

@@ -68,6 +68,9 @@ class Scaled(vLLMModule):
         self.scale = layout.build()
         self.shard_names = tuple(name for name in self.weight.slots if name)
         self.units = units(layout)
+        self.elements = [1, 1]  # of a unit
+        if layout.cls is PackedvLLMParameter:
+            self.elements[layout.entries["packed_dim"]] = layout.entries["packed_elements"]
 
     def scaled(self) -> torch.Tensor:
         """Multiply every element of the weight with the unit that it lies in."""
@@ -79,7 +82,8 @@ class Scaled(vLLMModule):
         if isinstance(self.scale, ChannelQuantScaleParameter):
             return self.weight * scale.squeeze(-1)
         for dim, features in enumerate(self.weight.shape[first:]):
-            scale = scale.index_select(first + dim, torch.arange(features) // self.units[dim])
+            at = torch.arange(features) * self.elements[dim] // self.units[dim]
+            scale = scale.index_select(first + dim, at)
         return self.weight * scale
 
 

@@ -52,7 +52,7 @@ def test_compressed_tensors_for_full_precision(full_precision: Any) -> None:
     assert all(name in message for name in ONLINE)
 
 
-@pytest.mark.parametrize("name", ["fp4", "", "FP8", "awq"])
+@pytest.mark.parametrize("name", ["fp4", "", "FP8", "hqq"])
 def test_an_unknown_scheme(name: str) -> None:
     """The configuration refuses an unknown scheme and lists the known ones."""
     with pytest.raises(ValueError, match="fp8_per_tensor"):
@@ -141,7 +141,7 @@ INVALID: dict[str, tuple[Any, list[str]]] = {
     "false": (False, ["must be an object"]),
     "empty": ({}, ["expected one of fp8, compressed-tensors"]),
     "method-null": ({"quant_method": None}, ["expected one of fp8, compressed-tensors"]),
-    "method-awq": ({"quant_method": "awq"}, ["'awq'", "expected one of fp8, compressed-tensors"]),
+    "method-hqq": ({"quant_method": "hqq"}, ["'hqq'", "expected one of fp8, compressed-tensors"]),
     "method-case": ({"quant_method": "FP8"}, ["'FP8'", "expected one of"]),
     "method-list": ({"quant_method": ["fp8"]}, ["fp8", "expected one of"]),
     "method-object": ({"quant_method": {"fp8": 1}}, ["fp8", "expected one of"]),
@@ -191,14 +191,14 @@ INVALID: dict[str, tuple[Any, list[str]]] = {
     ),
     "ct-group-preset-int4": (
         {"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}},
-        ["config_groups.W4A16.weights", "expected symmetric FP8"],
+        ["config_groups.W4A16.format", "expected pack-quantized or int-quantized"],
     ),
     "ct-group-no-targets": (group({"weights": FP8_ARGS}), ["targets"]),
     "ct-group-no-weights": (
         group({"targets": ["Linear"]}),
         ["config_groups.group_0.weights", "expected symmetric FP8"],
     ),
-    "ct-int8": (ct(type="int"), ["config_groups.group_0.weights", "expected symmetric FP8"]),
+    "ct-int8": (ct(type="int"), ["config_groups.group_0.format", "expected pack-quantized"]),
     "ct-4-bits": (ct(num_bits=4), ["config_groups.group_0.weights", "expected symmetric FP8"]),
     "ct-bits-text": (ct(num_bits="eight"), ["num_bits"]),
     "ct-bits-negative": (ct(num_bits=-8), ["num_bits"]),

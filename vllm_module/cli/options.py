@@ -36,7 +36,10 @@ class Quantization(str, Enum):
     fp8_per_channel = "fp8_per_channel"
     fp8_per_block = "fp8_per_block"
     int8_per_channel_weight_only = "int8_per_channel_weight_only"
+    int4_per_group = "int4_per_group"
     compressed_tensors = "compressed-tensors"
+    gptq = "gptq"
+    awq = "awq"
 
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from vllm_module.parameters.dim import Dim, Experts, Slot
+from vllm_module.parameters.division import Index
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
 from vllm_module.weights import Weight
 
@@ -76,11 +77,15 @@ class RowvLLMParameter(BasevLLMParameter):
 class PackedvLLMParameter(BasevLLMParameter):
     """A weight ``[output, input]`` with ``packed_factor`` values an element along ``packed_dim``.
 
+    Where values cross the edges of elements, ``packed_factor`` values take ``packed_elements`` of
+    them: 32 values of 3 bits are 3 words.
+
     Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
     """
 
     packed_dim: int
     packed_factor: int
+    packed_elements: int
 
     def __new__(
         cls,
@@ -89,16 +94,81 @@ class PackedvLLMParameter(BasevLLMParameter):
         *,
         packed_dim: int,
         packed_factor: int,
+        packed_elements: int = 1,
         tp_rank: int,
         tp_size: int,
         dtype: torch.dtype,
         **more: Unpack[More],
     ) -> Self:
+        what = "packed element" if packed_elements == 1 else f"run of {packed_elements} elements"
         dims = [output, input]
-        dims[packed_dim] = dims[packed_dim].in_units(packed_factor, "packed element")
+        dims[packed_dim] = dims[packed_dim].in_units(packed_factor, what, elements=packed_elements)
         self = super().__new__(cls, *dims, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more)
         self.packed_dim, self.packed_factor = packed_dim, packed_factor
+        self.packed_elements = packed_elements
         return self
+
+
+class PackedModelWeightParameter(BasevLLMParameter):
+    """A weight ``[output, input]`` that a checkpoint stores unpacked, in full precision.
+
+    It is held as ``[output, input / packed_factor]``, with ``packed_factor`` neighbours along the
+    input in an element. A conversion packs what is read. Dimensions, slots and shards count values.
+
+    Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
+    """
+
+    packed_factor: int
+
+    def __new__(
+        cls,
+        output: Dim,
+        input: Dim,
+        *,
+        packed_factor: int,
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+        **more: Unpack[More],
+    ) -> Self:
+        input.in_units(packed_factor, "packed element")
+        self = super().__new__(
+            cls, output, input, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more
+        )
+        self.packed_factor = packed_factor
+        return self._packed()
+
+    def _packed(self) -> Self:
+        """Return the parameter on meta, in the shape in which it is held."""
+        *shape, inputs = self.division.shape
+        held = torch.empty((*shape, inputs // self.packed_factor), dtype=self.dtype, device="meta")
+        return self._like(held)
+
+    def of_rank(self, rank: int) -> Self:
+        return super().of_rank(rank)._packed()
+
+    def zero_padding(self) -> None:
+        for narrow in self.division.padding:
+            self.data.narrow(*self._in_elements(*narrow)).zero_()
+
+    def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
+        data, factor = self.data, self.packed_factor
+        for cut in self.division.cuts(slot):
+            held = cut._replace(
+                starts=(*cut.starts[:-1], cut.starts[-1] // factor),
+                shape=torch.Size((*cut.shape[:-1], cut.shape[-1] // factor)),
+            )
+            yield Piece(cut.source(weight), held.target(data), cut.at, cut.order)
+
+    def region(self, slot: str | Index) -> torch.Tensor:
+        view = self.data
+        for narrow in self.division.region(slot):
+            view = view.narrow(*self._in_elements(*narrow))
+        return view
+
+    def _in_elements(self, dim: int, start: int, length: int) -> tuple[int, int, int]:
+        factor = self.packed_factor if dim == len(self.dims) - 1 else 1
+        return dim, start // factor, length // factor
 
 
 class PackedColumnParameter(BasevLLMParameter):

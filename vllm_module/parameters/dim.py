@@ -210,12 +210,12 @@ class Dim:
         group, within = divmod(start, self.slots[at].size // self.groups)
         return (group * self.size + self.starts[at]) // self.groups + within
 
-    def in_units(self, unit: int, what: str, *, partial: bool = False) -> Dim:
+    def in_units(self, unit: int, what: str, *, partial: bool = False, elements: int = 1) -> Dim:
         """Return this dimension counted in units of ``unit`` features, such as scale groups.
 
         Every edge of a slot or shard must fall between units. With ``partial``, the last slot may
         end inside a unit if it is not cut: block scales round up there. ``what`` names the unit in
-        messages.
+        messages. A unit has ``elements`` of the tensor: 32 values of 3 bits take 3 words.
 
         Raises ``ShardingError`` where an edge falls inside a unit: two shards would own it. So it
         does where a unit would mix features that the checkpoint stores in another order.
@@ -238,7 +238,7 @@ class Dim:
                     f"{slot.label}: the checkpoint stores its features in another order, in which "
                     f"a {what} of {unit} would mix them"
                 )
-            size, padded = -(-slot.size // unit), -(-slot.padded // unit)
+            size, padded = -(-slot.size // unit) * elements, -(-slot.padded // unit) * elements
             slots.append(Slot(slot.name, size, slot.parts, padded, slot.pairs))
         return Dim(tuple(slots), self.groups)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
-from torch import nn
 
 from vllm_module.conversions import Conversion
-from vllm_module.errors import WeightReadError
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.scaled_matmul import scaled_matmul
 from vllm_module.parameters import (
@@ -18,11 +16,11 @@ from vllm_module.parameters import (
     ChannelQuantScaleParameter,
     PerTensorScaleParameter,
 )
+from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online import QuantizeOnline
 from vllm_module.quantization.scheme import Scheme
 
-_CHUNK = 1 << 22  # numbers that are checked at a time
 _online = lru_cache(maxsize=64)(QuantizeOnline)  # layers alike share it
 
 
@@ -77,19 +75,19 @@ class EightBitMethod(QuantizeMethod):
         scale = getattr(layer, self.scheme.scale_name)
         if self.scheme.online:  # a weight that is not finite makes its scale not finite
             rule = "must be finite to be quantized: train or convert it again"
-            _demand(scale, torch.isfinite, "weight", rule)
+            demand(scale, torch.isfinite, "weight", rule)
             return
         advice = "quantize the checkpoint again"
         rule = f"must be finite and not negative: {advice}"
-        _demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, rule)
+        demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, rule)
         if self.scheme.activations == "static":
             rule = f"must be finite and positive: calibrate it and {advice}"
             input_scale = layer.get_parameter("input_scale")
-            _demand(input_scale, lambda x: x.isfinite() & (x > 0), "input_scale", rule)
+            demand(input_scale, lambda x: x.isfinite() & (x > 0), "input_scale", rule)
         if self.scheme.dtype == torch.float8_e4m3fn:
             # NaN has every bit set except the sign; e4m3fn has no infinity.
             rule = f"must be finite: {advice}"
-            _demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", rule)
+            demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", rule)
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
         """Return the scales as products take them, where the parameters differ from that.
@@ -157,30 +155,3 @@ class EightBitMethod(QuantizeMethod):
 
     def _own_scale(self, layer: QuantizableLayer) -> tuple[torch.Tensor, tuple[int, int]]:
         return self.scheme.for_matmul(layer.weight, getattr(layer, self.scheme.scale_name))
-
-
-def _demand(
-    parameter: nn.Parameter, valid: Callable[[torch.Tensor], torch.Tensor], name: str, rule: str
-) -> None:
-    """Raise ``WeightReadError`` with the first number of ``parameter`` that is not valid.
-
-    ``name`` and ``rule`` are for the message.
-    """
-    assert isinstance(parameter, BasevLLMParameter)
-    if _first_invalid(parameter.data, valid) is None:  # one look at all slots, of which are many
-        return
-    for slot in parameter.slots:
-        number = _first_invalid(parameter.region(slot), valid)
-        if number is not None:
-            tensor = f"{name} (slot {slot!r})" if slot else name
-            raise WeightReadError(f"{tensor} has {number:g}, and {rule}")
-
-
-def _first_invalid(
-    numbers: torch.Tensor, valid: Callable[[torch.Tensor], torch.Tensor]
-) -> float | None:
-    rows = max(1, _CHUNK // max(1, numbers[:1].numel()))  # a mask of all would take much memory
-    for chunk in torch.split(numbers, rows):
-        if not bool((mask := valid(chunk)).all()):
-            return chunk[~mask][0].item()
-    return None

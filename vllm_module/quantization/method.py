@@ -189,7 +189,8 @@ class QuantizableLayer(vLLMModule):
         with torch.inference_mode(False):  # so that every load may write to them
             for name, value in method.compute_buffers(self).items():
                 # NaN until a load computes it, so that no product has numbers that nothing wrote.
-                unknown = torch.full(value.shape, torch.nan, dtype=value.dtype, device=device)
+                nothing = torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).max
+                unknown = torch.full(value.shape, nothing, dtype=value.dtype, device=device)
                 self.register_buffer(name, unknown, persistent=False)
         self.quant_method = method
         # What the layer itself declares stays.
@@ -216,7 +217,7 @@ class QuantizableLayer(vLLMModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Refuse full precision for an 8-bit parameter: PyTorch would cast it without a scale."""
+        """Refuse full precision for quantized numbers: PyTorch would cast it without a scale."""
         errors: list[str] = args[-1]
         if self.quant_method.buffer_names and args[0].get("assign_to_params_buffers"):
             errors.append(
@@ -226,7 +227,8 @@ class QuantizableLayer(vLLMModule):
             return
         for name in self.quant_method.parameter_names:
             given, dtype = state_dict.get(prefix + name), self.get_parameter(name).dtype
-            if given is not None and dtype.itemsize == 1 and given.dtype != dtype:
+            numbers = dtype.itemsize == 1 or not dtype.is_floating_point
+            if given is not None and numbers and given.dtype != dtype:
                 errors.append(
                     f"{prefix}{name} is held in {dtype}, and {given.dtype} was given: "
                     "load_weights and update_weights quantize"

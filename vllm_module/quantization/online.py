@@ -38,21 +38,25 @@ class QuantizedRegion(NamedTuple):
         return self.quantized.device
 
     def receive(self, weight: Weight) -> None:
-        if not isinstance(weight, torch.Tensor):
-            device = self.quantized.device
-            full_precision = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            read_into(weight, full_precision)
-            weight = full_precision
-        weight = weight.to(self.quantized.device)
-        if self.order is not None:
-            weight = self.order.restore(weight)
-        weight = weight.reshape(self.quantized.shape)
+        weight = in_full_precision(weight, self.device, self.order).reshape(self.quantized.shape)
         first = 0
         for rows, scale in self.scales:
             block = min(rows, self.block[0]), self.block[1]
             part = weight.narrow(0, first, rows)
             quantize(part, self.quantized.narrow(0, first, rows), scale, block)
             first += rows
+
+
+def in_full_precision(
+    weight: Weight, device: torch.device, order: StoredOrder | None
+) -> torch.Tensor:
+    """Read ``weight`` on ``device``, and put it in the order of the parameter."""
+    if not isinstance(weight, torch.Tensor):
+        read = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        read_into(weight, read)
+        weight = read
+    weight = weight.to(device)
+    return weight if order is None else order.restore(weight)
 
 
 class QuantizeOnline:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from vllm_module.config import QuantizationConfig
@@ -16,10 +17,12 @@ from vllm_module.messages import shorten
 from vllm_module.quantization.gguf import GGUFMethod
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import MXFP4Method
-from vllm_module.quantization.scheme import ONLINE, Activations, Scheme
+from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
+from vllm_module.quantization.packed_config import BITS, awq_rules, gptq_rules
+from vllm_module.quantization.packed_online import OnlinePackedMethod
+from vllm_module.quantization.scheme import EVERY_LAYER, ONLINE, Activations, Scheme, Strategy
 
 Rule = tuple[str, Scheme | QuantizeMethod | None]
-EVERY_LAYER = "Linear"  # compressed-tensors names it after PyTorch's class
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,11 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
 
     """
     if stored is None:
-        if asked == "compressed-tensors":
+        if isinstance(asked, str) and asked in _STORED_ONLY:
             raise UnsupportedModelError(
-                "quantization 'compressed-tensors' was asked for, but config.json has no "
-                f"quantization_config: to quantize while loading, ask for one of {_names(ONLINE)}"
+                f"quantization {asked!r} was asked for, but config.json has no "
+                "quantization_config: to quantize while loading, ask for one of "
+                f"{_names((*ONLINE, *_ONLINE_METHODS))}"
             )
         return None if asked is None else online_rules(asked)
     if not isinstance(stored, Mapping):
@@ -129,9 +133,10 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
     if isinstance(asked, str):
         name: Any = "fp8_per_tensor" if asked == "fp8" else asked
         asked = QuantizationConfig(scheme=name)
-    schemes = {
+    schemes: dict[str, Scheme | QuantizeMethod] = {
         name: replace(scheme, block=asked.weight_block_size) for name, scheme in ONLINE.items()
     }
+    schemes |= {name: method(asked) for name, method in _ONLINE_METHODS.items()}
     rules: list[Rule] = [
         (_target(target), None if name == "none" else schemes[name])
         for target, name in asked.overrides.items()
@@ -140,6 +145,12 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
     # "lm_head" is ignored by default, and a model may have no head, or a tied one.
     written = {*asked.overrides, *({*asked.ignore} - {"lm_head"})}
     return Rules((*rules, (EVERY_LAYER, schemes[asked.scheme])), tuple(sorted(written)))
+
+
+# Online schemes that have a method of their own.
+_ONLINE_METHODS: dict[str, Callable[[QuantizationConfig], QuantizeMethod]] = {
+    "int4_per_group": lambda asked: OnlinePackedMethod(group_size=asked.group_size),
+}
 
 
 class _FP8(BaseModel):
@@ -206,8 +217,9 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
             "the checkpoint is in the layout of compressed-tensors, whose library reads its "
             "configuration: pip install 'vllm-module[compressed-tensors]'"
         ) from None
+    stored, in_order = _without_actorder(stored)
     try:
-        config = Schema.model_validate(dict(stored))
+        config = Schema.model_validate(stored)
     except Exception as error:  # the library raises many kinds for an invalid configuration
         raise _invalid(error) from None
     for entry in ("transform_config", "sparsity_config"):  # these change what layers compute
@@ -215,7 +227,8 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
             raise _unsupported(entry, "none", stored[entry])
     groups: list[Rule] = []
     for name, group in config.config_groups.items():
-        scheme = _compressed_scheme(f"config_groups.{name}", group)
+        form = str(group.format or config.format)
+        scheme = _compressed_scheme(f"config_groups.{name}", group, form, name in in_order)
         groups += [(target, scheme) for target in group.targets]
     # The library's order: names first, then patterns, then classes.
     groups.sort(key=lambda rule: (rule[0] == EVERY_LAYER, rule[0].startswith("re:"), rule[0]))
@@ -233,10 +246,34 @@ def _exactly(target: str) -> str:
     return f"={target}"
 
 
-def _compressed_scheme(where: str, group: Any) -> Scheme:
+def _without_actorder(stored: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the configuration without an entry that the library refuses, and where it was.
+
+    With ``actorder: group``, as older versions wrote, the inputs of a group are anywhere.
+    """
+    groups = stored.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return dict(stored), set()
+    kept, found = {}, set()
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("actorder") in ("group", "dynamic", True):
+            group = {**group, "weights": {**weights, "actorder": None}}
+            found.add(name)
+        kept[name] = group
+    return {**stored, "config_groups": kept}, found
+
+
+def _compressed_scheme(
+    where: str, group: Any, form: str, act_order: bool
+) -> Scheme | QuantizeMethod:
     weights, inputs = group.weights, group.input_activations
+    if group.output_activations is not None:
+        raise _unsupported(f"{where}.output_activations", "none", group.output_activations)
     strategy = getattr(weights, "strategy", None)
     strategy = str(getattr(strategy, "value", strategy))
+    if weights is not None and weights.type == "int":
+        return _integers(where, group, strategy, form, act_order)
     eight_bit_float = weights is not None and (weights.num_bits, weights.type) == (8, "float")
     if (
         not eight_bit_float
@@ -244,10 +281,8 @@ def _compressed_scheme(where: str, group: Any) -> Scheme:
         or strategy not in ("tensor", "channel", "block")
     ):
         raise _unsupported(
-            f"{where}.weights", "symmetric FP8 per tensor, channel or block", weights
+            f"{where}.weights", "symmetric FP8 per tensor, channel or block, or integers", weights
         )
-    if group.output_activations is not None:
-        raise _unsupported(f"{where}.output_activations", "none", group.output_activations)
     activations: Activations = "none"
     if inputs is not None:
         if (inputs.num_bits, inputs.type, inputs.symmetric) != (8, "float", True):
@@ -255,6 +290,43 @@ def _compressed_scheme(where: str, group: Any) -> Scheme:
         activations = "dynamic" if inputs.dynamic else "static"
     block = tuple(weights.block_structure or (128, 128))
     return Scheme(strategy, activations=activations, block=block)  # type: ignore[arg-type]
+
+
+def _integers(
+    where: str, group: Any, strategy: str, form: str, act_order: bool
+) -> Scheme | QuantizeMethod:
+    """Return the scheme of a group of integers, packed or one in a byte."""
+    weights, inputs = group.weights, group.input_activations
+    packed, dynamic = form == "pack-quantized", inputs is None or bool(inputs.dynamic)
+    if form not in ("pack-quantized", "int-quantized", "naive-quantized"):
+        raise _unsupported(f"{where}.format", "pack-quantized or int-quantized", form)
+    if inputs is not None and (inputs.num_bits, inputs.type) != (8, "int"):
+        raise _unsupported(f"{where}.input_activations", "8-bit integers", inputs)
+    if not dynamic and (packed or not inputs.symmetric):
+        expected = "dynamic ones" if packed else "dynamic or symmetric ones"
+        raise _unsupported(f"{where}.input_activations", expected, inputs)
+    if packed:
+        if weights.num_bits not in BITS or strategy not in ("channel", "group"):
+            expected = f"{_names(map(str, BITS))} bits per channel or group"
+            raise _unsupported(f"{where}.weights", expected, weights)
+        size = weights.group_size if strategy == "group" else None
+        method = PackedMethod(COMPRESSED_TENSORS, weights.num_bits, size, weights.symmetric)
+        return replace(method, act_order=act_order and size is not None)
+    if weights.num_bits != 8 or not weights.symmetric or strategy not in _EIGHT_BIT_STRATEGIES:
+        expected = "8 bits, symmetric, per tensor, channel or group"
+        raise _unsupported(f"{where}.weights", expected, weights)
+    activations: Activations = "none"
+    if inputs is not None:
+        activations = "dynamic" if dynamic else "static"
+    return Scheme(
+        _EIGHT_BIT_STRATEGIES[strategy], torch.int8, activations, (1, weights.group_size or 1)
+    )
+
+
+# A group is a block of one row.
+_EIGHT_BIT_STRATEGIES: dict[str, Strategy] = {
+    "tensor": "tensor", "channel": "channel", "group": "block"
+}  # fmt: skip
 
 
 def _has_kv_scales(scheme: Any) -> bool:
@@ -305,12 +377,28 @@ def _gguf(stored: Mapping[str, Any]) -> Rules:
     return RulesByName(tuple((f"={name}", methods[kind]) for name, kind in types.items()))
 
 
-_STORED = {
+def _packed(parse: Callable[[Mapping[str, Any]], list[Rule]]) -> Callable[..., Rules]:
+    """Return a function that makes rules of what ``parse`` returns, and checks their targets."""
+
+    def rules(stored: Mapping[str, Any]) -> Rules:
+        try:
+            parsed = parse(stored)
+        except ValidationError as error:
+            raise _invalid(error) from None
+        return Rules(tuple((_target(target), method) for target, method in parsed))
+
+    return rules
+
+
+_STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "gguf": _gguf,
     "mxfp4": _mxfp4,
+    "gptq": _packed(gptq_rules),
+    "awq": _packed(awq_rules),
 }
+_STORED_ONLY = _STORED.keys() - {"fp8"}  # which a user may ask for while loading
 
 
 def _target(target: str) -> str:

@@ -13,6 +13,7 @@ from vllm_module.parameters import ModelWeightParameter
 
 Strategy = Literal["tensor", "channel", "block"]
 Activations = Literal["none", "dynamic", "static"]
+EVERY_LAYER = "Linear"  # the target of rules; compressed-tensors names it after PyTorch's class
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Scheme:
             output channel, or a block.
         dtype: of the weight: float8_e4m3fn or int8.
         activations: whether the input is quantized: not at all, by a scale computed from it
-            (dynamic), or by a stored scale (static).
+            (dynamic), or by a stored scale (static). Inputs of INT8 weights are never quantized.
         block: rows and columns of a block.
         online: the checkpoint is in full precision and is quantized while it is loaded.
         scale_name: name of the parameter with the weight's scales.

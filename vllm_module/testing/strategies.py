@@ -29,6 +29,7 @@ from vllm_module.parameters import (
     GroupQuantScaleParameter,
     ModelWeightParameter,
     PackedColumnParameter,
+    PackedModelWeightParameter,
     PackedvLLMParameter,
     PerTensorScaleParameter,
     RowvLLMParameter,
@@ -297,15 +298,18 @@ _LAYOUTS: Mapping[type[BasevLLMParameter], st.SearchStrategy[ParameterLayout]] =
         _SOME_EXPERTS,
         _STORED_BESIDE,
     ),
-    PackedvLLMParameter: st.tuples(st.integers(0, 1), _FACTORS).flatmap(
+    PackedvLLMParameter: st.tuples(st.integers(0, 1), _FACTORS, st.sampled_from([1, 3])).flatmap(
         lambda drawn: _weights(
             PackedvLLMParameter,
             _PACKED,
             units=(1, drawn[1]) if drawn[0] else (drawn[1], 1),
             packed_dim=drawn[0],
             packed_factor=drawn[1],
+            packed_elements=drawn[2],
         )
     ),
+    # With one value an element, it needs no conversion.
+    PackedModelWeightParameter: _weights(PackedModelWeightParameter, _WEIGHTS, packed_factor=1),
     PackedColumnParameter: _FACTORS.flatmap(
         lambda factor: _outputs(PackedColumnParameter, _PACKED, factor, packed_factor=factor)
     ),

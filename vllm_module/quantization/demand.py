@@ -1,0 +1,41 @@
+"""Checks of loaded numbers: what breaks a rule is named with its slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from vllm_module.errors import WeightReadError
+from vllm_module.parameters import BasevLLMParameter
+
+_CHUNK = 1 << 22  # numbers that are checked at a time
+
+
+def demand(
+    parameter: nn.Parameter, valid: Callable[[torch.Tensor], torch.Tensor], name: str, rule: str
+) -> None:
+    """Raise ``WeightReadError`` with the first number of ``parameter`` that is not valid.
+
+    ``name`` and ``rule`` are for the message.
+    """
+    assert isinstance(parameter, BasevLLMParameter)
+    if _first_invalid(parameter.data, valid) is None:  # one look at all slots, of which are many
+        return
+    for slot in parameter.slots:
+        number = _first_invalid(parameter.region(slot), valid)
+        if number is not None:
+            tensor = f"{name} (slot {slot!r})" if slot else name
+            shown = f"{number:g}" if isinstance(number, float) else number
+            raise WeightReadError(f"{tensor} has {shown}, and {rule}")
+
+
+def _first_invalid(
+    numbers: torch.Tensor, valid: Callable[[torch.Tensor], torch.Tensor]
+) -> float | None:
+    rows = max(1, _CHUNK // max(1, numbers[:1].numel()))  # a mask of all would take much memory
+    for chunk in torch.split(numbers, rows):
+        if not bool((mask := valid(chunk)).all()):
+            return chunk[~mask][0].item()
+    return None

@@ -1,0 +1,383 @@
+"""Weights of two, three, four or eight bits that stay packed: GPTQ, AWQ and compressed-tensors.
+
+An element is ``(code - zero) * scale``; a scale and a zero are shared by a group of inputs. The
+formats differ in names, in which dimension shares a word, and in which of two dimensions is first:
+GPTQ's ``qweight [input words, output]`` is compressed-tensors' ``weight_packed [output, input
+words]``, transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from vllm_module.errors import WeightReadError
+from vllm_module.kernels.packed_matmul import packed_matmul
+from vllm_module.kernels.packed_words import Packing, dequantize_packed, unpack
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    ColumnvLLMParameter,
+    Dim,
+    GroupQuantScaleParameter,
+    PackedvLLMParameter,
+    RowvLLMParameter,
+    Slot,
+)
+from vllm_module.quantization.demand import demand
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+
+_ADVICE = "quantize the checkpoint again"
+
+
+class PackedFormat(NamedTuple):
+    """What a format calls a layer's tensors, and how it stores them.
+
+    Attributes:
+        name: of the format, for messages.
+        words, scales, zeros, group_of: names of the tensors.
+        shape: name of the tensor with the weight's shape; empty if there is none.
+        transposed: whether they are stored as ``[input, output]``.
+        along, order: how weights share words (:class:`Packing`). Zeros share them along the output.
+        stores_all: whether zeros are stored for symmetric weights too, and groups of inputs that
+            are in order.
+        minus_one: whether a stored zero is the zero minus one.
+
+    """
+
+    name: str
+    words: str
+    scales: str
+    zeros: str
+    group_of: str
+    shape: str = ""
+    transposed: bool = False
+    along: int = 1
+    order: tuple[int, ...] | None = None
+    stores_all: bool = False
+    minus_one: bool = False
+
+
+_GPTQ_NAMES = "qweight", "scales", "qzeros", "g_idx"
+GPTQ_V2 = PackedFormat("GPTQ v2", *_GPTQ_NAMES, transposed=True, stores_all=True)
+GPTQ = GPTQ_V2._replace(name="GPTQ", minus_one=True)
+AWQ = PackedFormat(
+    "AWQ", *_GPTQ_NAMES, transposed=True, along=0, order=(0, 4, 1, 5, 2, 6, 3, 7)
+)  # fmt: skip
+COMPRESSED_TENSORS = PackedFormat(
+    "pack-quantized",
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_shape",
+)
+
+
+@dataclass(frozen=True)
+class PackedMethod(QuantizeMethod):
+    """A weight of a few bits with scales, and zeros, for groups of inputs; it stays packed.
+
+    A checkpoint stores it in the format's order of dimensions, even if it stores full precision in
+    another one (``transposed``). Experts are multiplied one after the other, by those that have
+    rows, which the host has to know: no CUDA graph can capture it.
+
+    Attributes:
+        format: names and packing.
+        bits: of a code: 2, 3, 4 or 8.
+        group_size: inputs that share a scale; ``None`` for all.
+        symmetric: whether every zero is half of the range.
+        act_order: whether the inputs of a group are anywhere, as the tensor ``group_of`` says. Each
+            rank then holds the scales and zeros of all groups.
+
+    """
+
+    format: PackedFormat
+    bits: int
+    group_size: int | None
+    symmetric: bool = True
+    act_order: bool = False
+    parameter_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    buffer_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    processes = True
+    replaceable = True
+
+    def __post_init__(self) -> None:
+        names = self.format
+        has_zeros = names.stores_all or not self.symmetric
+        has_order = names.stores_all or self.act_order
+        parameters = (
+            names.words,
+            names.scales,
+            names.zeros if has_zeros else "",
+            names.group_of if has_order else "",
+            names.shape,
+        )
+        object.__setattr__(self, "parameter_names", tuple(filter(None, parameters)))
+        object.__setattr__(self, "buffer_names", () if self.symmetric else ("zeros_for_matmul",))
+
+    def __str__(self) -> str:
+        group = "all inputs" if self.group_size is None else f"{self.group_size} inputs"
+        kind = "symmetric" if self.symmetric else "with zeros"
+        order = ", in activation order" if self.act_order else ""
+        return f"{self.format.name}, {self.bits} bits, {kind}, a scale for {group}{order}"
+
+    @property
+    def packing(self) -> Packing:
+        """How codes share words."""
+        return Packing(self.bits, self.format.along, self.format.order)
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return words, scales (float32) and what else the format stores of the layer.
+
+        Raises ``ShardingError`` where the edge of a slot or shard falls inside a word or group.
+        """
+        names, output = self.format, layer.output
+        integers, floats = layer.common(torch.int32), layer.common(torch.float32)
+        # Values and words of a run that ends where a word does.
+        factor, elements = (32, 3) if self.bits == 3 else (32 // self.bits, 1)
+        inputs, size = self._grouped(layer.input)
+        of_output = _of_each_slot(output, layer.input)
+        possible: dict[str, BasevLLMParameter] = {
+            names.words: PackedvLLMParameter(
+                output,
+                layer.input,
+                packed_dim=names.along,
+                packed_factor=factor,
+                packed_elements=elements,
+                transposed=names.transposed,
+                **integers,
+            ),
+            names.scales: GroupQuantScaleParameter(
+                output, inputs, group_size=size, transposed=names.transposed, **floats
+            ),
+        }
+        if names.zeros in self.parameter_names:
+            possible[names.zeros] = PackedvLLMParameter(
+                output,
+                inputs.in_units(size, "scale group", partial=True),
+                packed_dim=0,
+                packed_factor=factor,
+                packed_elements=elements,
+                transposed=names.transposed,
+                **integers,
+            )
+        if names.group_of in self.parameter_names:
+            possible[names.group_of] = RowvLLMParameter(of_output, **integers)
+        if names.shape:
+            pairs = _of_each_slot(output, Dim.whole(2))
+            possible[names.shape] = ColumnvLLMParameter(pairs, **layer.common(torch.int64))
+        return possible
+
+    def _grouped(self, input: Dim) -> tuple[Dim, int]:
+        """Return the inputs that have scales of their own, and how many of them share one."""
+        if self.group_size is None:
+            return Dim.whole(1), 1
+        return (Dim.whole(input.size) if self.act_order else input), self.group_size
+
+    # What was loaded
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Raise ``WeightReadError`` for tensors that contradict each other or the configuration."""
+        names = self.format
+        # AutoRound's symmetric scales may be negative.
+        demand(layer.get_parameter(names.scales), torch.isfinite, names.scales, _must("be finite"))
+        if names.shape:
+            self._check_shape(layer)
+        if self.symmetric and names.zeros in self.parameter_names:
+            self._check_zeros(layer)
+        if names.group_of in self.parameter_names:
+            self._check_groups(layer)
+
+    def _check_shape(self, layer: QuantizableLayer) -> None:
+        shapes = layer.get_parameter(self.format.shape)
+        assert isinstance(shapes, BasevLLMParameter)
+        for slot, index in shapes.slots.items():
+            at = index[-1]
+            rows = layer.output.size if at is None else layer.output.slots[at].size
+            for each in shapes.region(slot).view(-1, 2).tolist():
+                if each != [rows, layer.input.size]:
+                    raise WeightReadError(
+                        f"{_tensor(self.format.shape, slot)} has {each}, and must have "
+                        f"{[rows, layer.input.size]}, the shape of the weight: {_ADVICE}"
+                    )
+
+    def _check_zeros(self, layer: QuantizableLayer) -> None:
+        zeros, middle = layer.get_parameter(self.format.zeros), 1 << (self.bits - 1)
+        assert isinstance(zeros, BasevLLMParameter)
+        if bool((self._zeros(zeros) == middle).all()):
+            return
+        for slot in zeros.slots:  # padding has none
+            wrong = self._zeros(zeros.region(slot))
+            if not bool((mask := wrong == middle).all()):
+                raise WeightReadError(
+                    f"{_tensor(self.format.zeros, slot)} stands for a zero of "
+                    f"{wrong[~mask][0].item()}, and must stand for {middle} where "
+                    "quantization_config says sym: set it to false, or quantize the checkpoint "
+                    "again"
+                )
+
+    def _check_groups(self, layer: QuantizableLayer) -> None:
+        name, inputs = self.format.group_of, layer.input.size
+        group_of = layer.get_parameter(name)
+        assert isinstance(group_of, BasevLLMParameter)
+        size = self._size_of_group(inputs)
+        groups = -(-inputs // size)
+        rule = _must(f"be a group, from 0 to {groups - 1}")
+        demand(group_of, lambda x: (x >= 0) & (x < groups), name, rule)
+        rows = _rows(group_of)
+        for first, slot in pairwise(layer.output.names):
+            at = layer.output.names.index(slot)
+            if not torch.equal(rows[..., at, :], rows[..., at - 1, :]):
+                # One product multiplies all slots by the same inputs.
+                raise WeightReadError(
+                    f"{_tensor(name, slot)} is another one than that of slot {first!r}, and must "
+                    f"be the same: fused layers have the same inputs. {_ADVICE.capitalize()}, "
+                    "these layers at once"
+                )
+        if self.act_order:
+            return
+        for shard in group_of.shards[-1]:
+            there = torch.arange(shard.start, shard.start + shard.length, device=group_of.device)
+            expected = there // size
+            held = group_of.data.narrow(-1, shard.offset, shard.length)
+            if not bool((held == expected).all()):
+                raise WeightReadError(
+                    f"{_tensor(name, shard.name)} has groups in another order than that of the "
+                    "inputs, where quantization_config has no desc_act: set it to true, or "
+                    f"{_ADVICE}"
+                )
+
+    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
+        """Return the zeros, if they are not all alike: uint8 ``[output, groups]``."""
+        if self.symmetric:
+            return {}
+        return {"zeros_for_matmul": self._zeros(layer.get_parameter(self.format.zeros))}
+
+    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
+        """Return the zeros ``[..., output, groups]`` that ``words`` stand for."""
+        last = (1 << self.bits) - 1
+        flat = words.detach().reshape(-1, words.shape[-1])  # experts below each other
+        if self.format.minus_one and self.bits != 3:
+            # GPTQModel subtracts one from all zeros of a word at once: a zero of 0 borrows.
+            flat = flat + 0xFFFFFFFF // last
+        zeros = unpack(flat, Packing(self.bits, 0, self.format.order))
+        if self.format.minus_one and self.bits == 3:
+            zeros = (zeros + 1) & last
+        *experts, rows, groups = words.shape
+        return zeros.view(*experts, rows * 32 // self.bits, groups)
+
+    # Products
+
+    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+        return self.dequantized(layer, layer.params_dtype)
+
+    def dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight that is multiplied by, in ``dtype``."""
+        if layer.experts is None:
+            return self._dequantized(layer, (), dtype)
+        words = layer.get_parameter(self.format.words)
+        shape = len(words), *self.packing.codes(words.shape[1:], 32)
+        result = torch.empty(shape, dtype=dtype, device=words.device)
+        for expert, weight in enumerate(result):
+            weight.copy_(self._dequantized(layer, (expert,), dtype))
+        return result
+
+    def _dequantized(
+        self, layer: QuantizableLayer, expert: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        words, scales, size, zeros, group_of = self._operands(layer, expert)
+        return dequantize_packed(words, scales, self.packing, size, dtype, zeros, group_of)
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        words, scales, size, zeros, group_of = self._operands(layer, ())
+        return packed_matmul(
+            x, words, scales, self.packing, size, zeros=zeros, group_of=group_of, bias=bias
+        )
+
+    def apply_experts(
+        self,
+        layer: QuantizableLayer,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        top_k: int,
+    ) -> torch.Tensor:
+        assert layer.experts is not None
+        features = sum(slot.padded // slot.parts for slot in layer.output.slots)
+        y = x.new_zeros(len(x) if rows is None else len(rows), features)
+        bounds: list[int] = offsets.tolist()
+        for expert, (first, end) in enumerate(pairwise(bounds)):
+            if first == end:
+                continue
+            given = x[first:end] if rows is None else x[rows[first:end] // top_k]
+            words, scales, size, zeros, group_of = self._operands(layer, (expert,))
+            y[first:end] = packed_matmul(
+                given,
+                words,
+                scales,
+                self.packing,
+                size,
+                zeros=zeros,
+                group_of=group_of,
+                bias=None if bias is None else bias[expert],
+            )
+        return y
+
+    def _size_of_group(self, inputs: int) -> int:
+        """Return how many of ``inputs`` share a scale; a larger number would fit no integer."""
+        return inputs if self.group_size is None else min(self.group_size, inputs)
+
+    def groups_of_inputs(self, layer: QuantizableLayer) -> torch.Tensor | None:
+        """Return the group of each input of this rank, if they are not in order."""
+        if not self.act_order:
+            return None
+        return _rows(layer.get_parameter(self.format.group_of))[..., 0, :]  # alike for all slots
+
+    def _operands(
+        self, layer: QuantizableLayer, expert: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None, torch.Tensor | None]:
+        """Return words, scales, the size of a group, zeros and groups, as products take them."""
+        parameters, names = layer._parameters, self.format
+        words, scales = parameters[names.words], parameters[names.scales]
+        assert words is not None
+        assert scales is not None
+        zeros, group_of = layer._buffers.get("zeros_for_matmul"), self.groups_of_inputs(layer)
+        size = self._size_of_group(self.packing.codes(words.shape[-2:], 32)[1])
+        if expert:
+            zeros = None if zeros is None else zeros[expert]
+            group_of = None if group_of is None else group_of[expert]
+        return words[expert], scales[expert], size, zeros, group_of
+
+
+def _of_each_slot(output: Dim, features: Dim) -> Dim:
+    """Return a dimension with ``features`` for each slot of ``output``, as a checkpoint has them.
+
+    Slots that are stored together have them once.
+    """
+    (slot,) = features.slots
+    names = output.names or ("",)
+    return Dim(tuple(Slot(name, slot.size, slot.parts, slot.padded) for name in names))
+
+
+def _rows(vectors: torch.Tensor) -> torch.Tensor:
+    """Return the vector of each slot: ``[..., slots, features]``."""
+    assert isinstance(vectors, BasevLLMParameter)
+    *experts, features = vectors.shape
+    slots = len(vectors.dims[-1].slots)
+    return vectors.detach().view(*experts, slots, features // slots)
+
+
+def _tensor(name: str, slot: str) -> str:
+    return f"{name} (slot {slot!r})" if slot else name
+
+
+def _must(rule: str) -> str:
+    return f"must {rule}: {_ADVICE}"

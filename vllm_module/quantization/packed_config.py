@@ -1,0 +1,107 @@
+"""``quantization_config`` of GPTQ and AWQ checkpoints: which layers have which packing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.quantization.packed import AWQ, GPTQ, GPTQ_V2, PackedMethod
+from vllm_module.quantization.scheme import EVERY_LAYER
+
+BITS = (2, 3, 4, 8)
+_Bits = Literal[2, 3, 4, 8]
+_GroupSize = Literal[-1] | Annotated[int, Field(gt=0)]
+Targets = list[tuple[str, Any]]
+
+
+class _Settings(BaseModel):
+    """How a layer is quantized by GPTQ; for some layers, ``dynamic`` has other settings."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    bits: _Bits = 4
+    group_size: _GroupSize = 128
+    desc_act: bool = False
+    sym: bool = True
+    pack_dtype: Literal["int32"] = "int32"
+
+
+class _GPTQ(_Settings):
+    """``quant_method: gptq``, of AutoGPTQ, GPTQModel and Optimum."""
+
+    bits: _Bits
+    group_size: _GroupSize
+    checkpoint_format: str | None = None
+    lm_head: bool = False
+    dynamic: dict[str, dict[str, Any] | bool] | None = None
+    modules_in_block_to_quantize: list[list[str] | str] | None = None
+
+
+def gptq_rules(stored: Mapping[str, Any]) -> Targets:
+    """Return the layers of a GPTQ checkpoint, as targets of rules, each with its method.
+
+    Raises ``ValidationError`` or ``UnsupportedModelError`` for other settings than are supported.
+    """
+    config = _GPTQ(**stored)
+    form = config.checkpoint_format or stored.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise UnsupportedModelError(
+            f"quantization_config.checkpoint_format of config.json: expected gptq or gptq_v2, got "
+            f"{form!r:.100}, whose tensors are reordered for one kernel: convert it back"
+        )
+
+    def method(settings: _Settings) -> PackedMethod:
+        size = None if settings.group_size == -1 else settings.group_size
+        return PackedMethod(
+            GPTQ if form == "gptq" else GPTQ_V2,
+            settings.bits,
+            size,
+            settings.sym,
+            settings.desc_act and size is not None,
+        )
+
+    common = {name: getattr(config, name) for name in _Settings.model_fields}
+    rules: Targets = []
+    for pattern, changes in (config.dynamic or {}).items():
+        kept = not pattern.startswith("-:") and changes is not False
+        target = "re:" + pattern.removeprefix("-:").removeprefix("+:")
+        more = changes if isinstance(changes, dict) else {}
+        rules.append((target, method(_Settings(**common | more)) if kept else None))
+    if not config.lm_head:
+        rules.append(("lm_head", None))
+    if config.modules_in_block_to_quantize is None:
+        return [*rules, (EVERY_LAYER, method(config))]
+    for group in config.modules_in_block_to_quantize:
+        rules += [(name, method(config)) for name in ([group] if isinstance(group, str) else group)]
+    return rules
+
+
+class _AWQ(BaseModel):
+    """``quant_method: awq``, of AutoAWQ."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    bits: Literal[4]
+    group_size: _GroupSize
+    version: str = "gemm"
+    modules_to_not_convert: list[str] | None = None
+
+
+def awq_rules(stored: Mapping[str, Any]) -> Targets:
+    """Return the layers of an AWQ checkpoint, as :func:`gptq_rules` does."""
+    config = _AWQ(**stored)
+    if config.version.lower() != "gemm":
+        raise UnsupportedModelError(
+            f"quantization_config.version of config.json: expected gemm, got "
+            f"{config.version!r:.100}, which packs weights in another order: convert it"
+        )
+    size = None if config.group_size == -1 else config.group_size
+    # Nobody quantizes the head, and not everybody lists it.
+    ignored = [*(config.modules_to_not_convert or ()), "lm_head"]
+    return [
+        *((target, None) for target in ignored),
+        (EVERY_LAYER, PackedMethod(AWQ, 4, size, symmetric=False)),
+    ]

@@ -1,0 +1,174 @@
+"""Four bits per group while loading: each piece is rounded and packed as soon as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from vllm_module.conversions import Conversion
+from vllm_module.errors import ShardingError
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    GroupQuantScaleParameter,
+    PackedModelWeightParameter,
+    StoredOrder,
+)
+from vllm_module.quantization.demand import demand
+from vllm_module.quantization.method import QuantizableLayer
+from vllm_module.quantization.online import in_full_precision
+from vllm_module.quantization.packed import PackedFormat, PackedMethod
+from vllm_module.weights import Destination, Weight
+
+_BITS = 4
+_PIECE = 4 << 20  # bytes of the checkpoint read at a time
+_FORMAT = PackedFormat("int4", "weight", "weight_scale", "", "")
+
+
+@dataclass(frozen=True)
+class OnlinePackedMethod(PackedMethod):
+    """Symmetric weights of four bits, rounded to the nearest while they are loaded.
+
+    Words and scales are those that compressed-tensors computes and stores as ``weight_packed`` and
+    ``weight_scale``, except that quotients are not rounded to 16 bits before they are rounded to
+    whole numbers.
+    """
+
+    format: PackedFormat = _FORMAT
+    bits: int = _BITS
+    group_size: int = 128
+
+    def __str__(self) -> str:
+        return f"int4 with a scale for {self.group_size} inputs, quantized while loading"
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return ``weight``, which holds words, and ``weight_scale`` (float32).
+
+        Raises ``ShardingError`` if a slot or shard of the input is no number of whole groups.
+        """
+        for slot in layer.input.slots:
+            if slot.size % self.group_size:
+                raise ShardingError(
+                    f"{slot.label} of {slot.size} inputs is no number of whole groups of "
+                    f"{self.group_size}. Leave the layer out (ignore), or take another group_size"
+                )
+        weight = PackedModelWeightParameter(
+            layer.output,
+            layer.input,
+            packed_factor=32 // _BITS,
+            transposed=layer.transposed,
+            **layer.common(torch.int32),
+        )
+        scale = GroupQuantScaleParameter(
+            layer.output, layer.input, group_size=self.group_size, **layer.common(torch.float32)
+        )
+        return {"weight": weight, "weight_scale": scale}
+
+    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
+        return {"weight": _conversion(self, layer.params_dtype, layer.transposed)}
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Raise ``WeightReadError`` for a weight that is not finite, as its scale is not then."""
+        rule = "must be finite to be quantized: train or convert it again"
+        demand(layer.get_parameter("weight_scale"), torch.isfinite, "weight", rule)
+
+
+class PackedRegion(NamedTuple):
+    """The destination of some rows of a full-precision weight: it quantizes and packs them.
+
+    Attributes:
+        words: of the rows, ``[rows, columns / 8]``.
+        scales: of the rows, ``[rows, groups]``.
+        dtype: that a scale has to be a number of.
+        order: how the weight is stored, if not as ``words``.
+
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+    order: StoredOrder | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    def receive(self, weight: Weight) -> None:
+        wide = in_full_precision(weight, self.device, self.order)
+        groups = wide.reshape(*self.scales.shape, -1)
+        scales = scales_of(groups.abs().amax(-1), self.dtype)
+        self.scales.copy_(scales)
+        # A number that is not finite gets any code: its scale is not finite either, and is refused.
+        quotients = (groups.float() / scales.unsqueeze(-1)).round_().clamp_(-8, 7)
+        codes = quotients.add_(8).to(torch.uint8).reshape(len(self.words), -1)
+        pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+        self.words.copy_(pairs.contiguous().view(torch.int32))  # rows may be stored as columns
+
+
+def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the float32 scales of groups with these largest absolute values.
+
+    A scale is half of the range of 15 steps, as in compressed-tensors, rounded to ``dtype``, so
+    that a checkpoint can store it. Of zeros it is the dtype's epsilon.
+    """
+    # Divide by a tensor: for a number, CUDA would multiply by its reciprocal.
+    scales = (largest.float() / torch.full_like(largest, 7.5, dtype=torch.float32)).to(dtype)
+    return scales.masked_fill(scales == 0, torch.finfo(dtype).eps).float()
+
+
+class PackOnline:
+    """The conversion of a full-precision ``weight`` into words and scales.
+
+    A group has inputs of one rank only, so the bits do not depend on the cut.
+    """
+
+    makes: Sequence[str] = ("weight_scale",)
+
+    def __init__(self, method: OnlinePackedMethod, dtype: torch.dtype, transposed: bool) -> None:
+        self.method, self.dtype, self._transposed = method, dtype, transposed
+
+    def jobs(
+        self, module: QuantizableLayer, weight: Weight, slot: str | None
+    ) -> Iterator[tuple[Weight, Destination]]:
+        parameter: BasevLLMParameter = module.weight
+        scale = module.get_parameter("weight_scale")
+        assert isinstance(scale, BasevLLMParameter)
+        for source, target, at, order in parameter.pieces(weight, slot):
+            words = target.view(-1, target.shape[-1])  # of one expert, if it has that dimension
+            scales = scale.region(at)
+            scales = scales.view(len(words), scales.shape[-1])
+            if order is not None:
+                yield source, PackedRegion(words, scales, self.dtype, order)
+                continue
+            rows, dim = len(words), len(source.shape) - 2
+            step = max(1, _PIECE // max(1, source.shape[-1] * source.dtype.itemsize))
+            for top in range(0, rows, step):
+                count = min(step, rows - top)
+                part = words.narrow(0, top, count), scales.narrow(0, top, count)
+                yield source.narrow(dim, top, count), PackedRegion(*part, self.dtype, None)
+
+    def restored(self, module: QuantizableLayer) -> torch.Tensor:
+        """Return the weight multiplied by its scales, in float32."""
+        return self.method.dequantized(module, torch.float32)
+
+    def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the largest error of each number of ``stored``, a whole tensor.
+
+        It is half of the group's scale, or what is beyond seven scales, the largest number above
+        zero. Both include the rounding of the float32 arithmetic.
+        """
+        if self._transposed:
+            stored = stored.transpose(-2, -1)
+        values = stored.float().abs()
+        groups = values.reshape(*values.shape[:-1], -1, self.method.group_size)
+        scales = scales_of(groups.amax(-1), self.dtype).unsqueeze(-1)
+        rounding = 2.0**-20 * groups
+        bound = torch.maximum(scales / 2, groups - 7 * scales) + rounding
+        bound = bound.flatten(-2)
+        return bound.transpose(-2, -1) if self._transposed else bound
+
+
+_conversion = lru_cache(maxsize=64)(PackOnline)  # layers alike share it
