@@ -36,6 +36,7 @@ class Quantization(str, Enum):
     fp8_per_block = "fp8_per_block"
     int8_per_channel_weight_only = "int8_per_channel_weight_only"
     compressed_tensors = "compressed-tensors"
+    bitsandbytes = "bitsandbytes"
 
 
 class LoadFormat(str, Enum):

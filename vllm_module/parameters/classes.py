@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from vllm_module.parameters.dim import Dim, Experts, Slot
+from vllm_module.parameters.division import Index, Narrow
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
 from vllm_module.weights import Weight
 
@@ -76,11 +77,15 @@ class RowvLLMParameter(BasevLLMParameter):
 class PackedvLLMParameter(BasevLLMParameter):
     """A weight ``[output, input]`` with ``packed_factor`` values an element along ``packed_dim``.
 
+    With ``stored_unpacked``, a checkpoint has an element for each value, and a conversion packs
+    them. Slots, shards and dimensions are then those of the values.
+
     Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
     """
 
     packed_dim: int
     packed_factor: int
+    stored_unpacked: bool
 
     def __new__(
         cls,
@@ -89,6 +94,7 @@ class PackedvLLMParameter(BasevLLMParameter):
         *,
         packed_dim: int,
         packed_factor: int,
+        stored_unpacked: bool = False,
         tp_rank: int,
         tp_size: int,
         dtype: torch.dtype,
@@ -96,9 +102,52 @@ class PackedvLLMParameter(BasevLLMParameter):
     ) -> Self:
         dims = [output, input]
         dims[packed_dim] = dims[packed_dim].in_units(packed_factor, "packed element")
+        if stored_unpacked:
+            dims = [output, input]
         self = super().__new__(cls, *dims, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more)
         self.packed_dim, self.packed_factor = packed_dim, packed_factor
-        return self
+        self.stored_unpacked = stored_unpacked
+        return self._packed()
+
+    def of_rank(self, rank: int) -> Self:
+        return super().of_rank(rank)._packed()
+
+    def region(self, slot: str | Index) -> torch.Tensor:
+        if not self.stored_unpacked:
+            return super().region(slot)
+        view = self.data
+        for narrow in self.division.region(slot):
+            view = view.narrow(*self._in_elements(narrow))
+        return view
+
+    def zero_padding(self) -> None:
+        if not self.stored_unpacked:
+            super().zero_padding()
+            return
+        for narrow in self.division.padding:
+            self.data.narrow(*self._in_elements(narrow)).zero_()
+
+    def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
+        if not self.stored_unpacked:
+            yield from super().pieces(weight, slot)
+            return
+        for cut in self.division.cuts(slot):
+            yield Piece(cut.source(weight), self.region(cut.at), cut.at, cut.order)
+
+    def _packed(self) -> Self:
+        """Return the parameter, which is on meta, without an element for each value."""
+        if not self.stored_unpacked:
+            return self
+        shape = list(self.shape)
+        shape[self.packed_dim - 2] //= self.packed_factor
+        return self._like(self.data.new_empty(shape))
+
+    def _in_elements(self, narrow: Narrow) -> Narrow:
+        """Return where packed elements are, instead of where values are."""
+        dim, start, length = narrow
+        if dim != len(self.dims) + self.packed_dim - 2:
+            return narrow
+        return dim, start // self.packed_factor, -(-length // self.packed_factor)
 
 
 class PackedColumnParameter(BasevLLMParameter):

@@ -77,19 +77,19 @@ class EightBitMethod(QuantizeMethod):
         scale = getattr(layer, self.scheme.scale_name)
         if self.scheme.online:  # a weight that is not finite makes its scale not finite
             rule = "must be finite to be quantized: train or convert it again"
-            _demand(scale, torch.isfinite, "weight", rule)
+            demand(scale, torch.isfinite, "weight", rule)
             return
         advice = "quantize the checkpoint again"
         rule = f"must be finite and not negative: {advice}"
-        _demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, rule)
+        demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, rule)
         if self.scheme.activations == "static":
             rule = f"must be finite and positive: calibrate it and {advice}"
             input_scale = layer.get_parameter("input_scale")
-            _demand(input_scale, lambda x: x.isfinite() & (x > 0), "input_scale", rule)
+            demand(input_scale, lambda x: x.isfinite() & (x > 0), "input_scale", rule)
         if self.scheme.dtype == torch.float8_e4m3fn:
             # NaN has every bit set except the sign; e4m3fn has no infinity.
             rule = f"must be finite: {advice}"
-            _demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", rule)
+            demand(layer.weight, lambda x: x.view(torch.uint8) & 0x7F != 0x7F, "weight", rule)
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
         """Return the scales as products take them, where the parameters differ from that.
@@ -159,7 +159,7 @@ class EightBitMethod(QuantizeMethod):
         return self.scheme.for_matmul(layer.weight, getattr(layer, self.scheme.scale_name))
 
 
-def _demand(
+def demand(
     parameter: nn.Parameter, valid: Callable[[torch.Tensor], torch.Tensor], name: str, rule: str
 ) -> None:
     """Raise ``WeightReadError`` with the first number of ``parameter`` that is not valid.

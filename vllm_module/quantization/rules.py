@@ -12,6 +12,11 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import shorten
+from vllm_module.quantization.bitsandbytes import (
+    BitsAndBytes4BitMethod,
+    BitsAndBytes8BitMethod,
+    OnlineNF4Method,
+)
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import MXFP4Method
 from vllm_module.quantization.scheme import ONLINE, Activations, Scheme
@@ -100,7 +105,8 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
         if asked == "compressed-tensors":
             raise UnsupportedModelError(
                 "quantization 'compressed-tensors' was asked for, but config.json has no "
-                f"quantization_config: to quantize while loading, ask for one of {_names(ONLINE)}"
+                f"quantization_config: to quantize while loading, ask for one of {_names(ONLINE)}, "
+                "bitsandbytes"
             )
         return None if asked is None else online_rules(asked)
     if not isinstance(stored, Mapping):
@@ -127,9 +133,10 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
     if isinstance(asked, str):
         name: Any = "fp8_per_tensor" if asked == "fp8" else asked
         asked = QuantizationConfig(scheme=name)
-    schemes = {
+    schemes: dict[str, Scheme | QuantizeMethod] = {
         name: replace(scheme, block=asked.weight_block_size) for name, scheme in ONLINE.items()
     }
+    schemes["bitsandbytes"] = OnlineNF4Method()
     rules: list[Rule] = [
         (_target(target), None if name == "none" else schemes[name])
         for target, name in asked.overrides.items()
@@ -194,6 +201,54 @@ def _mxfp4(stored: Mapping[str, Any]) -> Rules:
         for target in config.modules_to_not_convert or ()
     ]
     return Rules((*rules, ("experts", MXFP4Method())))
+
+
+class _BitsAndBytes(BaseModel):
+    """``quant_method: bitsandbytes``, as transformers writes it.
+
+    What inputs are computed in (``bnb_4bit_compute_dtype``) and which of them are outliers
+    (``llm_int8_threshold``) does not change the weights.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_quant_storage: str | None = None
+    llm_int8_has_fp16_weight: bool = False
+    llm_int8_skip_modules: list[str] | None = None
+    modules_to_not_convert: list[str] | None = None
+
+
+def _bitsandbytes(stored: Mapping[str, Any]) -> Rules:
+    try:
+        config = _BitsAndBytes(**stored)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    if config.load_in_4bit == config.load_in_8bit:
+        got = f"both {str(config.load_in_4bit).lower()}"
+        raise _unsupported("load_in_4bit and load_in_8bit", "one of them to be true", got)
+    storage = config.bnb_4bit_quant_storage
+    if config.load_in_4bit and storage not in (None, "uint8"):
+        raise _unsupported("bnb_4bit_quant_storage", "uint8", storage)
+    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
+        raise _unsupported("llm_int8_has_fp16_weight", "false", "true: weights in full precision")
+    method: QuantizeMethod = BitsAndBytes8BitMethod()
+    if config.load_in_4bit:
+        nested = config.bnb_4bit_use_double_quant
+        method = BitsAndBytes4BitMethod(config.bnb_4bit_quant_type, nested=nested)
+    skipped = [*(config.llm_int8_skip_modules or ()), *(config.modules_to_not_convert or ())]
+    if config.llm_int8_skip_modules is None:
+        skipped.append("lm_head")  # transformers leaves it out unless it is given a list
+    return Rules((*((_part_of_name(target), None) for target in skipped), (EVERY_LAYER, method)))
+
+
+def _part_of_name(target: str) -> str:
+    """Return a target for an entry that transformers takes for a pattern, if it looks like one."""
+    is_pattern = re.search(r"[*+?\\[\](){}|^$]", target)
+    return _target(rf"re:(?:{target})(\.|\Z)" if is_pattern else target)
 
 
 def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
@@ -274,7 +329,12 @@ def _invalid(error: Exception) -> CheckpointFormatError:
     return CheckpointFormatError(f"quantization_config of config.json is invalid: {error}"[:1000])
 
 
-_STORED = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
+_STORED = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+}
 
 
 def _target(target: str) -> str:
