@@ -55,7 +55,7 @@ def unpack(words: torch.Tensor, packing: Packing) -> torch.Tensor:
         places = order or range(width // bits)
         shifts = torch.tensor([place * bits for place in places], device=words.device)
         codes = (words.unsqueeze(-1) >> shifts.to(words.dtype)) & ((1 << bits) - 1)
-        return codes.to(torch.uint8).reshape(rows, -1)
+        return codes.to(torch.uint8).flatten(1)  # also of no rows
     # A code may lie in two words, so a period of whole words is taken as one stream of bits.
     bytes_of = words.contiguous().view(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=words.device)

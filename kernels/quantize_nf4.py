@@ -57,11 +57,11 @@ def quantize_nf4(
     expect("absmax", absmax, (rows, columns // blocksize), (torch.float32,), wide)
     expect_writable("packed", packed)
     expect_writable("absmax", absmax)
-    blocks = wide.float().reshape(rows, -1, blocksize)
+    blocks = wide.float().contiguous().view(rows, columns // blocksize, blocksize)
     torch.amax(blocks.abs(), -1, out=absmax)
     # By the reciprocal: a quotient would round to another code where two are as near.
     values = (blocks * (1.0 / absmax.clamp(min=_TINY)).unsqueeze(-1)).clamp_(-1, 1)
     levels = torch.tensor(NF4, device=wide.device)
     codes = torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True)
-    codes = codes.to(torch.uint8).view(rows, -1, 2)
+    codes = codes.to(torch.uint8).view(rows, columns // 2, 2)
     torch.bitwise_or(codes[..., 0] << 4, codes[..., 1], out=packed)

@@ -29,7 +29,12 @@ LAYERS = SUBJECTS["LAYERS"]
 
 
 # With many tensors each; "make laws" tries them as often as the others.
-LARGE = ("experts", "quantized experts", "layouts quantized while loading")
+LARGE = (
+    "experts",
+    "quantized experts",
+    "layouts quantized while loading",
+    "quantized to NF4 while loading",
+)
 
 
 @pytest.fixture

@@ -15,12 +15,14 @@ from vllm_module import ModelConfig, get_model
 from vllm_module.distributed import expert_parallel, run_ranks, tensor_parallel
 from vllm_module.errors import WeightLoadError
 from vllm_module.layers import (
+    ColumnParallelLinear,
     FusedMoE,
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
 )
 from vllm_module.model_source import build_model, read_config
+from vllm_module.parameters import Dim, Slot
 from vllm_module.quantization import QuantizableLayer, rules_for
 from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, BitsAndBytes8BitMethod
 from vllm_module.testing.checkpoints import assert_same_state, state
@@ -281,6 +283,24 @@ def test_padding_multiplies_to_zero() -> None:
         head.load_weights(tensors)
         plain.load_weights({"weight": wide})
         assert torch.equal(head.quant_method.full_precision(head), plain.weight.data)
+
+    run_ranks(2, work)
+
+
+def test_padding_between_slots_multiplies_to_zero() -> None:
+    """Slots that are stored as one tensor only may be padded too, the first one in the middle."""
+    tensors, wide = bnb.quantized(torch.randn(140, 64), "nf4-nested")
+
+    def build(size: int) -> ColumnParallelLinear:
+        slots = tuple(Slot(name, 70, size, 72) for name in ("a", "b"))
+        return ColumnParallelLinear(64, 140, bias=False, output=Dim(slots, 1))
+
+    def work(rank: int) -> None:
+        layer, plain = build(2), build(2)
+        layer.quantize(BitsAndBytes4BitMethod("nf4", nested=True))
+        layer.load_weights(tensors)
+        plain.load_weights({"weight": wide})
+        assert torch.equal(layer.quant_method.full_precision(layer), plain.weight.data)
 
     run_ranks(2, work)
 

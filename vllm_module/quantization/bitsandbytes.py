@@ -102,7 +102,7 @@ class _FourBitMethod(QuantizeMethod):
             dtype,
             codebook=layer.get_buffer("codebook"),
         )
-        return weight.view(*words.shape[:-1], -1)
+        return weight.view(*words.shape[:-1], 2 * words.shape[-1])
 
 
 class BitsAndBytes4BitMethod(_FourBitMethod):
@@ -177,6 +177,8 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
         scales = ("nested_absmax", "nested_quant_map") if self.nested else ("absmax",)
         for name in ("quant_map", *scales):
             demand(layer.get_parameter(name), torch.isfinite, f"weight.{name}", rule)
+        if self.nested:
+            self._check_range(layer, states)
         maps = _table(layer, "quant_map").data.view(-1, _CODES)
         if bool((maps != maps[:1]).any()):
             raise WeightReadError(
@@ -193,6 +195,18 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
                     f"{where}: the checkpoint stores the layer as one tensor, and the "
                     f"{slot.size * blocks} scales of {slot.name} end inside a block of "
                     f"{NESTED_BLOCKSIZE}: quantize its parts by themselves"
+                )
+
+    def _check_range(self, layer: QuantizableLayer, states: Mapping[str, QuantState]) -> None:
+        """Refuse scales that may be beyond float32, though what they are computed from is not."""
+        nested, values = layer.get_parameter("nested_absmax"), _table(layer, "nested_quant_map")
+        assert isinstance(nested, BasevLLMParameter)
+        for slot, state in states.items():
+            most = nested.region(slot).abs().amax() * values.tables(slot).abs().amax()
+            if not bool((most + abs(state.nested_offset or 0.0)).isfinite()):
+                raise WeightReadError(
+                    f"{_named('weight.absmax', slot)} stands for scales beyond float32, by its "
+                    f"nested_absmax, nested_quant_map and nested_offset: {_ADVICE}"
                 )
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
@@ -229,7 +243,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
                 read_into(source, target)
             largest = nested.region(slot).flatten()[numbers.region(slot)]
             own = values.tables(slot)[0][absmax.region(slot).int()] * largest
-            scales.region(slot).copy_(own + state.nested_offset)
+            scales.region(slot).copy_(own + (state.nested_offset or 0.0))
         scales.zero_padding()
         return scales.data
 

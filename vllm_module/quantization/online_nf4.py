@@ -83,9 +83,10 @@ class QuantizeNF4:
         packed, absmax = module.weight, module.get_parameter("absmax")
         levels = torch.tensor(NF4, device=packed.device)
         words, scales = packed.flatten(0, -2), absmax.flatten(0, -2)
-        float32 = torch.float32
-        wide = dequantize_packed(words, scales, PACKING, self._blocksize, float32, codebook=levels)
-        return wide.view(*packed.shape[:-1], -1)
+        wide = dequantize_packed(
+            words, scales, PACKING, self._blocksize, torch.float32, codebook=levels
+        )
+        return wide.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
     def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
         """Return how far each number of ``stored`` is from the nearest that a code stands for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import torch
@@ -27,7 +26,7 @@ class QuantState(BaseModel):
     shape: list[_Count]
     nested_blocksize: _Count | None = None
     nested_dtype: str | None = None
-    nested_offset: float = 0.0
+    nested_offset: float | None = None
 
     @classmethod
     def parse(cls, stored: torch.Tensor, where: str) -> QuantState:
@@ -61,6 +60,8 @@ class QuantState(BaseModel):
             "nested_blocksize": [NESTED_BLOCKSIZE if nested else None],
             "nested_dtype": ["float32" if nested else None],
         }
+        if nested and self.nested_offset is None:
+            raise WeightReadError(f"{where}: nested_offset is missing. {_ADVICE}")
         for entry, values in expected.items():
             got = getattr(self, entry)
             if got not in values:
@@ -69,7 +70,3 @@ class QuantState(BaseModel):
                     f"{where}: {entry} is {str(got)[:100]}, expected {wanted}: check that "
                     "config.json and the weights belong together, or quantize the checkpoint again"
                 )
-        if math.isinf(torch.tensor(self.nested_offset, dtype=torch.float32).item()):
-            raise WeightReadError(
-                f"{where}: nested_offset is {self.nested_offset:g}, beyond float32. {_ADVICE}"
-            )
