@@ -104,6 +104,7 @@ OnlineScheme = Literal[
     "fp8_per_block",
     "int8_per_channel_weight_only",
     "int4_per_group",
+    "bitsandbytes",
 ]
 
 
@@ -142,8 +143,9 @@ class ModelConfig(_Closed):
         revision: branch, tag or commit of the hub repository.
         dtype: of the parameters, as a name or a ``torch.dtype``. ``"auto"`` is the checkpoint's.
         quantization: how to quantize while loading: the name of a scheme (``"fp8"`` is per tensor)
-            or a ``QuantizationConfig``. A quantized checkpoint needs none; for it, ``"fp8"``,
-            ``"compressed-tensors"``, ``"gptq"`` or ``"awq"`` only checks that it has this format.
+            or a ``QuantizationConfig``; ``"bitsandbytes"`` is NF4 in blocks of 64. A quantized
+            checkpoint needs none; for it, ``"fp8"``, ``"compressed-tensors"``, ``"gptq"``,
+            ``"awq"`` or ``"bitsandbytes"`` only checks that it has this format.
         max_model_len: most tokens of a sequence; the limit of ``config.json`` unless given.
         hf_overrides: entries that replace those of ``config.json``.
         download_dir: where a model of the hub is kept, instead of the hub's own cache.

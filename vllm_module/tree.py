@@ -203,11 +203,24 @@ class Location(NamedTuple):
 
     def stored_name(self, slot: str) -> str:
         """Return the name that a checkpoint has for ``slot`` of this tensor."""
-        parent = self.node.parent
+        parent, attr = self.node.parent, self._stored_attr
         if slot:
-            return f"{parent.path if parent else ''}{slot}.{self.attr}"
+            return f"{parent.path if parent else ''}{slot}.{attr}"
         beside = self.node.stored_beside.get(self.attr)
-        return self.path if beside is None or parent is None else parent.path + beside
+        return self.node.path + attr if beside is None or parent is None else parent.path + beside
+
+    @property
+    def _stored_attr(self) -> str:
+        """The name relative to the module: an alias below another tensor, ``"weight.absmax"``.
+
+        A module has no such attribute, so only a checkpoint that another library wrote has it.
+        """
+        module: Any = self.node.module
+        for alias, target in getattr(module, "weight_aliases", {}).items():
+            above, dot, _ = alias.partition(".")
+            if dot and target == self.attr and above in module._parameters:
+                return str(alias)
+        return self.attr
 
 
 def loads_itself(module: nn.Module) -> bool:

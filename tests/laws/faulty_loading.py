@@ -348,6 +348,18 @@ def truncated(quantize: Any, values: Any, quantized: Any, scale: Any, block: Any
         quantized.copy_((values.float() / of_each[:rows, :columns]).trunc())
 
 
+def codes_swapped(quantize_nf4: Any, wide: Any, packed: Any, absmax: Any, blocksize: int) -> None:
+    quantize_nf4(wide, packed, absmax, blocksize)
+    packed.copy_((packed >> 4) | (packed << 4))
+
+
+def scales_of_another_row(
+    quantize_nf4: Any, wide: Any, packed: Any, absmax: Any, blocksize: int
+) -> None:
+    quantize_nf4(wide, packed, absmax, blocksize)
+    absmax.copy_(absmax.roll(1, 0))
+
+
 def scales_left_on_meta(finish: Any, load: Load) -> None:
     finish(load)
     kinds = PerTensorScaleParameter | ChannelQuantScaleParameter | BlockQuantScaleParameter

@@ -43,7 +43,14 @@ from vllm_module.layers import (
     SwigluOAIAndMul,
     VocabParallelEmbedding,
 )
-from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, Scheme
+from vllm_module.quantization import (
+    ONLINE,
+    EightBitMethod,
+    QuantizableLayer,
+    QuantizeMethod,
+    Scheme,
+)
+from vllm_module.quantization.bitsandbytes import OnlineNF4Method
 from vllm_module.registry import model_class
 from vllm_module.testing import (
     HeadLayout,
@@ -232,11 +239,11 @@ class Summed(vLLMModule):
 def quantized(build: Callable[..., vLLMModule]) -> Callable[..., vLLMModule]:
     """Return a function that builds a block with all of its layers quantized by one scheme."""
 
-    def quantize(scheme: Scheme, **arguments: Any) -> vLLMModule:
+    def quantize(scheme: Scheme | QuantizeMethod, **arguments: Any) -> vLLMModule:
         module = build(**arguments)
         for layer in module.modules():
             if isinstance(layer, QuantizableLayer):
-                layer.quantize(EightBitMethod(scheme))
+                layer.quantize(EightBitMethod(scheme) if isinstance(scheme, Scheme) else scheme)
         return module
 
     return quantize
@@ -578,6 +585,17 @@ LAYERS: dict[str, Subject] = {
         },
         packed.x_of,
         takes=packed.takes,
+    ),
+    "quantized to NF4 while loading": Subject(
+        quantized(MLP),
+        {
+            "scheme": OnlineNF4Method(2),
+            "inner": st.sampled_from([8, 16, 24]),
+            "bias": st.booleans(),
+            "act": SiluAndMul,
+        },
+        x_of(6),
+        takes=lambda size, inner, **arguments: inner % (2 * size) == 0,
     ),
     "experts": Subject(
         Experts,

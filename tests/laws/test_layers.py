@@ -33,6 +33,7 @@ LARGE = {
     "experts": 15,
     "quantized experts": 15,
     "layouts quantized while loading": 15,
+    "quantized to NF4 while loading": 8,
     "packed": 8,
     "packed while loading": 6,
     "packed experts": 6,

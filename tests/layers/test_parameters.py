@@ -21,6 +21,7 @@ from vllm_module.parameters import (
     Experts,
     ModelWeightParameter,
     PerTensorScaleParameter,
+    PerTensorTableParameter,
     Slot,
 )
 from vllm_module.testing import parameter_layouts, tp_sizes
@@ -171,8 +172,11 @@ def test_only_the_checkpoints_own_shape_is_accepted(cls: type, data: st.DataObje
         for dim in range(len(shape)):
             for change in (-1, 1, shape[dim]):
                 wrong.append([*shape[:dim], shape[dim] + change, *shape[dim + 1 :]])
+        own = [[1]] if cls is PerTensorScaleParameter else [shape]
+        if isinstance(parameter, PerTensorTableParameter):  # one for all slots, or shorter
+            own += [[length] for length in range(1, parameter.length + 1)]
         for other in wrong:
-            if other != shape and (cls is not PerTensorScaleParameter or other != [1]):
+            if other not in (shape, *own):
                 assert not parameter.accepts(slot, torch.Size(other)), other
 
 

@@ -40,6 +40,7 @@ class Quantization(str, Enum):
     compressed_tensors = "compressed-tensors"
     gptq = "gptq"
     awq = "awq"
+    bitsandbytes = "bitsandbytes"
 
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from vllm_module.parameters.classes import (
     RowvLLMParameter,
 )
 from vllm_module.parameters.dim import Dim, Experts, Shard, Slot
+from vllm_module.parameters.flattened import FlattenedParameter, PerTensorTableParameter
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
 from vllm_module.parameters.stored_order import Reordered, StoredOrder
 
@@ -29,12 +30,14 @@ __all__ = [
     "Common",
     "Dim",
     "Experts",
+    "FlattenedParameter",
     "GroupQuantScaleParameter",
     "ModelWeightParameter",
     "PackedColumnParameter",
     "PackedModelWeightParameter",
     "PackedvLLMParameter",
     "PerTensorScaleParameter",
+    "PerTensorTableParameter",
     "Piece",
     "Reordered",
     "RowvLLMParameter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from vllm_module.weights import Weight, read_into
 
@@ -20,15 +21,26 @@ class StoredOrder(NamedTuple):
             each slot, and how many zeros follow each slot in the parameter.
         pairs: the dimension and the size of its runs whose halves alternate.
         transposed: whether the last two dimensions are swapped.
+        flat: of a matrix that is stored as a vector, after how many other dimensions it is, the
+            entries of a row, and which of them are kept, as their start and number.
+        filled: the length that zeros fill a vector to.
 
     """
 
     groups: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
     pairs: tuple[int, int] | None = None
     transposed: bool = False
+    flat: tuple[int, int, int, int] | None = None
+    filled: int = 0
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """Return ``stored`` in the order of the parameter; groups and pairs take a copy each."""
+        if self.filled:
+            return F.pad(stored, (0, self.filled - len(stored)))
+        if self.flat is not None:
+            count, entries, first, length = self.flat
+            rows = stored.reshape(*stored.shape[:count], -1, entries)
+            stored = rows.narrow(-1, first, length)
         if self.groups is not None:
             dim, shares, padding = self.groups
             before, after = stored.shape[:dim], stored.shape[dim + 1 :]

@@ -7,6 +7,7 @@ from torch import nn
 
 from vllm_module.errors import ShardingError, UnsupportedModelError
 from vllm_module.module import vLLMModule
+from vllm_module.quantization.bitsandbytes import OnlineNF4Method
 from vllm_module.quantization.eight_bit import EightBitMethod
 from vllm_module.quantization.kv_cache import QuantizableKVCache
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
@@ -58,7 +59,9 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
             layers[path].quantize(methods[scheme])
         except ShardingError as error:
             advice = ""
-            if isinstance(scheme, Scheme) and scheme.online:
+            if isinstance(scheme, OnlineNF4Method):
+                advice = ". Leave the layer out (ignore), or take another scheme"
+            elif isinstance(scheme, Scheme) and scheme.online:
                 advice = (
                     ". Leave the layer out (ignore), or take another weight_block_size or scheme"
                 )

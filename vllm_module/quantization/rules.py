@@ -14,6 +14,11 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import shorten
+from vllm_module.quantization.bitsandbytes import (
+    BitsAndBytes4BitMethod,
+    BitsAndBytes8BitMethod,
+    OnlineNF4Method,
+)
 from vllm_module.quantization.gguf import GGUFMethod
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import MXFP4Method
@@ -149,6 +154,7 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
 
 # Online schemes that have a method of their own.
 _ONLINE_METHODS: dict[str, Callable[[QuantizationConfig], QuantizeMethod]] = {
+    "bitsandbytes": lambda asked: OnlineNF4Method(),
     "int4_per_group": lambda asked: OnlinePackedMethod(group_size=asked.group_size),
 }
 
@@ -207,6 +213,54 @@ def _mxfp4(stored: Mapping[str, Any]) -> Rules:
         for target in config.modules_to_not_convert or ()
     ]
     return Rules((*rules, ("experts", MXFP4Method())))
+
+
+class _BitsAndBytes(BaseModel):
+    """``quant_method: bitsandbytes``, as transformers writes it.
+
+    What inputs are computed in (``bnb_4bit_compute_dtype``) and which of them are outliers
+    (``llm_int8_threshold``) does not change the weights.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_quant_storage: str | None = None
+    llm_int8_has_fp16_weight: bool = False
+    llm_int8_skip_modules: list[str] | None = None
+    modules_to_not_convert: list[str] | None = None
+
+
+def _bitsandbytes(stored: Mapping[str, Any]) -> Rules:
+    try:
+        config = _BitsAndBytes(**stored)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    if config.load_in_4bit == config.load_in_8bit:
+        got = f"both {str(config.load_in_4bit).lower()}"
+        raise _unsupported("load_in_4bit and load_in_8bit", "one of them to be true", got)
+    storage = config.bnb_4bit_quant_storage
+    if config.load_in_4bit and storage not in (None, "uint8"):
+        raise _unsupported("bnb_4bit_quant_storage", "uint8", storage)
+    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
+        raise _unsupported("llm_int8_has_fp16_weight", "false", "true: weights in full precision")
+    method: QuantizeMethod = BitsAndBytes8BitMethod()
+    if config.load_in_4bit:
+        nested = config.bnb_4bit_use_double_quant
+        method = BitsAndBytes4BitMethod(config.bnb_4bit_quant_type, nested=nested)
+    skipped = [*(config.llm_int8_skip_modules or ()), *(config.modules_to_not_convert or ())]
+    if config.llm_int8_skip_modules is None:
+        skipped.append("lm_head")  # transformers leaves it out unless it is given a list
+    return Rules((*((_part_of_name(target), None) for target in skipped), (EVERY_LAYER, method)))
+
+
+def _part_of_name(target: str) -> str:
+    """Return a target for an entry that transformers takes for a pattern, if it looks like one."""
+    is_pattern = re.search(r"[*+?\\[\](){}|^$]", target)
+    return _target(rf"re:(?:{target})(\.|\Z)" if is_pattern else target)
 
 
 def _compressed_tensors(stored: Mapping[str, Any]) -> Rules:
@@ -397,8 +451,9 @@ _STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "mxfp4": _mxfp4,
     "gptq": _packed(gptq_rules),
     "awq": _packed(awq_rules),
+    "bitsandbytes": _bitsandbytes,
 }
-_STORED_ONLY = _STORED.keys() - {"fp8"}  # which a user may ask for while loading
+_STORED_ONLY = _STORED.keys() - {"fp8", "bitsandbytes"}  # which a user may ask for while loading
 
 
 def _target(target: str) -> str:

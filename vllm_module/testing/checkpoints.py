@@ -17,7 +17,7 @@ from torch import nn
 
 from vllm_module.conversions import Conversion
 from vllm_module.module import vLLMModule
-from vllm_module.parameters import BasevLLMParameter
+from vllm_module.parameters import BasevLLMParameter, FlattenedParameter
 from vllm_module.tree import locations
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -172,6 +172,8 @@ def _fused(path: str, whole: str, parameter: BasevLLMParameter) -> Fused:
         if parameter.transposed and stored >= -2:
             stored = -3 - stored
         names.append(declared.names)
+        if isinstance(parameter, FlattenedParameter):
+            stored = -2 if parameter.column else -1
         dims.append(None if parameter.experts is not None and dim == 0 else stored)
     return Fused(path, whole, tuple(names), tuple(dims))
 

@@ -127,6 +127,10 @@ class WatchedHandle:
         part = self._tensor.narrow(dim, start, length)
         return WatchedHandle(part, self._name, tuple(begin), self._watch)
 
+    def view(self, shape: torch.Size) -> WatchedHandle:
+        """Return a handle of the whole tensor, with another shape."""
+        return WatchedHandle(self._tensor.view(shape), self._name, (0,) * len(shape), self._watch)
+
     def read_into(self, destination: torch.Tensor) -> None:
         """Read, and record it."""
         self._watch.routed &= self._watch.given_out

@@ -6,7 +6,7 @@ Every strategy shrinks towards the simplest case: one rank, one head, the fewest
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +26,14 @@ from vllm_module.parameters import (
     ColumnvLLMParameter,
     Dim,
     Experts,
+    FlattenedParameter,
     GroupQuantScaleParameter,
     ModelWeightParameter,
     PackedColumnParameter,
     PackedModelWeightParameter,
     PackedvLLMParameter,
     PerTensorScaleParameter,
+    PerTensorTableParameter,
     RowvLLMParameter,
     Slot,
 )
@@ -279,6 +281,7 @@ def _outputs(
 
 _PACKED = st.sampled_from([torch.int32, torch.uint8])
 _SCALES = st.sampled_from([torch.float32, torch.bfloat16])
+_TABLES = st.sampled_from([torch.float32, torch.uint8])
 _FACTORS = st.sampled_from([2, 8])
 _WEIGHTS = st.one_of(
     dtypes(), st.sampled_from([torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool])
@@ -314,6 +317,14 @@ _LAYOUTS: Mapping[type[BasevLLMParameter], st.SearchStrategy[ParameterLayout]] =
         lambda factor: _outputs(PackedColumnParameter, _PACKED, factor, packed_factor=factor)
     ),
     PerTensorScaleParameter: _outputs(PerTensorScaleParameter, _SCALES),
+    PerTensorTableParameter: st.tuples(st.sampled_from([1, 3]), st.booleans()).flatmap(
+        lambda drawn: _outputs(PerTensorTableParameter, _TABLES, length=drawn[0], shorter=drawn[1])
+    ),
+    FlattenedParameter: st.booleans().flatmap(
+        lambda column: _weights(FlattenedParameter, _TABLES, (1, 2)).map(
+            lambda layout: replace(layout, entries={"column": column})  # never transposed
+        )
+    ),
     ChannelQuantScaleParameter: _outputs(ChannelQuantScaleParameter, _SCALES),
     GroupQuantScaleParameter: st.sampled_from([2, 32]).flatmap(
         lambda size: _weights(

@@ -219,6 +219,22 @@ class FileHandle:
         cut = self._cut or length < size
         return FileHandle(self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut)
 
+    def view(self, shape: torch.Size) -> FileHandle:
+        """Return the same elements, in their order, as a handle of another shape.
+
+        Raises ``ValueError`` if it has another number of elements, or they do not follow each other
+        in the file.
+        """
+        strides = _strides(self.shape, self.dtype.itemsize)
+        sizes = zip(self.shape, self._strides, strides, strict=True)
+        in_order = all(size == 1 or one == other for size, one, other in sizes)
+        if shape.numel() != self.shape.numel() or not in_order:
+            raise ValueError(f"{self}: {list(shape)} is no view of it")
+        strides = _strides(shape, self.dtype.itemsize)
+        return FileHandle(
+            self.file_bytes, self.name, self.dtype, shape, strides, self._offset, self._cut
+        )
+
     def is_read_directly(self, destination: torch.Tensor) -> bool:
         """Whether the file's bytes are read straight into ``destination``.
 
@@ -264,6 +280,11 @@ class FileHandle:
         raise AttributeError(
             f"a weight that is not read yet has no attribute {attribute!r}{advice}"
         )
+
+
+def _strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
+    """Return the strides, in bytes, of elements that follow each other in the order of a tensor."""
+    return tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def check_destination(shape: torch.Size, destination: torch.Tensor, what: object) -> None:

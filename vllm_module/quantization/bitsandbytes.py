@@ -1,0 +1,389 @@
+"""Weights as bitsandbytes stores them: NF4 and FP4 in blocks of a row, and int8 per channel.
+
+Its 4-bit tensors are those of the weight, flat and cut into blocks: two codes a byte, the first one
+in the high bits, a scale for each block, and the value of each code. Nested, a scale is a code too:
+the quantized scales have blocks, scales and values of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from vllm_module.conversions import Conversion
+from vllm_module.errors import UnsupportedModelError, WeightReadError
+from vllm_module.kernels.grouped_matmul import grouped_matmul
+from vllm_module.kernels.packed_matmul import packed_matmul
+from vllm_module.kernels.packed_words import dequantize_packed
+from vllm_module.kernels.quantize_nf4 import NF4, PACKING
+from vllm_module.kernels.scaled_matmul import scaled_matmul
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    ColumnvLLMParameter,
+    Dim,
+    FlattenedParameter,
+    ModelWeightParameter,
+    PackedModelWeightParameter,
+    PerTensorScaleParameter,
+    PerTensorTableParameter,
+    Slot,
+)
+from vllm_module.quantization.demand import demand
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.online_nf4 import QuantizeNF4
+from vllm_module.quantization.quant_state import LONGEST, NESTED_BLOCKSIZE, QuantState
+from vllm_module.weights import read_into
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_ADVICE = "quantize the checkpoint again"
+_CODES = 16
+_online = lru_cache(maxsize=64)(QuantizeNF4)  # layers alike share it
+
+
+class _FourBitMethod(QuantizeMethod):
+    """A weight of packed codes ``[output, input / 2]``, and ``absmax [output, input / blocksize]``.
+
+    Args:
+        blocksize: inputs in a row that share a scale. A tensor's blocks must divide its rows, and a
+            rank's part of them.
+
+    """
+
+    processes = True
+    replaceable = True
+    buffer_names: tuple[str, ...] = ("codebook",)
+
+    def __init__(self, blocksize: int = 64) -> None:
+        self.blocksize = blocksize
+
+    def scales(self, layer: QuantizableLayer) -> torch.Tensor:
+        """Return the scale of each block, float32 ``[output, input / blocksize]``."""
+        return layer.get_parameter("absmax")
+
+    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+        return self._dequantized(layer, layer.params_dtype)
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return packed_matmul(
+            x,
+            layer.weight,
+            self.scales(layer),
+            PACKING,
+            self.blocksize,
+            codebook=layer.get_buffer("codebook"),
+            bias=bias,
+        )
+
+    def apply_experts(
+        self,
+        layer: QuantizableLayer,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        top_k: int,
+    ) -> torch.Tensor:
+        """Multiply by the weights of all experts of the layer, dequantized for this product."""
+        weight = self._dequantized(layer, x.dtype)
+        return grouped_matmul(x, weight, offsets, bias=bias, rows=rows, top_k=top_k)
+
+    def _dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
+        words, scales = layer.weight, self.scales(layer)
+        weight = dequantize_packed(
+            words.flatten(0, -2),
+            scales.flatten(0, -2),
+            PACKING,
+            self.blocksize,
+            dtype,
+            codebook=layer.get_buffer("codebook"),
+        )
+        return weight.view(*words.shape[:-1], 2 * words.shape[-1])
+
+
+class BitsAndBytes4BitMethod(_FourBitMethod):
+    """A weight that is stored in NF4 or FP4.
+
+    A checkpoint stores ``[output, input]``, even if it stores another order in full precision.
+
+    Args:
+        quant_type: of the codes. Their values are the checkpoint's own; it is only compared.
+        nested: whether the scales are quantized too.
+        blocksize: inputs in a row that share a scale.
+
+    """
+
+    def __init__(
+        self, quant_type: Literal["nf4", "fp4"], *, nested: bool, blocksize: int = 64
+    ) -> None:
+        super().__init__(blocksize)
+        self.quant_type, self.nested = quant_type, nested
+        names: tuple[str, ...] = ("absmax", "quant_map")
+        if nested:
+            names += ("nested_absmax", "nested_quant_map")
+            self.buffer_names += ("scales",)
+        self.parameter_names = ("weight", *names, "quant_state")
+        self.weight_aliases = {f"weight.{name}": name for name in names}
+        other = {"nf4": "fp4", "fp4": "nf4"}[quant_type]  # is refused for what it says
+        self.weight_aliases |= {_STATE + each: "quant_state" for each in (quant_type, other)}
+
+    def __str__(self) -> str:
+        nested = ", nested" if self.nested else ""
+        return f"bitsandbytes {self.quant_type} in blocks of {self.blocksize}{nested}"
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return ``weight``, ``absmax``, and what each slot has: the values, and ``quant_state``.
+
+        Raises ``ShardingError`` where a row or a shard of the input ends inside a block.
+        """
+        if layer.experts is not None and layer.experts.together:
+            raise UnsupportedModelError(
+                "experts that are stored as one tensor, which bitsandbytes does not quantize"
+            )
+        output, blocks = layer.output, layer.input.in_units(self.blocksize, "scale block")
+        common, tables = layer.common(torch.uint8), layer.common(torch.float32)
+        created: dict[str, BasevLLMParameter] = {
+            "weight": FlattenedParameter(
+                output, layer.input.in_units(2, "packed element"), column=True, **common
+            ),
+            "absmax": FlattenedParameter(
+                output, blocks, column=False, **(common if self.nested else tables)
+            ),
+            "quant_map": PerTensorTableParameter(output, length=_CODES, **tables),
+            "quant_state": PerTensorTableParameter(output, length=LONGEST, shorter=True, **common),
+        }
+        if self.nested:
+            created["nested_absmax"] = ColumnvLLMParameter(_nested(output, blocks), **tables)
+            created["nested_quant_map"] = PerTensorTableParameter(output, length=256, **tables)
+        return created
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Raise ``WeightReadError`` for tensors that do not belong together or are not finite."""
+        states, absmax = self._states(layer), _flattened(layer, "absmax")
+        rows, columns = layer.output.slots, layer.input.size
+        for slot, state in states.items():
+            shapes = [[layer.output.size, columns]]
+            if (at := absmax.slots[slot][-2]) is not None:
+                shapes.insert(0, [rows[at].size, columns])
+            where = _named("weight.quant_state", slot)
+            state.check(where, self.quant_type, self.blocksize, shapes, self.nested)
+            if self.nested and state.shape != shapes[0]:
+                self._check_edges(layer, where)
+        rule = f"must be finite: {_ADVICE}"
+        scales = ("nested_absmax", "nested_quant_map") if self.nested else ("absmax",)
+        for name in ("quant_map", *scales):
+            demand(layer.get_parameter(name), torch.isfinite, f"weight.{name}", rule)
+        if self.nested:
+            self._check_range(layer, states)
+        maps = _table(layer, "quant_map").data.view(-1, _CODES)
+        if bool((maps != maps[:1]).any()):
+            raise WeightReadError(
+                "weight.quant_map has values that differ between the slots or experts of the "
+                f"layer, which are multiplied at once and need the same ones: {_ADVICE}"
+            )
+
+    def _check_edges(self, layer: QuantizableLayer, where: str) -> None:
+        """Refuse slots stored as one tensor if a block of nested scales crosses an edge."""
+        blocks = layer.input.size // self.blocksize
+        for slot in layer.output.slots[:-1]:
+            if slot.size * blocks % NESTED_BLOCKSIZE:
+                raise WeightReadError(
+                    f"{where}: the checkpoint stores the layer as one tensor, and the "
+                    f"{slot.size * blocks} scales of {slot.name} end inside a block of "
+                    f"{NESTED_BLOCKSIZE}: quantize its parts by themselves"
+                )
+
+    def _check_range(self, layer: QuantizableLayer, states: Mapping[str, QuantState]) -> None:
+        """Refuse scales that may be beyond float32, though what they are computed from is not."""
+        nested, values = layer.get_parameter("nested_absmax"), _table(layer, "nested_quant_map")
+        assert isinstance(nested, BasevLLMParameter)
+        for slot, state in states.items():
+            most = nested.region(slot).abs().amax() * values.tables(slot).abs().amax()
+            if not bool((most + abs(state.nested_offset or 0.0)).isfinite()):
+                raise WeightReadError(
+                    f"{_named('weight.absmax', slot)} stands for scales beyond float32, by its "
+                    f"nested_absmax, nested_quant_map and nested_offset: {_ADVICE}"
+                )
+
+    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
+        """Return the values of the codes, float32 ``[16]``, and the scales if they are nested."""
+        maps = _table(layer, "quant_map").data.view(-1, _CODES)
+        codebook = maps[0] if len(maps) else maps.new_zeros(_CODES)  # a rank may have no experts
+        if not self.nested:
+            return {"codebook": codebook}
+        return {"codebook": codebook, "scales": self._unnested(layer)}
+
+    def scales(self, layer: QuantizableLayer) -> torch.Tensor:
+        return layer.get_buffer("scales") if self.nested else super().scales(layer)
+
+    def _unnested(self, layer: QuantizableLayer) -> torch.Tensor:
+        """Return the scales, float32; those of padding are zero."""
+        absmax, values = _flattened(layer, "absmax"), _table(layer, "nested_quant_map")
+        if absmax.is_meta:
+            return absmax.new_empty(absmax.shape, dtype=torch.float32)
+        nested = layer.get_parameter("nested_absmax")
+        assert isinstance(nested, BasevLLMParameter)
+        # For each scale the number of its block, cut and put in order as scales are.
+        scales, numbers = (
+            FlattenedParameter(
+                *absmax.dims[-2:], column=False, **layer.common(dtype)
+            ).materialize_on(absmax.device)
+            for dtype in (torch.float32, torch.int32)
+        )
+        for slot, state in self._states(layer).items():
+            if not absmax.region(slot).numel():  # this rank has only padding of it
+                continue
+            count = absmax.checkpoint_shape(slot).numel()
+            stored = torch.arange(count, dtype=torch.int32, device=absmax.device)
+            for source, target in numbers.cut(stored // NESTED_BLOCKSIZE, slot):
+                read_into(source, target)
+            largest = nested.region(slot).flatten()[numbers.region(slot)]
+            own = values.tables(slot)[0][absmax.region(slot).int()] * largest
+            scales.region(slot).copy_(own + (state.nested_offset or 0.0))
+        scales.zero_padding()
+        return scales.data
+
+    def _states(self, layer: QuantizableLayer) -> dict[str, QuantState]:
+        """Return what the checkpoint says of each slot that this rank holds."""
+        table = _table(layer, "quant_state")
+        host = table.materialize_on("cpu")
+        host.data.copy_(table.data)
+        return {
+            slot: QuantState.parse(each[0], _named("weight.quant_state", slot))
+            for slot in host.slots
+            if len(each := host.tables(slot))
+        }
+
+
+class OnlineNF4Method(_FourBitMethod):
+    """A full-precision weight that is quantized to NF4 while it is loaded."""
+
+    parameter_names = ("weight", "absmax")
+
+    def __str__(self) -> str:
+        return f"NF4 in blocks of {self.blocksize}, quantized while loading"
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return ``weight`` and ``absmax``.
+
+        Raises ``ShardingError`` where a row or a shard of the input ends inside a block.
+        """
+        blocks = layer.input.in_units(self.blocksize, "scale block")
+        weight = PackedModelWeightParameter(
+            layer.output,
+            layer.input,
+            packed_factor=2,
+            transposed=layer.transposed,
+            **layer.common(torch.uint8),
+        )
+        absmax = BasevLLMParameter(layer.output, blocks, **layer.common(torch.float32))
+        return {"weight": weight, "absmax": absmax}
+
+    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
+        return {"weight": _online(self.blocksize, layer.params_dtype, layer.transposed)}
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Raise ``WeightReadError`` for a weight that is not finite, which its scales show."""
+        rule = "must be finite to be quantized: train or convert it again"
+        demand(layer.get_parameter("absmax"), torch.isfinite, "weight", rule)
+
+    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
+        return {"codebook": torch.tensor(NF4, device=layer.weight.device)}
+
+
+class BitsAndBytes8BitMethod(QuantizeMethod):
+    """A weight in int8, ``weight * SCB / 127``, where ``SCB`` is the largest of each channel.
+
+    Inputs are not quantized. LLM.int8() does so, but for features with an outlier, whose threshold
+    the checkpoint's configuration has; its weights are the same.
+    """
+
+    parameter_names = ("weight", "SCB", "weight_format")
+    buffer_names = ("scale_for_matmul",)
+    processes = True
+    replaceable = True
+
+    def __str__(self) -> str:
+        return "bitsandbytes int8"
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return ``weight``, ``SCB`` (float32) and ``weight_format``, a number for each slot.
+
+        A checkpoint stores ``[output, input]``, even if it stores another order in full precision.
+        """
+        output, common = layer.output, layer.common
+        return {
+            "weight": ModelWeightParameter(output, layer.input, **common(torch.int8)),
+            "SCB": ColumnvLLMParameter(output, **common(torch.float32)),
+            "weight_format": PerTensorScaleParameter(output, **common(torch.uint8)),
+        }
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Raise ``WeightReadError`` for scales that are not finite, and for another order."""
+        rule = f"must be finite and not negative: {_ADVICE}"
+        demand(layer.get_parameter("SCB"), lambda x: x.isfinite() & (x >= 0), "SCB", rule)
+        rule = f"must be 0, for rows; other orders are for old devices: {_ADVICE}"
+        demand(layer.get_parameter("weight_format"), lambda x: x == 0, "weight_format", rule)
+
+    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
+        """Return the scale of each channel, float32 ``[output, 1]``."""
+        return {"scale_for_matmul": layer.get_parameter("SCB").data.unsqueeze(-1) / 127}
+
+    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+        scale = layer.get_buffer("scale_for_matmul")
+        return (layer.weight.float() * scale).to(layer.params_dtype)
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        scale, block = layer.get_buffer("scale_for_matmul"), (1, layer.weight.shape[-1])
+        return scaled_matmul(x, layer.weight, scale, block, bias, None, quantize_input=False)
+
+    def apply_experts(
+        self,
+        layer: QuantizableLayer,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        top_k: int,
+    ) -> torch.Tensor:
+        return grouped_matmul(
+            x,
+            layer.weight,
+            offsets,
+            bias=bias,
+            rows=rows,
+            top_k=top_k,
+            scale=layer.get_buffer("scale_for_matmul"),
+            block=(1, layer.weight.shape[-1]),
+            quantize_input=False,
+        )
+
+
+def _nested(output: Dim, blocks: Dim) -> Dim:
+    """Return the scales of the quantized scales: of each slot, or of all that are stored as one."""
+    slots = output.slots if output.groups is None else (Slot("", output.size),)
+    return Dim(
+        tuple(Slot(slot.name, -(-slot.size * blocks.size // NESTED_BLOCKSIZE)) for slot in slots)
+    )
+
+
+def _flattened(layer: QuantizableLayer, name: str) -> FlattenedParameter:
+    parameter = layer.get_parameter(name)
+    assert isinstance(parameter, FlattenedParameter)
+    return parameter
+
+
+def _table(layer: QuantizableLayer, name: str) -> PerTensorTableParameter:
+    parameter = layer.get_parameter(name)
+    assert isinstance(parameter, PerTensorTableParameter)
+    return parameter
+
+
+def _named(name: str, slot: str) -> str:
+    return f"{name} (slot {slot!r})" if slot else name
