@@ -350,8 +350,8 @@ FAULTS = (
     Fault("an update forgets what earlier ones filled", "order_independent", "attention",
           instead(READ, loading.first(loading.forgetting))),
     Fault("the first file of an index is taken for all", "order_independent", "mlp",
-          instead("weights.checkpoint:Checkpoint.__init__", lambda init, checkpoint, files:
-                  init(checkpoint, files[:1]))),
+          instead("weights.checkpoint:Checkpoint.__init__", lambda init, checkpoint, files, *of:
+                  init(checkpoint, files[:1], *of))),
     # When a module is ready, and where its memory is
     Fault("a parameter with some slots filled counts as ready", "meta_first", "mlp",
           instead("readiness:check_ready", loading.first(loading.some_are_all))),
