@@ -29,7 +29,7 @@ DISTRIBUTIONS = {
 # Who may import what an extra brings. Outside of vllm_module.testing, only lazily.
 EXTRAS = {
     ("vllm_module.testing", "hypothesis"): "testing",
-    ("vllm_module.quantization.rules", "compressed_tensors"): "compressed-tensors",
+    ("vllm_module.quantization.compressed_rules", "compressed_tensors"): "compressed-tensors",
     ("vllm_module.cli.demo.checks", "transformers"): "demo",
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
@@ -160,7 +160,11 @@ CASES = {
     "by name": ("models/new.py", "import_module('numba')", "does not declare it"),
     "lazy": ("kernels/new.py", "def f():\n    from numba import jit", "does not declare it"),
     "another room's": ("vllm_module/cli/new.py", "import hypothesis", "does not declare it"),
-    "early": ("vllm_module/quantization/rules.py", "import compressed_tensors", "in the function"),
+    "early": (
+        "vllm_module/quantization/compressed_rules.py",
+        "import compressed_tensors",
+        "in the function",
+    ),
 }
 
 

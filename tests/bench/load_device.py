@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from vllm_module import ModelConfig
 from vllm_module.model_source import build_model, read_config
-from vllm_module.quantization.rules import rules_for
+from vllm_module.quantization import rules_for
 from vllm_module.weights import PIECE_BYTES, open_checkpoint
 
 # By name, the dtype of the parameters and how they are quantized; the files store bfloat16.

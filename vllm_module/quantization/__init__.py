@@ -8,7 +8,8 @@ from vllm_module.quantization.method import (
     QuantizeMethod,
     UnquantizedMethod,
 )
-from vllm_module.quantization.rules import Rules, online_rules, rules_for
+from vllm_module.quantization.requested_rules import online_rules, rules_for
+from vllm_module.quantization.rules import Rules
 from vllm_module.quantization.scheme import ONLINE, Scheme
 
 __all__ = [

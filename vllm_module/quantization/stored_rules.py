@@ -1,0 +1,165 @@
+"""The rules of a quantized checkpoint, from the ``quantization_config`` of its config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.messages import shorten
+from vllm_module.quantization.bitsandbytes import (
+    BitsAndBytes4BitMethod,
+    BitsAndBytes8BitMethod,
+)
+from vllm_module.quantization.compressed_rules import compressed_tensors_rules
+from vllm_module.quantization.config_refusals import invalid, unsupported
+from vllm_module.quantization.gguf import GGUFMethod
+from vllm_module.quantization.method import QuantizeMethod
+from vllm_module.quantization.mxfp4 import MXFP4Method
+from vllm_module.quantization.packed_config import awq_rules, gptq_rules
+from vllm_module.quantization.rules import Rule, Rules, RulesByName, checked_target
+from vllm_module.quantization.scheme import EVERY_LAYER, Scheme
+
+
+class _FP8(BaseModel):
+    """``quant_method: fp8``, as in DeepSeek-V3, Qwen3-FP8, Mistral and vLLM's own exports."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: tuple[PositiveInt, PositiveInt] | None = None
+    modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+    kv_cache_scheme: object = None
+
+
+def _fp8(stored: Mapping[str, Any]) -> Rules:
+    try:
+        config = _FP8(**stored)
+    except ValidationError as error:
+        raise invalid(error) from None
+    block = config.weight_block_size
+    if block and config.activation_scheme == "static":
+        raise UnsupportedModelError(
+            "quantization_config of config.json: static activations with a weight_block_size are "
+            "not supported: expected dynamic ones"
+        )
+    scheme = (
+        Scheme("block", block=block, scale_name="weight_scale_inv")
+        if block
+        else Scheme("tensor", activations=config.activation_scheme)
+    )
+    # No published checkpoint quantizes the head, and not all of them list it as ignored.
+    ignored = [*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()), "lm_head"]
+    rules = [(checked_target(target), None) for target in ignored]
+    return Rules((*rules, (EVERY_LAYER, scheme)), kv_cache=bool(config.kv_cache_scheme))
+
+
+class _MXFP4(BaseModel):
+    """``quant_method: mxfp4``, of gpt-oss: only experts are quantized."""
+
+    model_config = ConfigDict(extra="allow")
+
+    modules_to_not_convert: list[str] | None = None
+
+
+def _mxfp4(stored: Mapping[str, Any]) -> Rules:
+    try:
+        config = _MXFP4(**stored)
+    except ValidationError as error:
+        raise invalid(error) from None
+    # A * stands for one component of a name, or for a part of one.
+    rules: list[Rule] = [
+        (checked_target(rf"re:{re.escape(target)}(\.|\Z)".replace(r"\*", "[^.]*")), None)
+        for target in config.modules_to_not_convert or ()
+    ]
+    return Rules((*rules, ("experts", MXFP4Method())))
+
+
+class _BitsAndBytes(BaseModel):
+    """``quant_method: bitsandbytes``, as transformers writes it.
+
+    What inputs are computed in (``bnb_4bit_compute_dtype``) and which of them are outliers
+    (``llm_int8_threshold``) does not change the weights.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_quant_storage: str | None = None
+    llm_int8_has_fp16_weight: bool = False
+    llm_int8_skip_modules: list[str] | None = None
+    modules_to_not_convert: list[str] | None = None
+
+
+def _bitsandbytes(stored: Mapping[str, Any]) -> Rules:
+    try:
+        config = _BitsAndBytes(**stored)
+    except ValidationError as error:
+        raise invalid(error) from None
+    if config.load_in_4bit == config.load_in_8bit:
+        got = f"both {str(config.load_in_4bit).lower()}"
+        raise unsupported("load_in_4bit and load_in_8bit", "one of them to be true", got)
+    storage = config.bnb_4bit_quant_storage
+    if config.load_in_4bit and storage not in (None, "uint8"):
+        raise unsupported("bnb_4bit_quant_storage", "uint8", storage)
+    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
+        raise unsupported("llm_int8_has_fp16_weight", "false", "true: weights in full precision")
+    method: QuantizeMethod = BitsAndBytes8BitMethod()
+    if config.load_in_4bit:
+        nested = config.bnb_4bit_use_double_quant
+        method = BitsAndBytes4BitMethod(config.bnb_4bit_quant_type, nested=nested)
+    skipped = [*(config.llm_int8_skip_modules or ()), *(config.modules_to_not_convert or ())]
+    if config.llm_int8_skip_modules is None:
+        skipped.append("lm_head")  # transformers leaves it out unless it is given a list
+    return Rules((*((_part_of_name(target), None) for target in skipped), (EVERY_LAYER, method)))
+
+
+def _part_of_name(target: str) -> str:
+    """Return a target for an entry that transformers takes for a pattern, if it looks like one."""
+    is_pattern = re.search(r"[*+?\\[\](){}|^$]", target)
+    return checked_target(rf"re:(?:{target})(\.|\Z)" if is_pattern else target)
+
+
+def _gguf(stored: Mapping[str, Any]) -> Rules:
+    """Read what a source of GGUF files wrote: the type of each weight in blocks, by its layer."""
+    types = stored.get("types")
+    if not isinstance(types, Mapping) or not all(type(kind) is str for kind in types.values()):
+        raise CheckpointFormatError(
+            "quantization_config.types of config.json should map layers to types of GGUF files, "
+            f"got {shorten(types)}: load the GGUF file itself"
+        )
+    methods = {kind: GGUFMethod(((None, kind),)) for kind in set(types.values())}
+    return RulesByName(tuple((f"={name}", methods[kind]) for name, kind in types.items()))
+
+
+def _packed(parse: Callable[[Mapping[str, Any]], list[Rule]]) -> Callable[..., Rules]:
+    """Return a function that makes rules of what ``parse`` returns, and checks their targets."""
+
+    def rules(stored: Mapping[str, Any]) -> Rules:
+        try:
+            parsed = parse(stored)
+        except ValidationError as error:
+            raise invalid(error) from None
+        return Rules(tuple((checked_target(target), method) for target, method in parsed))
+
+    return rules
+
+
+# By quant_method.
+STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
+    "fp8": _fp8,
+    "compressed-tensors": compressed_tensors_rules,
+    "gguf": _gguf,
+    "mxfp4": _mxfp4,
+    "gptq": _packed(gptq_rules),
+    "awq": _packed(awq_rules),
+    "bitsandbytes": _bitsandbytes,
+}
