@@ -29,7 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)
     check = runpy.run_path(str(HERE / "oracle.py"))["KINDS"][kind]
     mutations = runpy.run_path(str(HERE / "mutate.py"))
-    mutate = mutations["mutate_json" if kind == "config" else f"mutate_{kind}"]
+    is_json = kind in ("config", "manifest", "quant_state")
+    mutate = mutations["mutate_json" if is_json else f"mutate_{kind}"]
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
 
     def one_input(data: bytes) -> None:

@@ -149,6 +149,16 @@ def mutate_npcache(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
     return CUT.join(parts)[:most]
 
 
+def mutate_dcp(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate a pickle as bytes, or change a number or a name in it."""
+    rng = Random(seed)
+    places = [at for at, byte in enumerate(data[:-1]) if byte in b"KMX\x8c"]
+    if not places or rng.randrange(3) == 0:
+        return blind(data, most)
+    at = rng.choice(places) + 1
+    return (data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :])[:most]
+
+
 def mutate_json(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
     """Mutate JSON as a tree, as text or as bytes."""
     rng = Random(seed)

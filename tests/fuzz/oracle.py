@@ -20,6 +20,7 @@ import torch
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
 from vllm_module.model_source import read_config
+from vllm_module.quantization.quant_state import LONGEST, QuantState
 from vllm_module.registry import model_class, supported_architectures
 from vllm_module.weights import Checkpoint, open_checkpoint
 from vllm_module.weights.handle import FileHandle
@@ -104,6 +105,39 @@ def check_gguf(folder: Path, data: bytes) -> None:
             assert checkpoint.nbytes <= len(data)
             assert len(checkpoint.fingerprint) == 64
     except (CheckpointFormatError, UnsupportedModelError) as error:
+        _check_words(error)
+
+
+def check_dcp(folder: Path, data: bytes) -> None:
+    """Check ``data`` as the metadata of a trainer's checkpoint of one file, which has zeros."""
+    (folder / ".metadata").write_bytes(data)
+    (folder / "__0_0.distcp").write_bytes(bytes(1 << 12))
+    try:
+        with _only_inside(folder), open_checkpoint(folder, "dcp") as checkpoint:
+            for handle in checkpoint.values():
+                if 0 < handle.shape.numel() < 1 << 20:
+                    handle.read()
+    except (CheckpointFormatError, WeightReadError) as error:
+        _check_words(error)
+
+
+def check_manifest(folder: Path, data: bytes) -> None:
+    """Check ``data`` as the manifest of a sharded state whose files are missing."""
+    (folder / "sharded_state.json").write_bytes(data)
+    try:
+        with _only_inside(folder), open_checkpoint(folder):
+            pass
+    except CheckpointFormatError as error:
+        _check_words(error)
+
+
+def check_quant_state(folder: Path, data: bytes) -> None:
+    """Check ``data`` as what bitsandbytes stores of a tensor in four bits."""
+    stored = torch.tensor([*data[:LONGEST].ljust(LONGEST, b"\0")], dtype=torch.uint8)
+    try:
+        state = QuantState.parse(stored, "w.quant_state")
+        state.check("w.quant_state", "nf4", 64, [[8, 64]], state.nested_offset is not None)
+    except (CheckpointFormatError, WeightReadError) as error:
         _check_words(error)
 
 
@@ -218,4 +252,7 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "torch": check_torch,
     "npcache": check_npcache,
     "gguf": check_gguf,
+    "dcp": check_dcp,
+    "manifest": check_manifest,
+    "quant_state": check_quant_state,
 }
