@@ -658,3 +658,8 @@ MODELS: dict[str, Subject] = {
 }
 
 SUBJECTS = LAYERS | PARAMETERS | MODELS
+
+
+def large(name: str) -> bool:
+    """Tell whether a subject is a model or quantized, and so takes longer than the others."""
+    return name in MODELS or any(word in name for word in ("quantized", "packed"))

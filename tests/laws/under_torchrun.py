@@ -29,16 +29,17 @@ TOGETHER = ("attention", "experts", "layouts")
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     # All ranks draw the same cases, and hold each of them together.
-    settings.register_profile("ranks", derandomize=True, deadline=None, max_examples=8)
+    settings.register_profile("ranks", derandomize=True, deadline=None, max_examples=6)
     settings.load_profile("ranks")
     faulty = nullcontext()
     if (file := directory / "fault").exists():
         (faulty,) = [each.applied() for each in FAULTS if each.name == file.read_text()]
     dist.init_process_group("gloo")
     try:
-        # Models wire layers together; at the other sizes they are tested in threads.
-        left_out = () if dist.get_world_size() == 2 else _ALL["MODELS"]
-        subjects = {k: s for k, s in _ALL["SUBJECTS"].items() if k not in left_out}
+        # Models wire layers together, and quantized layers are cut as others; at the other sizes
+        # they are tested in threads.
+        every = dist.get_world_size() == 2
+        subjects = {k: s for k, s in _ALL["SUBJECTS"].items() if every or not _ALL["large"](k)}
         with faulty:
             tried = {name: s.hold(assert_sharding_equivalent) for name, s in subjects.items()}
         if dist.get_world_size() == 3:

@@ -629,7 +629,7 @@ def test_an_fp8_cache_gives_nearly_the_same_logprobs(folder: Path, llm: LLM) -> 
         ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'"),
         ({"quantisation": "fp8"}, "did you mean 'quantization'"),
         ({"pipeline_parallel_size": 2}, r"size=2\) of vLLM is not supported here: .*, or give 1$"),
-        ({"load_format": "h5"}, "load_format should be 'auto', 'safetensors'"),
+        ({"load_format": "h5"}, "load_format should be 'auto', 'sharded_state', 'safetensors'"),
         ({"speculative_config": {}}, "is not supported here: leave it out$"),
         ({"generation_config": "folder"}, "generation_config should be 'auto'"),
         ({"tokenizer": "./no/such/folder"}, "no/such/folder does not exist"),
@@ -807,13 +807,14 @@ def test_a_call_whose_every_prompt_is_refused_raises(
     assert "1 of 2 prompts are refused: prompt 1: the prompt has no tokens" in caplog.text
 
 
-def test_loading_logs_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It says what was loaded, how long that took, and what memory weights and cache have."""
+def test_loading_logs_two_lines(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One has the format, one what was loaded, the time, and the memory of weights and cache."""
     root = logging.getLogger("vllm_module")
     assert [type(handler) for handler in root.handlers] == [logging.NullHandler]
     with caplog.at_level(logging.INFO, "vllm_module"), LLM(folder, **SMALL):
         pass
-    (record,) = (record for record in caplog.records if record.levelname == "INFO")
+    found, record = (record for record in caplog.records if record.levelname == "INFO")
+    assert found.getMessage() == f"weights in {folder}: safetensors"
     assert re.fullmatch(
         rf"loaded {folder} \(Qwen3ForCausalLM, float32\) on cpu: 1 rank with 0\.3 MiB of weights "
         r"and 128 KV pages of 16 tokens \(2048 tokens, 1\.0 MiB\) in \d+\.\d s",

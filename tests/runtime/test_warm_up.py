@@ -159,7 +159,7 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     def move(*pairs: Any) -> None:
         calls.append(pairs)
 
-    def run(inputs: Any) -> torch.Tensor:
+    def run(inputs: Any, sampled: torch.Tensor | None) -> torch.Tensor:
         calls.append(len(inputs.input_ids))
         return torch.empty(len(inputs.rows), 7)
 

@@ -168,4 +168,4 @@ def test_files_are_given_back_when_nobody_holds_a_handle(folder: Path) -> None:
     with pytest.raises(CheckpointFormatError):
         open_checkpoint(folder)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what other tests left may be closed, too
