@@ -175,8 +175,8 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tens
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
-    writer.add_token_merges([])
+    writer.add_token_list(["a", "b", "ab", *map(str, range(config["vocab_size"] - 3))])
+    writer.add_token_merges(["a b"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name in shapes_of(config):
         tensor = tensors[name].float().numpy()
