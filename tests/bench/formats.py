@@ -70,13 +70,18 @@ def by_torch(path: Path) -> Callable[[], torch.Tensor]:
 
 
 def by_transformers_gguf(path: Path) -> Callable[[], torch.Tensor]:
+    """Load the tensors as from_pretrained(gguf_file=) does, which needs accelerate itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
     def load() -> torch.Tensor:
-        state = load_gguf_checkpoint(str(path), return_tensors=True)["tensors"]
-        held.append(state)
-        return next(w for name, w in state.items() if "layers.3.mlp.down" in name or name == (
-            "blk.3.ffn_down.weight"))  # fmt: skip
+        read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+        held.append(read)
+        return read["tensors"][f"{CHECKED}.weight"]
 
     return load
 
