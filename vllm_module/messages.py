@@ -5,6 +5,7 @@ Names and values are shortened and escaped, so that text from a file cannot rewr
 
 from __future__ import annotations
 
+import re
 from os import PathLike, fspath
 from reprlib import Repr
 
@@ -26,6 +27,15 @@ def printable(text: str | PathLike[str]) -> str:
     """Return a name or path with control characters and lone surrogates escaped."""
     text = fspath(text)
     return text if text.isprintable() else repr(text)[1:-1]
+
+
+# What a library's message may hold of a signed URL, and of a key.
+_SECRET = re.compile(r"\?\S+|(?<=//)[^/\s@]+@|(?i:signature|credential|token|key)=\S+")
+
+
+def without_secrets(text: str) -> str:
+    """Return a library's message without queries of URLs, user names in them, and keys."""
+    return _SECRET.sub("***", text)
 
 
 def printable_name(name: str) -> str:

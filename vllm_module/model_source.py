@@ -83,13 +83,16 @@ class ModelSource:
             token=model.hf_token,
         )
         config = read_config(source.folder, model)
+        manifest = None
         if isinstance(source, Folder):
             manifest = find_manifest(source.folder, load_format)
             model = model if manifest is None else manifest.settle(model, config.architectures)
         rules = rules_for(model.quantization, getattr(config, "quantization_config", None))
         is_dummy = load_format == "dummy"
         dtype = _parameter_dtype(model, config, None if is_dummy else source)
-        secondary = () if is_dummy else _secondary_sources(model, config)
+        # A sharded state holds the tensors of all sources.
+        alone = is_dummy or manifest is not None
+        secondary = () if alone else _secondary_sources(model, config)
         return cls(source, config, dtype, rules, model.enable_expert_parallel, secondary, is_dummy)
 
     @property

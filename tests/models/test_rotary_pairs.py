@@ -22,16 +22,19 @@ def in_turns(source: Path, folder: Path) -> Path:
     config = json.loads((source / "config.json").read_text())
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
-    tensors = {}
+    stored, tensors = {}, {}
     for file in source.glob("*.safetensors"):
-        tensors |= load_file(file)
+        stored |= load_file(file)
     moved = 0
-    for name, tensor in tensors.items():
+    for name, tensor in stored.items():
         if ".q_proj." in name or ".k_proj." in name:
             # Row 2 i is that of the first half, row 2 i + 1 that of the second.
             halves = tensor.unflatten(0, (-1, 2, head // 2))
-            tensors[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+            new = name.replace("_proj.", "_proj_pairs.")
+            tensors[new] = halves.transpose(1, 2).flatten(0, 2).contiguous()
             moved += 1
+        else:
+            tensors[name] = tensor
     assert moved == config["num_hidden_layers"] * (4 if config.get("attention_bias") else 2)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "stored_rotary_pairs": True}))

@@ -242,3 +242,24 @@ def test_a_model_loads_what_its_trainer_saved(tmp_path: Path, size: int) -> None
             ours.named_parameters(), expected.named_parameters(), strict=True
         ):
             assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02}r" + (60_000_000).to_bytes(4, "little") + b".",  # a place far away
+        b"\x80\x02}q\x00"
+        + b"".join(b"\x85q%ch%ch%c\x86" % (i, i, i) for i in range(1, 60))
+        + b"N0.",
+        b"\x80\x02}(K\x01K\x02\x86K\x03u.",  # a tuple as a key
+        b"\x80\x04\x8f(K\x01\x90.",  # a set
+        b"\x80\x02ctorch\nSize\nX\x05\x00\x00\x00aaaaa\x85R.",
+    ],
+    ids=["memo", "doubled", "tuple", "set", "size"],
+)
+def test_a_pickle_that_would_exhaust_memory_or_time_is_refused(tmp_path: Path, data: bytes) -> None:
+    """It ends at once, by name."""
+    write(tmp_path)
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match=r"\.metadata: "):
+        open_checkpoint(tmp_path)

@@ -13,7 +13,12 @@ from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, Mixtr
 
 from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams, get_model
 from vllm_module.distributed import tensor_parallel
-from vllm_module.errors import CheckpointFormatError, ShardingError, UnsupportedModelError
+from vllm_module.errors import (
+    CheckpointFormatError,
+    ShardingError,
+    UnsupportedModelError,
+    WeightLoadError,
+)
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.mistral import renamed
 
@@ -128,7 +133,7 @@ def test_the_engine_gives_the_same_tokens(dense: Path) -> None:
 def test_scales_get_the_names_that_layers_declare() -> None:
     """FP8 files store the scale of a weight and of its input beside it."""
     assert renamed("layers.3.attention.wq.qscale_weight") == (
-        "model.layers.3.self_attn.q_proj.weight_scale"
+        "model.layers.3.self_attn.q_proj_pairs.weight_scale"
     )
     assert (
         renamed("layers.0.feed_forward.w2.qscale_act") == "model.layers.0.mlp.down_proj.input_scale"
@@ -177,3 +182,12 @@ def test_files_that_do_not_fit_are_refused(dense: Path, tmp_path: Path) -> None:
     loading = LoadConfig(load_format="mistral")
     with pytest.raises(CheckpointFormatError, match=r"params.json"):
         get_model(model_config=ModelConfig(model=str(dense / "hf")), load_config=loading)
+
+
+def test_an_update_in_the_other_order_is_refused(dense: Path) -> None:
+    """Rows of Hugging Face's order would be permuted: their names are unexpected."""
+    model = get_model(model_config=ModelConfig(model=str(dense / "own"), dtype="float32"))
+    before = model.get_parameter("model.layers.0.self_attn.qkv_proj.weight").clone()
+    with pytest.raises(WeightLoadError, match=r"self_attn\.q_proj\.weight: .* has no .q_proj."):
+        model.update_weights(load_file(dense / "hf" / "model.safetensors"))
+    assert torch.equal(before, model.get_parameter("model.layers.0.self_attn.qkv_proj.weight"))

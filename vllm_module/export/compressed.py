@@ -82,6 +82,12 @@ def convert(
             f"{printable(source.folder)} is quantized already (quantization_config of "
             "config.json): convert the checkpoint in full precision"
         )
+    if source.config.stored_rotary_pairs:
+        raise UnsupportedModelError(
+            f"{config.model} stores rows of q and k in another order than Hugging Face's "
+            "checkpoints, which other readers of this layout expect: convert the model in their "
+            "format"
+        )
     with tensor_parallel(rank=0, size=1), source.open() as checkpoint:
         if isinstance(checkpoint, ShardedState):
             raise UnsupportedModelError(

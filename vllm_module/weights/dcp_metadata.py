@@ -12,11 +12,12 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from vllm_module.messages import describe_error, shorten
 from vllm_module.weights.header import DAMAGED, DTYPES, MAX_NAME, DType
 
+_MAX_DIMS = 64
 # Where trainers keep what is no weight: the last key above it contains one of these words.
 _NOT_WEIGHTS = re.compile("optim|sched|scaler|rng|dataloader|train_state|ema", re.IGNORECASE)
 _DTYPES = MappingProxyType({dtype.name: dtype for dtype in DTYPES.values()})
@@ -217,18 +218,60 @@ class _Name(NamedTuple):
     name: str
 
 
+def _size(values: Any) -> tuple[int, ...]:
+    """Return what torch.Size makes of a tuple of sizes."""
+    if not isinstance(values, tuple | list) or len(values) > _MAX_DIMS:
+        raise _ForeignError("a torch.Size of something else than a few sizes")
+    return tuple(value if _is_size(value) else -1 for value in values)
+
+
+# Operations of pickles: sets, buffers, extensions, persistent objects, older kinds of objects.
+_NEVER_WRITTEN = {
+    pickle.ADDITEMS, pickle.BINPERSID, pickle.BYTEARRAY8, pickle.EMPTY_SET, pickle.EXT1,
+    pickle.EXT2, pickle.EXT4, pickle.FROZENSET, pickle.INST, pickle.NEWOBJ_EX, pickle.NEXT_BUFFER,
+    pickle.OBJ, pickle.PERSID, pickle.READONLY_BUFFER,
+}  # fmt: skip
+
+
 class _ForeignError(Exception):
     """A name that the pickle may not ask for."""
 
 
-class _Records(pickle.Unpickler):
-    """An unpickler that makes records, tuples and dicts, and calls nothing else."""
+class _Records(pickle._Unpickler):
+    """An unpickler that makes records, tuples and dicts, and calls nothing else.
+
+    It is the one in Python: the one in C allocates what a hostile file says.
+    """
+
+    stack: list[Any]
+    # Without sets, buffers, extensions and older kinds of objects.
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if bytes([code]) not in _NEVER_WRITTEN
+    }
+
+    def _check_keys(self, keys: Any) -> None:
+        """Refuse other keys than names and records: to hash nested tuples may take forever."""
+        if not all(isinstance(key, str | _Record) for key in keys):
+            raise _ForeignError("a dict whose keys are no names")
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        pickle._Unpickler.load_setitem(self)  # type: ignore[attr-defined]
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        pickle._Unpickler.load_setitems(self)  # type: ignore[attr-defined]
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" in _CLASSES:
             return _Record
         if (module, name) == ("torch", "Size"):
-            return tuple
+            return _size
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch" and name in _DTYPES:

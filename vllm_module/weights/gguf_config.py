@@ -244,7 +244,8 @@ _BY_ARCHITECTURE: Mapping[str, Callable[[_Metadata, Entries], Entries]] = {
 
 def _rope_scaling(of: _Metadata) -> Entries | None:
     """Return the rope scaling, from keys or from the factors that a file has as tensors."""
-    kind, factor = of.get("rope.scaling.type", "none"), of.get("rope.scaling.factor")
+    factor = of.get("rope.scaling.factor", of.get("rope.scale_linear"))
+    kind = of.get("rope.scaling.type", "linear" if factor else "none")  # as llama.cpp has it
     long, short = of.factors("rope_factors_long.weight"), of.factors("rope_factors_short.weight")
     each = of.factors("rope_freqs.weight")
     original = of.get("rope.scaling.original_context_length")
@@ -282,6 +283,11 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
+        if of.get("rope.scaling.attn_factor") is not None:
+            raise UnsupportedModelError(
+                f"{of.where}: rope.scaling.attn_factor is set, which is read of long and short "
+                "factors only: put the model's config.json beside the file"
+            )
         return {
             "rope_type": "yarn",
             "factor": of.need("rope.scaling.factor"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, printable_name
+from vllm_module.messages import printable, printable_name, without_secrets
 from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 from vllm_module.weights.regular_file import is_there
 
@@ -113,5 +113,7 @@ def download(
     except Exception as error:  # the hub's HTTP and Xet clients have no narrower common class
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free space, or name another disk in HF_HOME" if full else "try again"
-        raise refusal(f"the download failed ({printable_name(str(error))}); {advice}") from error
+        raise refusal(
+            f"the download failed ({printable_name(without_secrets(str(error)))}); {advice}"
+        ) from error
     return Path(folder)

@@ -28,8 +28,8 @@ _INDEX = "consolidated.safetensors.index.json"
 
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _LAYER = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
+    "attention.wq": "self_attn.q_proj_pairs",  # in the order of rotary pairs
+    "attention.wk": "self_attn.k_proj_pairs",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
     "attention_norm": "input_layernorm",

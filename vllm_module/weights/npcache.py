@@ -19,7 +19,7 @@ from pathlib import Path
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
 from vllm_module.waiting import until
-from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
+from vllm_module.weights.checkpoint import Checkpoint, format_of, open_checkpoint
 from vllm_module.weights.npy_file import NpyFile, has_type, write_npy
 from vllm_module.weights.regular_file import is_there, read_file, refusal
 from vllm_module.weights.strict_json import parse_list
@@ -96,11 +96,10 @@ def _check_origin(folder: Path) -> None:
 
 def _fingerprint(folder: Path) -> str | None:
     """Return the fingerprint of the files of torch.save, or ``None`` if there are none."""
-    try:
-        with open_checkpoint(folder, "pt") as checkpoint:
-            return checkpoint.fingerprint
-    except CheckpointFormatError:
+    if format_of(folder, "pt") is None:
         return None
+    with open_checkpoint(folder, "pt") as checkpoint:
+        return checkpoint.fingerprint
 
 
 def _make(folder: Path) -> None:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable_name
+from vllm_module.messages import printable_name, without_secrets
 from vllm_module.weights.stores.client import (
     Answer,
     BusyError,
@@ -35,8 +35,6 @@ _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _REQUEST = re.compile(r"Error performing .*? in \S+ - ")
 _UNREACHABLE = ("ConnectionRefused", "dns error")
 _BUSY = {408, 425, 429}
-# What a message of the library may hold of a signed URL, and of a key.
-_SECRET = re.compile(r"\?\S+|(?<=//)[^/\s@]+@|(?i:signature|credential|token|key)=\S+")
 
 
 class ObstoreClient:
@@ -142,7 +140,7 @@ def _reason(error: Exception) -> str:
         said = "the store answers " + "".join(status.groups())
         return f"{said} ({code.group(1)})" if code else said
     first = _REQUEST.sub("", text.partition("\n")[0])
-    return printable_name(_SECRET.sub("***", first))
+    return printable_name(without_secrets(first))
 
 
 def _passes(reason: str) -> bool:
