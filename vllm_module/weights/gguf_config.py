@@ -44,12 +44,18 @@ class _Metadata:
             )
         return value
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str, dims: int) -> tuple[int, ...]:
         if name not in self.tensors:
             raise CheckpointFormatError(
                 f"{self.where}: the tensor {name} is missing; download the model again"
             )
-        return self.tensors[name].shape
+        shape = self.tensors[name].shape
+        if len(shape) != dims:
+            raise CheckpointFormatError(
+                f"{self.where}: the tensor {name} should have {dims} dimensions, and has shape "
+                f"{list(shape)}; download the model again"
+            )
+        return shape
 
     def factors(self, name: str) -> list[float] | None:
         """Return the values of a tensor with factors on frequencies, if there is one."""
@@ -84,7 +90,7 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     settings that no model here has.
     """
     of = _Metadata(files)
-    vocabulary, hidden = of.shape("token_embd.weight")
+    vocabulary, hidden = of.shape("token_embd.weight", 2)
     heads = of.need("attention.head_count")
     entries: Entries = {
         "hidden_size": hidden,
@@ -173,13 +179,13 @@ def _experts(of: _Metadata, renormalized: bool) -> Entries:
     return {
         "num_experts": of.need("expert_count"),
         "num_experts_per_tok": of.need("expert_used_count"),
-        "moe_intermediate_size": of.shape("blk.0.ffn_gate_exps.weight")[-2],
+        "moe_intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
         "norm_topk_prob": of.get("expert_weights_norm", renormalized),
     }
 
 
 def _qwen2moe(of: _Metadata, entries: Entries) -> Entries:
-    shared = of.shape("blk.0.ffn_gate_shexp.weight")[0]
+    shared = of.shape("blk.0.ffn_gate_shexp.weight", 2)[0]
     return {
         **_experts(of, renormalized=False),
         "architectures": ["Qwen2MoeForCausalLM"],

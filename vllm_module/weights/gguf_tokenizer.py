@@ -279,13 +279,24 @@ def _sentencepiece(
     return tokenizer
 
 
+_LONGEST_TOKEN = 1024  # characters; its halves are looked up one by one
+
+
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the merges that a vocabulary implies: into the token of the highest score first."""
     number = {token: at for at, token in enumerate(tokens)}
     found = []
     for token, score in zip(tokens, scores, strict=True):
-        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in halves if pair[0] in number and pair[1] in number]
+        if len(token) > _LONGEST_TOKEN:
+            raise UnsupportedModelError(
+                f"tokenizer.ggml.tokens has a token of {len(token)} characters: expected at most "
+                f"{_LONGEST_TOKEN}. Put the model's own tokenizer.json beside the GGUF file"
+            )
+        known = [
+            (token[:at], token[at:])
+            for at in range(1, len(token))
+            if token[:at] in number and token[at:] in number
+        ]
         known.sort(key=lambda pair: (number[pair[0]], number[pair[1]]))
         found += [(score, pair) for pair in known]
     found.sort(key=lambda each: (each[0], len(each[1][0]), len(each[1][1])), reverse=True)
