@@ -141,7 +141,7 @@ def test_experts_are_spread_whole(gguf_file: Callable[[str, str], Written]) -> N
 def shards_of(name: str, whole: torch.Tensor, rank: int, size: int, config: Any) -> torch.Tensor:
     """Return the rows, or the blocks of a row layer, that a rank should hold."""
     layer = name.split(".")[-2]
-    if layer in ("k_proj", "v_proj"):
+    if layer in ("k_proj", "k_proj_pairs", "v_proj"):
         parts = min(size, config.num_key_value_heads)
         return whole.chunk(parts)[rank * parts // size]
     if layer == "lm_head":
@@ -162,7 +162,7 @@ def test_blocks_are_cut_and_never_changed(
     with open_checkpoint(file.path) as checkpoint:
         stored = {key: each.read() for key, each in checkpoint.items() if "weight_q" in key}
     for key in stored:
-        if ".q_proj." in key or ".k_proj." in key:
+        if "_proj_pairs." in key:
             stored[key] = turned_back(stored[key], head)
 
     def work(rank: int) -> int:
@@ -292,7 +292,7 @@ class Projections(vLLMModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(32, 32, 4, 2, stored_rotary_pairs=True)
-        types = (("q_proj", kind), ("k_proj", None), ("v_proj", "Q8_0"))
+        types = (("q_proj_pairs", kind), ("k_proj_pairs", None), ("v_proj", "Q8_0"))
         self.qkv_proj.quantize(GGUFMethod(types))
         self.o_proj = RowParallelLinear(128, 32)
         self.o_proj.quantize(GGUFMethod(((None, kind),)))

@@ -128,7 +128,7 @@ def test_the_engine_gives_the_same_tokens(dense: Path) -> None:
 def test_scales_get_the_names_that_layers_declare() -> None:
     """FP8 files store the scale of a weight and of its input beside it."""
     assert renamed("layers.3.attention.wq.qscale_weight") == (
-        "model.layers.3.self_attn.q_proj.weight_scale"
+        "model.layers.3.self_attn.q_proj_pairs.weight_scale"
     )
     assert (
         renamed("layers.0.feed_forward.w2.qscale_act") == "model.layers.0.mlp.down_proj.input_scale"
@@ -177,3 +177,22 @@ def test_files_that_do_not_fit_are_refused(dense: Path, tmp_path: Path) -> None:
     loading = LoadConfig(load_format="mistral")
     with pytest.raises(CheckpointFormatError, match=r"params.json"):
         get_model(model_config=ModelConfig(model=str(dense / "hf")), load_config=loading)
+
+
+def test_what_is_there_instead_of_the_files_is_named(tmp_path: Path) -> None:
+    """Meta's files have params.json too, and are in no format that is read."""
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    with pytest.raises(CheckpointFormatError, match=r"has nothing else\. Download the model again"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "consolidated.00.pth").touch()
+    with pytest.raises(CheckpointFormatError, match=r"has consolidated\.00\.pth\. Files of Meta's"):
+        open_checkpoint(tmp_path)
+
+
+def test_dummy_weights_take_the_configuration_of_params(tmp_path: Path) -> None:
+    """Values are made without any file of weights."""
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    loading = LoadConfig(load_format="dummy")
+    model = get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=loading)
+    assert model.load_report is not None
+    assert model.load_report.ok

@@ -82,6 +82,12 @@ def convert(
             f"{printable(source.folder)} is quantized already (quantization_config of "
             "config.json): convert the checkpoint in full precision"
         )
+    if source.config.stored_rotary_pairs:
+        raise UnsupportedModelError(
+            f"{printable(source.folder)} stores the rows of queries and keys in the order of "
+            "llama.cpp and Mistral (stored_rotary_pairs), which compressed-tensors has no layout "
+            "for: convert the model in Hugging Face's format"
+        )
     with tensor_parallel(rank=0, size=1), source.open() as checkpoint:
         if isinstance(checkpoint, ShardedState):
             raise UnsupportedModelError(
