@@ -18,6 +18,15 @@ from vllm_module.weights.gguf_names import ARCHITECTURES
 
 Entries = dict[str, Any]
 
+# Settings of rotary embeddings that no entry here stands for, and what they are mostly.
+_OF_YARN = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
 _WITHIN = 1e-3  # of a factor on a frequency: files hold them in float32
 
 
@@ -44,12 +53,18 @@ class _Metadata:
             )
         return value
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str, dims: int) -> tuple[int, ...]:
         if name not in self.tensors:
             raise CheckpointFormatError(
                 f"{self.where}: the tensor {name} is missing; download the model again"
             )
-        return self.tensors[name].shape
+        shape = self.tensors[name].shape
+        if len(shape) != dims:
+            raise CheckpointFormatError(
+                f"{self.where}: the tensor {name} should have {dims} dimensions, and its shape is "
+                f"{list(shape)}; download the model again"
+            )
+        return shape
 
     def factors(self, name: str) -> list[float] | None:
         """Return the values of a tensor with factors on frequencies, if there is one."""
@@ -84,7 +99,7 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     settings that no model here has.
     """
     of = _Metadata(files)
-    vocabulary, hidden = of.shape("token_embd.weight")
+    vocabulary, hidden = of.shape("token_embd.weight", 2)
     heads = of.need("attention.head_count")
     entries: Entries = {
         "hidden_size": hidden,
@@ -114,7 +129,9 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
 
 def _alike(value: Any) -> Any:
     """Return one number where layers that are alike have one each."""
-    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        return value[0]
+    return value
 
 
 def _dtype(of: _Metadata) -> str:
@@ -173,13 +190,13 @@ def _experts(of: _Metadata, renormalized: bool) -> Entries:
     return {
         "num_experts": of.need("expert_count"),
         "num_experts_per_tok": of.need("expert_used_count"),
-        "moe_intermediate_size": of.shape("blk.0.ffn_gate_exps.weight")[-2],
+        "moe_intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
         "norm_topk_prob": of.get("expert_weights_norm", renormalized),
     }
 
 
 def _qwen2moe(of: _Metadata, entries: Entries) -> Entries:
-    shared = of.shape("blk.0.ffn_gate_shexp.weight")[0]
+    shared = of.shape("blk.0.ffn_gate_shexp.weight", 2)[0]
     return {
         **_experts(of, renormalized=False),
         "architectures": ["Qwen2MoeForCausalLM"],
@@ -244,7 +261,8 @@ _BY_ARCHITECTURE: Mapping[str, Callable[[_Metadata, Entries], Entries]] = {
 
 def _rope_scaling(of: _Metadata) -> Entries | None:
     """Return the rope scaling, from keys or from the factors that a file has as tensors."""
-    kind, factor = of.get("rope.scaling.type", "none"), of.get("rope.scaling.factor")
+    factor = of.get("rope.scaling.factor", of.get("rope.scale_linear"))
+    kind = of.get("rope.scaling.type", "linear" if factor else "none")  # llama.cpp's default
     long, short = of.factors("rope_factors_long.weight"), of.factors("rope_factors_short.weight")
     each = of.factors("rope_freqs.weight")
     original = of.get("rope.scaling.original_context_length")
@@ -277,6 +295,11 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
         return scaling if attention_factor is None else {
             **scaling, "attention_factor": attention_factor
         }  # fmt: skip
+    for key, usual in _OF_YARN.items():
+        if of.get(key, usual) != usual:
+            raise UnsupportedModelError(
+                f"{of.where}: {of.architecture}.{key} is {shorten(of.get(key))}: expected {usual:g}"
+            )
     if kind == "none" or (kind == "linear" and not factor):
         return None
     if kind == "linear":
@@ -284,7 +307,7 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
     if kind == "yarn":
         return {
             "rope_type": "yarn",
-            "factor": of.need("rope.scaling.factor"),
+            "factor": of.need("rope.scaling.factor") if factor is None else factor,
             "original_max_position_embeddings": of.need("rope.scaling.original_context_length"),
         }
     raise UnsupportedModelError(
@@ -305,10 +328,13 @@ def check_rope_factors(files: Sequence[GGUFFile], entries: Mapping[str, Any], pa
     if isinstance(scaling, Mapping):
         kind = scaling.get("rope_type") or scaling.get("type")
         theta = scaling.get("rope_theta", entries.get("rope_theta", 10000.0))
-        if kind == "llama3" and _same(_llama3_factors(scaling, theta, len(factors)), factors):
-            return
-        if kind == "longrope" and _same(scaling.get("long_factor") or (), factors):
-            return
+        try:
+            if kind == "llama3" and _same(_llama3_factors(scaling, theta, len(factors)), factors):
+                return
+            if kind == "longrope" and _same(scaling.get("long_factor") or (), factors):
+                return
+        except (TypeError, ValueError, ArithmeticError):
+            pass  # an entry is no number, or none that the formula takes: it gives other factors
     raise CheckpointFormatError(
         f"{printable(files[0].path)} has factors on the rotary frequencies (rope_freqs.weight), "
         f"from {min(factors):g} to {max(factors):g}, which rope_scaling of {path} does not give: "
