@@ -504,6 +504,13 @@ def test_a_setting_of_scaling_that_is_not_taken_is_refused(
     with pytest.raises(UnsupportedModelError, match=rf"llama\.rope\.scaling\.{key} is 2\.5"):
         scaling_of(tmp_path, model, lambda w: w.add_float32(f"llama.rope.scaling.{key}", 2.5))
 
+    def beside_factors(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32(f"llama.rope.scaling.{key}", 2.5)
+        writer.add_tensor("rope_freqs.weight", llama3_factors())
+
+    with pytest.raises(UnsupportedModelError, match=rf"{key} is 2\.5"):
+        scaling_of(tmp_path, model, beside_factors)
+
 
 @pytest.mark.parametrize(
     "change",

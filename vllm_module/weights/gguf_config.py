@@ -18,8 +18,8 @@ from vllm_module.weights.gguf_names import ARCHITECTURES
 
 Entries = dict[str, Any]
 
-# Settings of rotary embeddings that no entry here stands for, and what they are mostly.
-_OF_YARN = {
+# Settings of rope scaling that become no entry of config.json, and what they have to be.
+_USUAL = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
@@ -276,6 +276,12 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
             f"{of.where}: expected both of rope_factors_long.weight and rope_factors_short.weight, "
             "or neither; download the model again"
         )
+    for key, usual in _USUAL.items():
+        taken = long is not None and key == "rope.scaling.attn_factor"
+        if not taken and of.get(key, usual) != usual:
+            raise UnsupportedModelError(
+                f"{of.where}: {of.architecture}.{key} is {shorten(of.get(key))}: expected {usual:g}"
+            )
     if each is not None:
         # What Llama 3.1 computes from four settings, which files do not have, are these numbers.
         if all(one == 1 for one in each):
@@ -295,11 +301,6 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
         return scaling if attention_factor is None else {
             **scaling, "attention_factor": attention_factor
         }  # fmt: skip
-    for key, usual in _OF_YARN.items():
-        if of.get(key, usual) != usual:
-            raise UnsupportedModelError(
-                f"{of.where}: {of.architecture}.{key} is {shorten(of.get(key))}: expected {usual:g}"
-            )
     if kind == "none" or (kind == "linear" and not factor):
         return None
     if kind == "linear":
