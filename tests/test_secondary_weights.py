@@ -16,6 +16,7 @@ from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model, regist
 from vllm_module.cli import main
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
+from vllm_module.export.sharded_state import shard
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import ColumnParallelLinear
 from vllm_module.model_source import ModelSource
@@ -185,3 +186,13 @@ def test_plan_lists_both(parts: tuple[Path, Path], capsys: pytest.CaptureFixture
     plan = json.loads(capsys.readouterr().out)
     assert plan["checkpoint_bytes"] == 256
     assert [rank["bytes_read"] for rank in plan["ranks"]] == [128, 128]
+
+
+def test_a_sharded_state_has_the_tensors_of_both(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    """It is loaded alone, also where the second source is gone."""
+    expected = loaded(parts[0])
+    shard(ModelConfig(model=str(parts[0])), 1, tmp_path / "out")
+    (parts[1] / "model.safetensors").unlink()
+    held = loaded(tmp_path / "out")
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, held.get_parameter(name))

@@ -62,9 +62,9 @@ class HFConfig(BaseModel):
         max_position_embeddings: the most positions without rope scaling, by any of its names.
         layer_types: ``"full_attention"`` or ``"sliding_attention"`` for each layer.
         stored_rotary_pairs: q_proj and k_proj are stored with the halves of each head in turns,
-            feature by feature, and called q_proj_pairs and k_proj_pairs. Hugging Face's files never
-            have it: it is written for checkpoints of llama.cpp and Mistral, and only models with
-            Llama's attention take it.
+            feature by feature, as q_proj_pairs and k_proj_pairs. Hugging Face's files never have
+            it: it is written for checkpoints of llama.cpp and Mistral, and only models with Llama's
+            attention take it.
         max_model_len: the most tokens of a sequence that the model is built for. It is not an
             entry of the file: :class:`~vllm_module.config.ModelConfig` has it. Unless given there,
             it is the length that the file declares.

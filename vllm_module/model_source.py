@@ -23,6 +23,7 @@ from vllm_module.module import vLLMModule
 from vllm_module.quantization import Rules, quantize, rules_for
 from vllm_module.registry import model_class
 from vllm_module.weights.dummy import DummyWeights
+from vllm_module.weights.gguf_source import GGUFSource
 from vllm_module.weights.joined import JoinedWeights
 from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
 from vllm_module.weights.sharded_state import find_manifest
@@ -83,14 +84,18 @@ class ModelSource:
             token=model.hf_token,
         )
         config = read_config(source.folder, model)
-        manifest = None
-        if isinstance(source, Folder):
-            manifest = find_manifest(source.folder, load_format)
-            model = model if manifest is None else manifest.settle(model, config.architectures)
+        is_folder = isinstance(source, Folder)
+        manifest = find_manifest(source.folder, load_format) if is_folder else None
+        model = model if manifest is None else manifest.settle(model, config)
         rules = rules_for(model.quantization, getattr(config, "quantization_config", None))
         is_dummy = load_format == "dummy"
+        if is_dummy and isinstance(source, GGUFSource) and rules is not None:
+            raise UnsupportedModelError(
+                f"no dummy weights are made of the blocks in {printable(source.path)}: expected a "
+                "file of F32, F16 or BF16, or a config.json without the file"
+            )
         dtype = _parameter_dtype(model, config, None if is_dummy else source)
-        # A sharded state holds the tensors of all sources.
+        # A sharded state has the tensors of all sources.
         alone = is_dummy or manifest is not None
         secondary = () if alone else _secondary_sources(model, config)
         return cls(source, config, dtype, rules, model.enable_expert_parallel, secondary, is_dummy)

@@ -316,3 +316,16 @@ def test_the_command_writes_it(
     assert code == 0
     assert "14 layers quantized" in text
     assert run("convert", checkpoint("llama"), "--out", tmp_path / "c")[0] == 2
+
+
+def test_rows_in_the_order_of_other_formats_are_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Queries and keys in turns would be written under names that stand for another order."""
+    config = ModelConfig(
+        model=str(checkpoint("llama")),
+        quantization="fp8",
+        hf_overrides={"stored_rotary_pairs": True},
+    )
+    with pytest.raises(UnsupportedModelError, match="stores the rows of queries and keys in the"):
+        convert(config, tmp_path / "out")

@@ -41,10 +41,11 @@ from vllm_module.export import sharded_state
 from vllm_module.export.compressed import convert
 from vllm_module.export.sharded_state import shard
 from vllm_module.held import load_from, plan_from
-from vllm_module.model_source import ModelSource
+from vllm_module.model_source import ModelSource, read_config
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.sharded_state import Manifest, cutting_entries
 
 BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(8, 8))
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -290,6 +291,8 @@ def test_other_settings_are_refused_by_name(written: Callable[[str], Written]) -
         ("quantization .*and .*'fp8_per_block'", {"quantization": "fp8_per_block"}),
         ("enable_expert_parallel False, and True", {"enable_expert_parallel": True}),
         ("architectures", {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}),
+        ("num_key_value_heads 2, and 1", {"hf_overrides": {"num_key_value_heads": 1}}),
+        ("head_dim 16, and 8", {"hf_overrides": {"head_dim": 8, "num_attention_heads": 8}}),
     ]
     for message, settings in asked:
         with pytest.raises(UnsupportedModelError, match=message):
@@ -427,7 +430,13 @@ def test_a_model_that_does_not_fit_is_refused_in_one_report(copied: Written) -> 
     path.write_text(json.dumps(config | {"num_hidden_layers": 1}))
     with pytest.raises(UnexpectedWeightError, match=r"model\.layers\.1\.mlp.*no parameter or buf"):
         copied.load(0)
-    path.write_text(json.dumps(config | {"intermediate_size": 160}))
+    wider = {"intermediate_size": 160}
+    path.write_text(json.dumps(config | wider))
+    with pytest.raises(UnsupportedModelError, match="with intermediate_size 96, and 160 was asked"):
+        copied.load(0)
+    manifest = json.loads((copied.folder / "sharded_state.json").read_text())
+    manifest["config"] |= wider
+    (copied.folder / "sharded_state.json").write_text(json.dumps(manifest))
     with pytest.raises(MisshapenWeightError, match=r"this rank holds .*\[160, 64\], got .*\[96, 6"):
         copied.load(0)
 
@@ -514,3 +523,30 @@ def test_the_files_are_closed(written: Callable[[str], Written]) -> None:
         handle = opened["model.norm.weight"]
     with pytest.raises(ValueError, match="closed"):
         handle.read()
+
+
+def test_heads_that_shapes_do_not_tell_apart_are_refused(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Copies of one key-value head have the shape of two heads that are cut, and other values."""
+    original = checkpoint("llama")
+    for given in ({"num_key_value_heads": 1}, {"stored_rotary_pairs": True}):
+        written_from = read_config(original, ModelConfig(model="", hf_overrides=given))
+        manifest = Manifest(
+            format_version=1, library_version="0", architectures=["LlamaForCausalLM"],
+            tensor_parallel_size=2, enable_expert_parallel=False, dtype="float32",
+            config=cutting_entries(written_from),
+            quantization=None, ranks=[[], []],
+        )  # fmt: skip
+        asked = ModelConfig(model="")
+        with pytest.raises(UnsupportedModelError, match=f"with {next(iter(given))} "):
+            manifest.settle(asked, read_config(original, asked))
+
+
+def test_a_manifest_with_an_unknown_scheme_is_refused_by_its_path(copied: Written) -> None:
+    """The path of the manifest is in the message."""
+    path = copied.folder / "sharded_state.json"
+    entries = json.loads(path.read_text())
+    path.write_text(json.dumps(entries | {"quantization": {"scheme": "nonsense"}}))
+    with pytest.raises(CheckpointFormatError, match=r"sharded_state\.json is damaged.*nonsense"):
+        copied.load(0)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_module import ModelConfig, get_model
 from vllm_module.distributed import run_ranks
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import UnexpectedWeightError, UnsupportedModelError
 
 WITHIN = 1e-4  # as in conftest.py
 
@@ -22,16 +22,17 @@ def in_turns(source: Path, folder: Path) -> Path:
     config = json.loads((source / "config.json").read_text())
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
-    stored, tensors = {}, {}
+    stored = {}
     for file in source.glob("*.safetensors"):
         stored |= load_file(file)
+    tensors = {}
     moved = 0
     for name, tensor in stored.items():
         if ".q_proj." in name or ".k_proj." in name:
             # Row 2 i is that of the first half, row 2 i + 1 that of the second.
             halves = tensor.unflatten(0, (-1, 2, head // 2))
-            new = name.replace("_proj.", "_proj_pairs.")
-            tensors[new] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+            turned = halves.transpose(1, 2).flatten(0, 2).contiguous()
+            tensors[name.replace("_proj.", "_proj_pairs.")] = turned
             moved += 1
         else:
             tensors[name] = tensor
@@ -68,3 +69,13 @@ def test_a_model_that_cannot_read_them_refuses(tiny: Any, tmp_path: Path) -> Non
     folder = in_turns(tiny("qwen3").folder, tmp_path)
     with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM does not read heads whose"):
         get_model(model_config=ModelConfig(model=str(folder)))
+
+
+def test_the_name_says_the_order(tiny: Any, tmp_path: Path) -> None:
+    """A tensor of q in Hugging Face's order is refused where rows are expected in turns."""
+    checkpoint = tiny("mistral")
+    model = get_model(model_config=ModelConfig(model=str(in_turns(checkpoint.folder, tmp_path))))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    theirs = min(checkpoint.folder.glob("*.safetensors"))  # the first part has this layer
+    with pytest.raises(UnexpectedWeightError, match=r"q_proj_pairs"):
+        model.update_weights({name: load_file(theirs)[name]})

@@ -101,7 +101,7 @@ def test_names_are_the_librarys(architecture: str) -> None:
     for component, theirs in tables.items():
         name = renamed(f"blk.2.{component}.weight", ARCHITECTURES[architecture])
         assert name == f"model.layers.2.{theirs}.weight"
-        known = name.removesuffix(".weight").replace(".*.", ".").replace("_proj_pairs", "_proj")
+        known = name.removesuffix(".weight").replace(".*.", ".").removesuffix("_pairs")
         assert names.get_name(known) == f"blk.2.{component}", known
     for component in ("token_embd", "output_norm", "output"):
         name = renamed(f"{component}.weight", ARCHITECTURES[architecture])
@@ -485,3 +485,99 @@ def test_a_key_that_is_needed_and_missing_is_named(model: Any, tmp_path: Path) -
     path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.block_c0unt"))
     with pytest.raises(CheckpointFormatError, match=r"the metadata has no llama\.block_count"):
         config_of(path)
+
+
+def test_a_scaling_without_a_type_is_linear(model: Any, tmp_path: Path) -> None:
+    """A factor alone is linear scaling, as llama.cpp takes it, also by the older key."""
+    for add in (
+        lambda writer: writer.add_rope_scaling_factor(4.0),
+        lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0),
+    ):
+        assert scaling_of(tmp_path, model, add) == {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_beta_fast", "yarn_ext_factor"])
+def test_a_setting_of_scaling_that_is_not_taken_is_refused(
+    model: Any, tmp_path: Path, key: str
+) -> None:
+    """What scores would be multiplied by, or which frequencies change, is not ignored."""
+    with pytest.raises(UnsupportedModelError, match=rf"llama\.rope\.scaling\.{key} is 2\.5"):
+        scaling_of(tmp_path, model, lambda w: w.add_float32(f"llama.rope.scaling.{key}", 2.5))
+
+    def beside_factors(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32(f"llama.rope.scaling.{key}", 2.5)
+        writer.add_tensor("rope_freqs.weight", llama3_factors())
+
+    with pytest.raises(UnsupportedModelError, match=rf"{key} is 2\.5"):
+        scaling_of(tmp_path, model, beside_factors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"low_freq_factor": 4.0},
+        {"factor": 0},
+        {"factor": [8.0]},
+        {"rope_theta": "10000"},
+        {"rope_type": "longrope", "long_factor": 8},
+    ],
+)
+def test_a_scaling_that_has_no_value_is_another_one(
+    scaled: tuple[Path, Any], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Entries that the formula cannot take do not give the factors of the file."""
+    path, model = scaled
+    (tmp_path / "model.gguf").symlink_to(path)
+    config = {**model.config.to_dict(), "rope_parameters": {**LLAMA3, **change}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointFormatError, match="which rope_scaling of"):
+        find_gguf_source(tmp_path / "model.gguf")
+
+
+def small_file(
+    path: Path, architecture: str, keys: Mapping[str, int], **tensors: tuple[int, ...]
+) -> Path:
+    """Write a file with zeros of these shapes, by the names of tensors without ``.weight``."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    for name, shape in tensors.items():
+        writer.add_tensor(f"{name.replace('__', '.')}.weight", np.zeros(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_tensors_of_other_dimensions_are_refused(tmp_path: Path) -> None:
+    """Embeddings, experts and factors have the dimensions and sizes that models have."""
+    path, layer = tmp_path / "m.gguf", "blk__0__ffn_gate_exps"
+    with pytest.raises(CheckpointFormatError, match=r"token_embd\.weight should have 2 dim"):
+        find_gguf_source(small_file(path, "llama", {}, token_embd=(8,)))
+    for keys, shape, count in (
+        ({}, (8,), "at most 65536"),
+        ({}, (70_000, 1, 1), "at most 65536"),
+        ({"expert_count": 4}, (5, 1, 1), "4"),
+    ):
+        message = rf"'blk\.0\.ffn_gate_exps\.weight' should have the weights of {count} experts"
+        with pytest.raises(CheckpointFormatError, match=message):
+            open_checkpoint(small_file(path, "qwen3moe", keys, **{layer: shape}))
+    keys = {"attention.head_count": 1, "block_count": 1, "context_length": 8}
+    many = small_file(path, "llama", keys, token_embd=(2, 8), rope_freqs=(70_000,))
+    with open_checkpoint(many) as checkpoint:
+        (file,) = checkpoint._files
+        with pytest.raises(CheckpointFormatError, match="at most 65536 floats"):
+            file.floats(file.rope_tensors["rope_freqs.weight"])
+
+
+def test_dummy_weights_take_the_configuration_of_the_file(
+    model: Any, whole: Path, tmp_path: Path
+) -> None:
+    """Values are made where weights are floats; those of blocks are refused by name."""
+    path = written.write(tmp_path / "m.gguf", model)
+    source = ModelSource.find(ModelConfig(model=str(path)), "dummy")
+    with source.open() as dummy, open_checkpoint(path) as stored:
+        assert {*dummy} == {*stored}
+    with pytest.raises(UnsupportedModelError, match=r"blocks in .*model\.gguf"):
+        ModelSource.find(ModelConfig(model=str(whole)), "dummy")

@@ -205,3 +205,15 @@ def test_a_tokenizer_that_cannot_be_made_is_refused(
     with pytest.raises(kind, match=message) as error:
         find_gguf_source(path)
     assert "tokenizer.json beside the GGUF file" in str(error.value)
+
+
+def test_a_long_token_of_which_merges_are_computed_is_refused(write: Callable[..., Path]) -> None:
+    """Without merges, each token has one for each place in it; its length is bounded."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "a" * 1025])
+        writer.add_token_scores([0.0, 0.0])
+
+    with pytest.raises(CheckpointFormatError, match=r"at most 1024 characters.* 1025"):
+        find_gguf_source(write("llama", add))

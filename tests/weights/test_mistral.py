@@ -184,10 +184,20 @@ def test_files_that_do_not_fit_are_refused(dense: Path, tmp_path: Path) -> None:
         get_model(model_config=ModelConfig(model=str(dense / "hf")), load_config=loading)
 
 
-def test_an_update_in_the_other_order_is_refused(dense: Path) -> None:
-    """Rows of Hugging Face's order would be permuted: their names are unexpected."""
-    model = get_model(model_config=ModelConfig(model=str(dense / "own"), dtype="float32"))
-    before = model.get_parameter("model.layers.0.self_attn.qkv_proj.weight").clone()
-    with pytest.raises(WeightLoadError, match=r"self_attn\.q_proj\.weight: .* has no .q_proj."):
-        model.update_weights(load_file(dense / "hf" / "model.safetensors"))
-    assert torch.equal(before, model.get_parameter("model.layers.0.self_attn.qkv_proj.weight"))
+def test_what_is_there_instead_of_the_files_is_named(tmp_path: Path) -> None:
+    """Meta's files have params.json too, and are in no format that is read."""
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    with pytest.raises(CheckpointFormatError, match=r"has nothing else\. Download the model again"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "consolidated.00.pth").touch()
+    with pytest.raises(CheckpointFormatError, match=r"has consolidated\.00\.pth\. Files of Meta's"):
+        open_checkpoint(tmp_path)
+
+
+def test_dummy_weights_take_the_configuration_of_params(tmp_path: Path) -> None:
+    """Values are made without any file of weights."""
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    loading = LoadConfig(load_format="dummy")
+    model = get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=loading)
+    assert model.load_report is not None
+    assert model.load_report.ok

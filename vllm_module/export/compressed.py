@@ -84,9 +84,9 @@ def convert(
         )
     if source.config.stored_rotary_pairs:
         raise UnsupportedModelError(
-            f"{config.model} stores rows of q and k in another order than Hugging Face's "
-            "checkpoints, which other readers of this layout expect: convert the model in their "
-            "format"
+            f"{printable(source.folder)} stores the rows of queries and keys in the order of "
+            "llama.cpp and Mistral (stored_rotary_pairs), which compressed-tensors has no layout "
+            "for: convert the model in Hugging Face's format"
         )
     with tensor_parallel(rank=0, size=1), source.open() as checkpoint:
         if isinstance(checkpoint, ShardedState):

@@ -28,6 +28,7 @@ from vllm_module.weights.sharded_state import (
     MANIFEST,
     Manifest,
     ShardFile,
+    cutting_entries,
     find_manifest,
     quantization_settings,
     shard_name,
@@ -84,6 +85,7 @@ def shard(
             tensor_parallel_size=tensor_parallel_size,
             enable_expert_parallel=source.spread_experts,
             dtype=str(source.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            config=cutting_entries(source.config),
             quantization="config.json" if quantized else asked,
             ranks=ranks,
         )

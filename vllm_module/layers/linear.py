@@ -209,8 +209,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         shard_names: the names of the three projections in the checkpoint; None if it stores them
             as one tensor only.
         stored_rotary_pairs: the checkpoint stores the two halves of each head of q and of k in
-            turns, feature by feature, as rotary embeddings that rotate neighbours want them. The
-            names of both then end with ``_pairs``, so that no tensor in the other order is taken.
+            turns, feature by feature, as rotary embeddings that rotate neighbours want them. Names
+            tell the orders apart: the first two of ``shard_names`` end with ``_pairs`` then.
 
     Attributes:
         num_heads, num_kv_heads: number of heads on this rank.
@@ -256,7 +256,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         q = (total_num_heads * head_size, size)
         kv = (total_num_kv_heads * head_size, kv_parts)
         pairs = head_size if stored_rotary_pairs else 0
-        if shard_names is not None and stored_rotary_pairs:
+        if pairs and shard_names is not None:
             query, key, value = shard_names
             shard_names = (f"{query}_pairs", f"{key}_pairs", value)
         output = fused(shard_names, [q, kv, kv], [pairs, pairs, 0])

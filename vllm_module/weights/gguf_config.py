@@ -18,6 +18,15 @@ from vllm_module.weights.gguf_names import ARCHITECTURES
 
 Entries = dict[str, Any]
 
+# Settings of rope scaling that become no entry of config.json, and what they have to be.
+_USUAL = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
 _WITHIN = 1e-3  # of a factor on a frequency: files hold them in float32
 
 
@@ -52,7 +61,7 @@ class _Metadata:
         shape = self.tensors[name].shape
         if len(shape) != dims:
             raise CheckpointFormatError(
-                f"{self.where}: the tensor {name} should have {dims} dimensions, and has shape "
+                f"{self.where}: the tensor {name} should have {dims} dimensions, and its shape is "
                 f"{list(shape)}; download the model again"
             )
         return shape
@@ -120,7 +129,9 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
 
 def _alike(value: Any) -> Any:
     """Return one number where layers that are alike have one each."""
-    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        return value[0]
+    return value
 
 
 def _dtype(of: _Metadata) -> str:
@@ -251,7 +262,7 @@ _BY_ARCHITECTURE: Mapping[str, Callable[[_Metadata, Entries], Entries]] = {
 def _rope_scaling(of: _Metadata) -> Entries | None:
     """Return the rope scaling, from keys or from the factors that a file has as tensors."""
     factor = of.get("rope.scaling.factor", of.get("rope.scale_linear"))
-    kind = of.get("rope.scaling.type", "linear" if factor else "none")  # as llama.cpp has it
+    kind = of.get("rope.scaling.type", "linear" if factor else "none")  # llama.cpp's default
     long, short = of.factors("rope_factors_long.weight"), of.factors("rope_factors_short.weight")
     each = of.factors("rope_freqs.weight")
     original = of.get("rope.scaling.original_context_length")
@@ -265,6 +276,12 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
             f"{of.where}: expected both of rope_factors_long.weight and rope_factors_short.weight, "
             "or neither; download the model again"
         )
+    for key, usual in _USUAL.items():
+        taken = long is not None and key == "rope.scaling.attn_factor"
+        if not taken and of.get(key, usual) != usual:
+            raise UnsupportedModelError(
+                f"{of.where}: {of.architecture}.{key} is {shorten(of.get(key))}: expected {usual:g}"
+            )
     if each is not None:
         # What Llama 3.1 computes from four settings, which files do not have, are these numbers.
         if all(one == 1 for one in each):
@@ -296,7 +313,7 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
             )
         return {
             "rope_type": "yarn",
-            "factor": of.need("rope.scaling.factor"),
+            "factor": of.need("rope.scaling.factor") if factor is None else factor,
             "original_max_position_embeddings": of.need("rope.scaling.original_context_length"),
         }
     raise UnsupportedModelError(
@@ -317,10 +334,13 @@ def check_rope_factors(files: Sequence[GGUFFile], entries: Mapping[str, Any], pa
     if isinstance(scaling, Mapping):
         kind = scaling.get("rope_type") or scaling.get("type")
         theta = scaling.get("rope_theta", entries.get("rope_theta", 10000.0))
-        if kind == "llama3" and _same(_llama3_factors(scaling, theta, len(factors)), factors):
-            return
-        if kind == "longrope" and _same(scaling.get("long_factor") or (), factors):
-            return
+        try:
+            if kind == "llama3" and _same(_llama3_factors(scaling, theta, len(factors)), factors):
+                return
+            if kind == "longrope" and _same(scaling.get("long_factor") or (), factors):
+                return
+        except (TypeError, ValueError, ArithmeticError):
+            pass  # an entry is no number, or none that the formula takes: it gives other factors
     raise CheckpointFormatError(
         f"{printable(files[0].path)} has factors on the rotary frequencies (rope_freqs.weight), "
         f"from {min(factors):g} to {max(factors):g}, which rope_scaling of {path} does not give: "

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from vllm_module.weights.handle import FileHandle
 
+_MOST_EXPERTS = _MOST_FACTORS = 1 << 16
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -72,7 +73,7 @@ class GGUFFile(WeightFile):
             if tensor.name in ROPE_TENSORS:
                 self.rope_tensors[tensor.name] = tensor
                 continue
-            for name, entry in _entries(tensor, architecture):
+            for name, entry in self._entries(tensor, architecture):
                 if name in self.entries:
                     raise CheckpointFormatError(
                         f"{where}: two tensors would be called {shorten(name)}, one of them "
@@ -84,6 +85,19 @@ class GGUFFile(WeightFile):
                 if architecture.norms_plus_one and is_norm(tensor.name):
                     self._offsets.add(name)
 
+    def _entries(self, tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, Entry]]:
+        if "*" in renamed(tensor.name, architecture):
+            metadata = self.metadata
+            experts = metadata.get(f"{metadata['general.architecture']}.expert_count")
+            shape = tensor.shape
+            if len(shape) < 2 or shape[0] > _MOST_EXPERTS or experts not in (None, shape[0]):
+                count = f"at most {_MOST_EXPERTS}" if experts is None else shorten(experts)
+                raise CheckpointFormatError(
+                    f"{printable(self.path)}: tensor {shorten(tensor.name)} should have the "
+                    f"weights of {count} experts, and its shape is {list(shape)}. {DAMAGED}"
+                )
+        return _entries(tensor, architecture)
+
     def _described(self) -> list[tuple[int, int]]:
         return [(0, self.header.start)]
 
@@ -91,10 +105,14 @@ class GGUFFile(WeightFile):
         """Read a small tensor of the header."""
         import torch  # here because headers are read without it
 
-        if tensor.kind not in FLOAT_BYTES or len(tensor.shape) != 1:
+        if (
+            tensor.kind not in FLOAT_BYTES
+            or len(tensor.shape) != 1
+            or tensor.shape[0] > _MOST_FACTORS
+        ):
             raise CheckpointFormatError(
-                f"{printable(self.path)}: tensor {shorten(tensor.name)} should be a vector of "
-                f"floats, and is {tensor.kind} {list(tensor.shape)}. {DAMAGED}"
+                f"{printable(self.path)}: tensor {shorten(tensor.name)} should be a vector of at "
+                f"most {_MOST_FACTORS} floats, and is {tensor.kind} {list(tensor.shape)}. {DAMAGED}"
             )
         if tensor.end - tensor.begin > _MOST_FACTORS:
             raise CheckpointFormatError(

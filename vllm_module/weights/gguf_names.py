@@ -28,6 +28,8 @@ _PAIRS = {"attn_q": "self_attn.q_proj_pairs", "attn_k": "self_attn.k_proj_pairs"
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _DENSE = {**_ATTENTION, **_MLP}
+# A name of their own, so that a tensor in Hugging Face's order is never taken for one of these.
+_PAIRS = {"attn_q": "self_attn.q_proj_pairs", "attn_k": "self_attn.k_proj_pairs"}
 # A * stands for the number of an expert: llama.cpp stores those of a layer as one tensor.
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -69,7 +71,8 @@ class Architecture:
     Attributes:
         layer: from the component behind ``blk.N`` to the name behind ``model.layers.N``.
         norms_plus_one: the weights of norms are stored with 1 added to them.
-        rotary_pairs: the rows of q and k are stored as neighbours that are rotated together.
+        rotary_pairs: the rows of q and k are stored as neighbours that are rotated together; their
+            names in ``layer`` end with ``_pairs``.
 
     """
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_MOST_CHARACTERS = 1024  # of a token whose merges are computed, one for each place in it
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ADVICE = "Put the model's own tokenizer.json beside the GGUF file"
@@ -247,6 +248,9 @@ def _sentencepiece(
     if "merges" in keys:
         merges = _pairs(_strings(keys, "merges", where), where)
     elif isinstance(scores, list) and len(scores) == len(tokens):
+        if (longest := max(map(len, tokens), default=0)) > _MOST_CHARACTERS:
+            expected = f"tokens of at most {_MOST_CHARACTERS} characters, as there are no merges"
+            _refuse(where, "tokens", expected, longest)
         merges = _merges(tokens, scores)
     else:
         _refuse(where, "scores", f"a list of {len(tokens)} numbers", scores)
@@ -287,11 +291,6 @@ def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, s
     number = {token: at for at, token in enumerate(tokens)}
     found = []
     for token, score in zip(tokens, scores, strict=True):
-        if len(token) > _LONGEST_TOKEN:
-            raise UnsupportedModelError(
-                f"tokenizer.ggml.tokens has a token of {len(token)} characters: expected at most "
-                f"{_LONGEST_TOKEN}. Put the model's own tokenizer.json beside the GGUF file"
-            )
         known = [
             (token[:at], token[at:])
             for at in range(1, len(token))

@@ -1,7 +1,8 @@
 """Mistral's own files: ``consolidated*.safetensors`` and ``params.json``.
 
 They hold the weights under names of their own, and the rows of queries and keys in the order that
-rotates neighbours. Names: https://github.com/mistralai/mistral-inference (transformer_layers.py).
+rotates neighbours, which ``q_proj_pairs`` and ``k_proj_pairs`` stand for.
+Names: https://github.com/mistralai/mistral-inference (transformer_layers.py).
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from vllm_module.weights.strict_json import read_json
 from vllm_module.weights.written_folder import TAKEN, write_folder
 
 PARAMS = "params.json"
+_IN_OTHERS = "take the model in Hugging Face's format"
+_INCOMPLETE = f"Download the model again, or {_IN_OTHERS}"
 _INDEX = "consolidated.safetensors.index.json"
 
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _LAYER = {
-    "attention.wq": "self_attn.q_proj_pairs",  # in the order of rotary pairs
+    "attention.wq": "self_attn.q_proj_pairs",
     "attention.wk": "self_attn.k_proj_pairs",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
@@ -92,7 +95,10 @@ def find_mistral_source(path: Path) -> MistralSource:
 
 
 def open_mistral(folder: Path) -> Checkpoint:
-    """Open ``consolidated*.safetensors``; tensors get the names of Hugging Face's checkpoints."""
+    """Open ``consolidated*.safetensors``; tensors get the names of Hugging Face's checkpoints.
+
+    Those of queries and keys are ``q_proj_pairs`` and ``k_proj_pairs``, for their order of rows.
+    """
     names_in: dict[str, set[str]] | None = None
     if is_there(folder / _INDEX):
         stored = read_index(folder / _INDEX, (".safetensors",))
@@ -104,9 +110,15 @@ def open_mistral(folder: Path) -> Checkpoint:
         except OSError as error:
             raise refusal(folder, error, "listed") from error
     if not paths:
+        try:
+            others = sorted(path.name for path in folder.iterdir() if path.name != PARAMS)
+        except OSError as error:
+            raise refusal(folder, error, "listed") from error
+        pth = any(name.endswith(".pth") for name in others)
         raise CheckpointFormatError(
-            f"{printable(folder)} holds no consolidated*.safetensors file, as Mistral writes; "
-            "check the path, or leave load_format out"
+            f"{printable(folder)} holds no consolidated*.safetensors file, as Mistral writes; it "
+            f"has {', '.join(map(printable, others[:20])) or 'nothing else'}. "
+            + (f"Files of Meta's (*.pth) are not read: {_IN_OTHERS}" if pth else _INCOMPLETE)
         )
     with ExitStack() as opened:
         files: list[MistralFile] = []
@@ -170,7 +182,7 @@ def _config(folder: Path) -> dict[str, Any]:
         if name not in known and value not in (None, False, {}, []):
             raise UnsupportedModelError(
                 f"{where}: {shorten(name)} is {shorten(value)}, which no model here knows: "
-                "take the model in Hugging Face's format"
+                f"{_IN_OTHERS}"
             )
     if params.get("use_biases"):
         raise UnsupportedModelError(f"{where}: use_biases is set: no model here has such biases")

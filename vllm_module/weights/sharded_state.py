@@ -7,12 +7,11 @@ paths of parameters and buffers, and are as a rank holds them: cut, fused, quant
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from vllm_module.config import ModelConfig, QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
@@ -24,6 +23,14 @@ from vllm_module.weights.strict_json import parse_object
 
 MANIFEST = "sharded_state.json"
 FORMAT_VERSION: Literal[1] = 1  # of the manifest, and of how parameters are held
+# Shapes alone do not tell copies of one key-value head from two that are cut.
+_CUTTING = (
+    "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "stored_rotary_pairs",
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
 _AGAIN = "Write the folder again with `vllm-module shard`."
 
 _Count = Annotated[int, Field(gt=0)]
@@ -52,6 +59,7 @@ class Manifest(_Strict):
         tensor_parallel_size: ranks.
         enable_expert_parallel: whether each rank holds whole experts.
         dtype: of parameters that are not quantized.
+        config: the entries of config.json by which tensors are cut and ordered.
         quantization: how weights were quantized while they were loaded, as settings of a
             ``QuantizationConfig``; ``"config.json"`` where that says it, ``None`` if they were not.
         ranks: by rank, the files in the order in which they are read.
@@ -64,17 +72,22 @@ class Manifest(_Strict):
     tensor_parallel_size: _Count
     enable_expert_parallel: bool
     dtype: Literal["float32", "float16", "bfloat16"]
+    config: dict[str, Any]
     quantization: Literal["config.json"] | dict[str, Any] | None
     ranks: list[list[ShardFile]]
 
-    def settle(self, asked: ModelConfig, architectures: Sequence[str]) -> ModelConfig:
+    def settle(self, asked: ModelConfig, config: Any) -> ModelConfig:
         """Return ``asked`` with the dtype and quantization of the files, where it leaves them open.
 
-        Raises ``UnsupportedModelError`` where it asks for others, or ``architectures`` of
-        config.json are others: these would need other files.
+        Raises ``UnsupportedModelError`` where it asks for others, or ``config``, that of
+        config.json, has other architectures or sizes: these would need other files.
         """
-        if list(architectures) != self.architectures:
-            raise _written("architectures", self.architectures, list(architectures))
+        if config.architectures != self.architectures:
+            raise _written("architectures", self.architectures, config.architectures)
+        cutting = cutting_entries(config)
+        for name in sorted({*cutting, *self.config}):
+            if cutting.get(name) != self.config.get(name):
+                raise _written(name, self.config.get(name), cutting.get(name))
         if asked.dtype not in ("auto", self.dtype):
             raise _written("dtype", self.dtype, asked.dtype)
         if asked.enable_expert_parallel != self.enable_expert_parallel:
@@ -86,9 +99,14 @@ class Manifest(_Strict):
             wanted = quantization_settings(asked.quantization)
             if wanted not in (None, held):
                 raise _written("quantization", held, wanted)
-            # A name alone may be one that no QuantizationConfig has.
-            found["quantization"] = held["scheme"] if held and set(held) == {"scheme"} else held
+            found["quantization"] = _requested(held)
         return ModelConfig(**(dict(asked) | found))
+
+
+def cutting_entries(config: Any) -> dict[str, Any]:
+    """Return the entries of config.json by which tensors are cut and ordered, if it has them."""
+    entries = {name: getattr(config, name, None) for name in _CUTTING}
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 def quantization_settings(asked: str | QuantizationConfig | None) -> dict[str, Any] | None:
@@ -98,6 +116,12 @@ def quantization_settings(asked: str | QuantizationConfig | None) -> dict[str, A
     if isinstance(asked, str):
         return {"scheme": "fp8_per_tensor" if asked == "fp8" else asked}
     return asked.model_dump(mode="json", exclude_defaults=True)
+
+
+def _requested(held: dict[str, Any] | None) -> Any:
+    """Return the settings of a manifest as ``ModelConfig`` takes them."""
+    # A name alone may be one that no QuantizationConfig has.
+    return held["scheme"] if held and set(held) == {"scheme"} else held
 
 
 def _written(setting: str, held: object, asked: object) -> UnsupportedModelError:
@@ -146,7 +170,9 @@ def _parsed(folder: Path, data: bytes) -> Manifest:
         )
     try:
         manifest = Manifest(**fields)  # type: ignore[arg-type]
-    except (ValidationError, TypeError) as error:
+        if isinstance(manifest.quantization, dict):
+            ModelConfig(model=str(folder), quantization=_requested(manifest.quantization))
+    except (ValueError, TypeError) as error:
         raise CheckpointFormatError(
             f"{where} is damaged: {shorten(str(error))}. {_AGAIN}"
         ) from None

@@ -118,10 +118,12 @@ def find_source(
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import format_of
         from vllm_module.weights.formats import FORMATS, Unit, imported
+        from vllm_module.weights.regular_file import is_there
 
-        found = (
-            FORMATS.get(format_of(folder, load_format) or "") if load_format != "dummy" else None
-        )
+        wanted: str | None = load_format
+        if load_format == "dummy":  # other files are not looked at, unless they say the config
+            wanted = None if is_there(folder / "config.json") else "auto"
+        found = FORMATS.get(format_of(folder, wanted) or "") if wanted is not None else None
         if isinstance(found, Unit) and found.source is not None:
             source: Source = imported(found.source)(folder)
             return source
