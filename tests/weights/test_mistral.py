@@ -17,7 +17,6 @@ from vllm_module.errors import (
     CheckpointFormatError,
     ShardingError,
     UnsupportedModelError,
-    WeightLoadError,
 )
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.mistral import renamed

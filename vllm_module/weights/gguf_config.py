@@ -306,11 +306,6 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        if of.get("rope.scaling.attn_factor") is not None:
-            raise UnsupportedModelError(
-                f"{of.where}: rope.scaling.attn_factor is set, which is read of long and short "
-                "factors only: put the model's config.json beside the file"
-            )
         return {
             "rope_type": "yarn",
             "factor": of.need("rope.scaling.factor") if factor is None else factor,

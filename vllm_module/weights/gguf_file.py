@@ -32,10 +32,6 @@ _MOST_EXPERTS = _MOST_FACTORS = 1 << 16
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-_MOST_FACTORS = 1 << 16  # bytes of the factors on frequencies, one for each of a head
-_MOST_EXPERTS = 1 << 16  # of a layer: each becomes a tensor
-
-
 class GGUFFile(WeightFile):
     """The tensors of one GGUF file, by Hugging Face's names.
 
@@ -114,11 +110,6 @@ class GGUFFile(WeightFile):
                 f"{printable(self.path)}: tensor {shorten(tensor.name)} should be a vector of at "
                 f"most {_MOST_FACTORS} floats, and is {tensor.kind} {list(tensor.shape)}. {DAMAGED}"
             )
-        if tensor.end - tensor.begin > _MOST_FACTORS:
-            raise CheckpointFormatError(
-                f"{printable(self.path)}: tensor {shorten(tensor.name)} has "
-                f"{tensor.end - tensor.begin} bytes: expected at most {_MOST_FACTORS}. {DAMAGED}"
-            )
         data = bytearray(self._bytes.read_bytes(tensor.begin, tensor.end - tensor.begin))
         values = torch.frombuffer(data, dtype=getattr(torch, DTYPES[tensor.kind].name))
         return [float(value) for value in values.tolist()]
@@ -163,11 +154,6 @@ def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, 
             name = f"{name.removesuffix('weight')}{_attribute(kind)}"
     if "*" not in name:
         return [(name, Entry(dtype, shape, begin, end))]
-    if shape[0] > _MOST_EXPERTS:
-        raise CheckpointFormatError(
-            f"tensor {shorten(tensor.name)} has {shape[0]} experts: expected at most "
-            f"{_MOST_EXPERTS}. {DAMAGED}"
-        )
     step = (end - begin) // shape[0]
     return [
         (

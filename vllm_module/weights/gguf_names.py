@@ -23,8 +23,6 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-# The rows of these are in the order of rotary pairs, which Hugging Face's checkpoints never have.
-_PAIRS = {"attn_q": "self_attn.q_proj_pairs", "attn_k": "self_attn.k_proj_pairs"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _DENSE = {**_ATTENTION, **_MLP}

@@ -283,9 +283,6 @@ def _sentencepiece(
     return tokenizer
 
 
-_LONGEST_TOKEN = 1024  # characters; its halves are looked up one by one
-
-
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the merges that a vocabulary implies: into the token of the highest score first."""
     number = {token: at for at, token in enumerate(tokens)}
