@@ -190,7 +190,7 @@ class LoadConfig(_Closed):
             there is, in the order of the names, and the log says which. ``"npcache"`` reads the
             folder ``np`` that vLLM and SGLang make of ``.bin`` files, and makes it where it is not
             there. ``"layered"`` is ``"auto"``: every load quantizes one module after the other.
-            ``"dummy"`` reads ``config.json`` only, and computes each value from its tensor's name
+            ``"dummy"`` reads the configuration only, and computes each value from its tensor's name
             and its place.
         show_progress: draw a progress bar with bytes and rate on standard error.
         timeout: seconds that a rank which is ready waits for ranks in other processes: first

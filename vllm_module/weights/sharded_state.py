@@ -176,11 +176,6 @@ def _parsed(folder: Path, data: bytes) -> Manifest:
         raise CheckpointFormatError(
             f"{where} is damaged: {shorten(str(error))}. {_AGAIN}"
         ) from None
-    if isinstance(manifest.quantization, dict):
-        try:
-            QuantizationConfig(**manifest.quantization)
-        except ValueError as error:
-            raise CheckpointFormatError(f"{where} is damaged: {error}. {_AGAIN}") from None
     if len(manifest.ranks) != manifest.tensor_parallel_size or not all(manifest.ranks):
         raise CheckpointFormatError(
             f"{where} is damaged: it should list files of {manifest.tensor_parallel_size} ranks, "
