@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from vllm_module import ModelConfig, QuantizationConfig, get_model, register_model
+from vllm_module import ModelConfig, QuantizationConfig, get_model, registry
 from vllm_module.errors import (
     MissingWeightError,
     ShardingError,
@@ -244,6 +244,7 @@ def test_what_cannot_be_written_is_refused(
     checkpoint: Callable[..., Path],
     converted: Callable[[str], tuple[Path, Path]],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each refusal says why, and leaves nothing."""
     out = tmp_path / "out"
@@ -258,7 +259,7 @@ def test_what_cannot_be_written_is_refused(
     refused(checkpoint("llama"), "compressed-tensors", "has no quantization_config")
     every = QuantizationConfig(scheme="fp8_per_tensor", ignore=("re:.*",))
     refused(checkpoint("llama"), every, "no layer of LlamaForCausalLM is quantized")
-    register_model("RenamingForCausalLM", Renaming)
+    monkeypatch.setitem(registry.registered.by_call, "RenamingForCausalLM", Renaming)
     renamed = tmp_path / "renamed"
     shutil.copytree(checkpoint("llama"), renamed)
     config = entries(renamed) | {"architectures": ["RenamingForCausalLM"]}

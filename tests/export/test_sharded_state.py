@@ -22,7 +22,7 @@ from vllm_module import (
     QuantizationConfig,
     SamplingParams,
     get_model,
-    register_model,
+    registry,
     tensor_parallel,
     vLLMModule,
 )
@@ -224,7 +224,7 @@ class Scaling(LlamaForCausalLM):
 
 @pytest.fixture
 def of_class(
-    checkpoint: Callable[..., Path], tmp_path: Path
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[type[LlamaForCausalLM]], Path]:
     """Return a checkpoint of a class of the user's own."""
 
@@ -232,7 +232,7 @@ def of_class(
         folder = tmp_path / cls.__name__
         shutil.copytree(checkpoint("llama"), folder)
         config = json.loads((folder / "config.json").read_text())
-        register_model(cls.__name__, cls)
+        monkeypatch.setitem(registry.registered.by_call, cls.__name__, cls)
         (folder / "config.json").write_text(json.dumps(config | {"architectures": [cls.__name__]}))
         return folder
 

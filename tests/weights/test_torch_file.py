@@ -149,7 +149,24 @@ def elsewhere() -> bytes:
     return bytes(data)
 
 
+def nested_key() -> bytes:
+    """A file whose pickle is a dict with a key of 60 nested tuples, each of which is held twice."""
+    return with_member("data.pkl", b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.")
+
+
+def long_list() -> bytes:
+    """A file with a list of members of 1 GiB, as its end says."""
+    data = bytearray(saved({"a": BASE}) + bytes(1 << 25))
+    data += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, 1 << 25, len(data) - (1 << 25), 0)
+    return bytes(data)
+
+
 REFUSED = {
+    "tuples that are long to hash": (nested_key(), "a tuple of more than 256 objects"),
+    "a memo with a gap": (
+        with_member("data.pkl", b"\x80\x02}r\x00\x00\x00\x03."), "number 50331648 into a memo of 0"
+    ),
+    "a long list of members": (long_list(), "at most 16777216 are accepted"),
     "what would run": (saved({"a": Runs()}), r"asks for '\w+\.remove', which is no tensor, and no"),
     "what would fill the memory": (saved({"a": Fills()}), r"asks for '\w+\.bytearray', which"),
     "another protocol": (saved({"a": BASE}, pickle_protocol=4), "has STACK_GLOBAL, which"),
@@ -193,6 +210,15 @@ def test_a_bad_file_is_refused(case: str, tmp_path: Path, monkeypatch) -> None:
         open_checkpoint(tmp_path)
     assert "pytorch_model.bin: " in str(refused.value)
     assert (tmp_path / "victim").exists()
+
+
+def test_a_long_byte_order_is_not_read(tmp_path: Path, monkeypatch) -> None:
+    """A member that should be one word is refused by its size."""
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(with_member("byteorder", b"little" + bytes(1 << 20)))
+    monkeypatch.setattr(zipfile.ZipFile, "read", None)
+    with pytest.raises(CheckpointFormatError, match="not little-endian"):
+        open_checkpoint(path)
 
 
 def test_damage_is_refused_or_changes_values_alone(tmp_path: Path) -> None:

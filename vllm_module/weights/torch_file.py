@@ -9,7 +9,6 @@ Older files, which are one pickle without an archive, are refused.
 from __future__ import annotations
 
 import io
-import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -18,13 +17,15 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.messages import describe_error, printable, shorten
 from vllm_module.weights.header import DAMAGED, DTYPES, MAX_HEADER_BYTES, MAX_NAME, Entry
+from vllm_module.weights.pickle_operations import operations
 from vllm_module.weights.weight_file import WeightFile
 
 TORCH_DTYPES = {getattr(torch, dtype.name): dtype for dtype in DTYPES.values()}
 _SIGNATURE = b"PK\x03\x04"
+_MOST_LIST = 1 << 24  # bytes of an archive's list of members, some 100 for each storage
 _LOCAL_HEADER = 30  # bytes of a member's header before its name and extra field
 # What tensors, parameters and ordered dicts are made of. torch's unpickler allows more, such as
 # bytearray, which a hostile file could make as large as it likes.
@@ -135,8 +136,9 @@ def entry_of(
 class _Reader(io.RawIOBase):
     """A file for reading that is open already."""
 
-    def __init__(self, file_bytes: Bytes) -> None:
+    def __init__(self, file_bytes: Bytes, most: int | None = None) -> None:
         self._bytes, self._at = file_bytes, 0
+        self._most = most  # bytes that are read at once, if they are bounded
 
     def readable(self) -> bool:
         return True
@@ -153,9 +155,10 @@ class _Reader(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         rest = max(0, self._bytes.size - self._at)
-        data = self._bytes.read_bytes(
-            self._at, rest if size is None or size < 0 else min(size, rest)
-        )
+        length = rest if size is None or size < 0 else min(size, rest)
+        if self._most is not None and length > self._most:
+            raise ValueError(f"a list of {length} bytes, where at most {self._most} are accepted")
+        data = self._bytes.read_bytes(self._at, length)
         self._at += len(data)
         return data
 
@@ -174,7 +177,7 @@ def members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
         )
     places: dict[str, tuple[int, int]] = {}
     try:
-        with zipfile.ZipFile(_Reader(file_bytes)) as archive:
+        with zipfile.ZipFile(_Reader(file_bytes, _MOST_LIST)) as archive:
             for member in archive.infolist():
                 stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
                 if not stored or member.file_size != member.compress_size:
@@ -195,7 +198,7 @@ def members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
                     refuse(f"it has two members {shorten(member.filename)}. {DAMAGED}")
                 places[member.filename] = begin, end
             order = next((name for name in places if name.endswith("/byteorder")), None)
-            if order is not None and archive.read(order) != b"little":
+            if order is not None and not _is_little(archive, order):
                 refuse(f"its numbers are not little-endian. {SAVE_AGAIN}")
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
         if isinstance(error, CheckpointFormatError):
@@ -212,19 +215,24 @@ def members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
     return places
 
 
+def _is_little(archive: zipfile.ZipFile, order: str) -> bool:
+    expected = b"little"
+    return archive.getinfo(order).file_size == len(expected) and archive.read(order) == expected
+
+
 def check_pickle(data: bytes, refuse: Refuse) -> None:
     """Refuse a pickle that asks for anything but tensors, before it is read as one."""
     try:
-        for operation, argument, _ in pickletools.genops(data):
-            if operation.name == "GLOBAL" and not _NEEDED.fullmatch(str(argument)):
+        for operation, argument in operations(data, refuse):
+            if operation == "GLOBAL" and not _NEEDED.fullmatch(str(argument)):
                 asked = str(argument).replace(" ", ".")
                 refuse(
                     f"its pickle asks for {shorten(asked)}, which is no tensor, and nothing of it "
                     f"was run. {SAVE_AGAIN}"
                 )
-            if operation.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
-                refuse(f"its pickle has {operation.name}, which torch.save does not write")
-    except CheckpointFormatError:
+            if operation == "STACK_GLOBAL":
+                refuse(f"its pickle has {operation}, which torch.save does not write")
+    except (CheckpointFormatError, WeightReadError, MemoryError):
         raise
     except Exception as error:  # pickletools raises several kinds for bytes that are no pickle
         refuse(f"its pickle is broken ({describe_error(error)}). {DAMAGED}")
