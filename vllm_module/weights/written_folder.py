@@ -6,7 +6,9 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
@@ -25,17 +27,39 @@ def write_folder(files: Mapping[str, bytes], what: str) -> Path:
     Ranks in other processes, which this one starts, find it there. ``what`` names the model in
     messages. Raises ``CheckpointFormatError`` if it cannot be written.
     """
-    try:
+    folder = new_folder(what)
+    for name, data in files.items():
+        write_file(folder / name, data, what)
+    return folder
+
+
+def new_folder(what: str, owner: object = None) -> Path:
+    """Make a folder as :func:`write_folder` does; with ``owner``, it is removed with that."""
+    with _refusal(what):
         folder = Path(tempfile.mkdtemp(prefix="vllm-module-"))
+    if owner is None:
         atexit.register(_remove, folder, os.getpid())
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
+    else:
+        weakref.finalize(owner, _remove, folder, os.getpid())
+    return folder
+
+
+def write_file(path: Path, data: bytes, what: str) -> None:
+    """Write a file of such a folder, and the folder that it is in. Raises as the others do."""
+    with _refusal(what):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+
+
+@contextmanager
+def _refusal(what: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise CheckpointFormatError(
             f"the configuration of {what} cannot be written to {printable(tempfile.gettempdir())}: "
             f"{error.strerror}; free space, or name another folder in TMPDIR"
         ) from error
-    return folder
 
 
 def _remove(folder: Path, process: int) -> None:

@@ -23,7 +23,7 @@ class Client(Protocol):
     """Requests for the files of one folder. Any thread may call it; none is tried again here."""
 
     def close(self) -> None:
-        """Close connections that are idle, now or later."""
+        """Close connections that are idle, now or later, and end requests under way if it can."""
 
     def names(self) -> list[str] | None:
         """List the files of the folder, without those below; ``None`` where that cannot be."""

@@ -12,7 +12,6 @@ import re
 import socket
 import ssl
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -35,12 +34,12 @@ from vllm_module.weights.stores.client import (
 from vllm_module.weights.stores.place import Place
 
 _STALL_SECONDS = 30.0  # without a byte
-_REQUEST_SECONDS = 300.0  # of one request, however slowly its bytes come
+_REQUEST_SECONDS = 300.0  # of one request with its redirects, however slowly its bytes come
 _MOST_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
-_READ_BYTES = 1 << 20  # between two looks at the clock
+_READ_BYTES = 1 << 20  # of a file that is fetched whole, at once
 _SHORT_BODY = 16 << 10  # of an error, which is read rather than the connection given up
 
 
@@ -67,16 +66,20 @@ class HttpClient:
         self._follows = follows
         self._targets: dict[str, str] = {}  # of redirects, by name
         self._idle: dict[str, list[_Connection]] = {}  # by scheme and host
+        self._under_way: set[_Request] = set()
         self._lock = threading.Lock()
         self._answered = False
         self._closed = False
         weakref.finalize(self, _close, self._idle)
 
     def close(self) -> None:
-        """Close connections that are idle, now or later."""
+        """Close connections that are idle, now or later, and end requests under way."""
         with self._lock:
             self._closed = True
             _close(self._idle)
+            under_way = list(self._under_way)
+        for request in under_way:
+            request.end("the store was closed")
 
     def names(self) -> list[str] | None:
         """Return ``None``: HTTP has no listing."""
@@ -89,13 +92,11 @@ class HttpClient:
                 self._refuse_status(answer)
             self._check_content(answer)
             expected = answer.length  # None if the body comes in chunks
-            data, end = bytearray(), time.monotonic() + _REQUEST_SECONDS
+            data = bytearray()
             while chunk := answer.read(min(_READ_BYTES, most + 1 - len(data))):
                 data += chunk
                 if len(data) > most:
                     raise RefusedError(f"it has more than the {most} bytes that are accepted")
-                if time.monotonic() > end:
-                    raise BusyError(f"only {len(data)} bytes came in {_REQUEST_SECONDS:g} s")
             if expected is not None and len(data) != expected:
                 raise BusyError(f"the answer ends after {len(data)} of {expected} bytes")
             return bytes(data)
@@ -140,14 +141,12 @@ class HttpClient:
             return Answer(nbytes, Version(size, tag.removeprefix("W/")))
 
     def _read_body(self, answer: http.client.HTTPResponse, view: memoryview) -> None:
-        end, got = time.monotonic() + _REQUEST_SECONDS, 0
+        got = 0
         while got < len(view):
-            count = answer.readinto(view[got : got + _READ_BYTES])
+            count = answer.readinto(view[got:])
             if not count:
                 raise BusyError(f"the answer ends after {got} of {len(view)} bytes")
             got += count
-            if time.monotonic() > end:
-                raise BusyError(f"only {got} of {len(view)} bytes came in {_REQUEST_SECONDS:g} s")
         # Reads the end of a body in chunks, so that the connection can be used again.
         if answer.read(1):
             raise RefusedError(
@@ -159,11 +158,31 @@ class HttpClient:
     @contextmanager
     def _answer(self, name: str, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
         """Send a GET request for a file, and follow redirects that may be followed."""
+        request = _Request()
+        with self._lock:
+            self._under_way.add(request)
+        try:
+            with self._answer_of(request, name, headers) as answer:
+                yield answer
+        except (BusyError, RefusedError):
+            if request.ended is None:  # or what failed is that it was ended
+                raise
+        finally:
+            request.release()
+            with self._lock:
+                self._under_way.discard(request)
+        if request.ended is not None:
+            raise BusyError(request.ended)
+
+    @contextmanager
+    def _answer_of(
+        self, request: _Request, name: str, headers: dict[str, str]
+    ) -> Iterator[http.client.HTTPResponse]:
         original = self._url_of(name)
         url = self._targets.get(name, original)
         remembered = url != original
         for _ in range(_MOST_REDIRECTS):
-            connection, answer = self._send(urlsplit(url), headers)
+            connection, answer = self._send(request, urlsplit(url), headers)
             if remembered and answer.status in (401, 403, 404, 410):
                 # A target's signature is valid for some time only. Ask for a new one.
                 connection.opened.close()
@@ -187,8 +206,9 @@ class HttpClient:
                 yield answer
         finally:
             reusable = _is_read(answer)
+            request.release()
             with self._lock:
-                reusable &= not self._closed
+                reusable &= not self._closed and request.ended is None
                 if reusable:
                     self._idle.setdefault(_origin(urlsplit(url)), []).append(connection)
             if not reusable:
@@ -196,7 +216,7 @@ class HttpClient:
                 connection.opened.close()
 
     def _send(
-        self, url: SplitResult, headers: dict[str, str]
+        self, request: _Request, url: SplitResult, headers: dict[str, str]
     ) -> tuple[_Connection, http.client.HTTPResponse]:
         headers = {
             "Accept-Encoding": "identity",
@@ -208,14 +228,17 @@ class HttpClient:
             with self._lock:
                 idle = self._idle.get(_origin(url), [])
                 reused = idle.pop() if idle else None
-            connection = reused or _Connection.to(url)
+            with _failures_as_busy():
+                connection = reused or _Connection.to(url)
             try:
                 with _failures_as_busy(final=not self._answered):
+                    request.use(connection.opened)
                     return connection, connection.get(url, headers)
             except BaseException as error:
                 connection.opened.close()
                 # The server may have closed an idle connection: try the others, then a new one.
-                if reused is None or not isinstance(error, BusyError):
+                again = reused is not None and request.ended is None
+                if not again or not isinstance(error, BusyError):
                     raise
             finally:
                 self._answered = True
@@ -225,7 +248,9 @@ class HttpClient:
         before, location = urlsplit(url), answer.headers["Location"]
         try:
             after = urlsplit(urljoin(url, location or ""))
+            text = after.geturl()
             valid = bool(location and after.hostname) and after.scheme in ("http", "https")
+            valid &= text.isascii() and text.isprintable() and " " not in text and after.port != 0
         except ValueError:
             valid = False
         if not valid:
@@ -239,7 +264,7 @@ class HttpClient:
                 f"the server redirects to another host, {to}, such as a page to log in; "
                 f"set credentials ({self._place.credentials}), or name a URL there if you trust it"
             )
-        return after.geturl()
+        return text
 
     # Answers that are refused
 
@@ -294,6 +319,55 @@ def _origin(url: SplitResult) -> str:
     return f"{url.scheme}://{url.netloc}"
 
 
+class _Request:
+    """The end of one request: after ``_REQUEST_SECONDS`` its socket is shut down.
+
+    Whatever is read from it then ends, however slowly it comes and however much there is of it.
+
+    Attributes:
+        ended: why it was ended before its answer was read; else ``None``.
+
+    """
+
+    def __init__(self) -> None:
+        self.ended: str | None = None
+        self._socket: socket.socket | None = None
+        self._opened: http.client.HTTPConnection | None = None
+        self._lock = threading.Lock()
+        late = f"its answer did not end in {_REQUEST_SECONDS:g} s"
+        self._timer = threading.Timer(_REQUEST_SECONDS, self.end, (late,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def use(self, opened: http.client.HTTPConnection) -> None:
+        """Go on over this connection, and connect it. Raises OSError if the request was ended."""
+        with self._lock:
+            self._opened, self._socket = opened, opened.sock
+        if opened.sock is None:
+            opened.connect()
+        with self._lock:
+            # http.client forgets it, with the answer still to read, if it is not to be kept open.
+            self._socket = opened.sock
+            if self.ended is not None:
+                raise OSError(self.ended)
+
+    def release(self) -> None:
+        """Leave the connection alone from now on."""
+        self._timer.cancel()
+        with self._lock:
+            self._opened = self._socket = None
+
+    def end(self, reason: str) -> None:
+        """Shut the connection down."""
+        with self._lock:
+            self.ended = self.ended or reason
+            used = self._socket or (self._opened and self._opened.sock)
+            if used:
+                with suppress(OSError):
+                    # Not that of ssl.SSLSocket, which also takes what another thread reads with.
+                    socket.socket.shutdown(used, socket.SHUT_RDWR)
+
+
 class _Connection(NamedTuple):
     """A connection, and headers for a proxy if it leads to one that is asked for whole URLs."""
 
@@ -308,7 +382,16 @@ class _Connection(NamedTuple):
         proxy = None if proxy_bypass(host) else getproxies().get(url.scheme)
         if proxy is None:
             return _Connection(kind(host, url.port, timeout=_STALL_SECONDS))
-        via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        try:
+            via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+            valid = bool(via.hostname) and via.port != 0
+        except ValueError:
+            valid = False
+        if not valid:  # it is not shown, because it may hold a password
+            raise RefusedError(
+                f"the proxy of the environment for {url.scheme}:// is no URL of a host and a port; "
+                f"correct {url.scheme}_proxy"
+            )
         headers = {}
         if via.username:
             user, password = unquote(via.username), unquote(via.password or "")
@@ -353,6 +436,8 @@ def _failures_as_busy(*, final: bool = False) -> Iterator[None]:
         yield
     except ssl.SSLCertVerificationError as error:
         raise RefusedError(f"its certificate is not valid ({error.verify_message})") from None
+    except (UnicodeError, http.client.InvalidURL) as error:
+        raise RefusedError(f"its host is not valid ({type(error).__name__}); check it") from None
     except (OSError, http.client.HTTPException) as error:
         reason = printable_name(str(error)) or "the connection ended"
         reason = f"the connection failed ({type(error).__name__}: {reason})"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import weakref
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from fnmatch import fnmatch
@@ -24,6 +22,7 @@ from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.obstore_client import ObstoreClient
 from vllm_module.weights.stores.place import BUCKETS, Place, parse
 from vllm_module.weights.stores.store import Store
+from vllm_module.weights.written_folder import new_folder, write_file
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _CONFIG = "config.json"
@@ -36,6 +35,10 @@ _SMALL_NAMES = (
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", _POOLING,
 )  # fmt: skip
+# Of the small files together. A checkpoint has some twenty, of less than 100 MB.
+_MOST_FILES = 1000
+_MOST_BYTES = 1 << 30
+_LONGEST_NAME = 255  # bytes, of a file's name on this machine
 
 
 class StoreSource:
@@ -85,8 +88,7 @@ class StoreSource:
             commit = self.folder.name
             self.place = Place("hf", self.place.host, self.place.folder, commit)
         else:
-            self.folder = Path(tempfile.mkdtemp(prefix="vllm-module-"))
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            self.folder = new_folder(printable(str(self.place)), self)
             self._fetch_small()
 
     def __reduce__(self) -> tuple[Callable[..., StoreSource], tuple[Any, ...]]:
@@ -129,7 +131,7 @@ class StoreSource:
             if listed is None:
                 names: Iterable[str] = _SMALL_NAMES
             else:
-                wanted = (name for name in listed if any(fnmatch(name, each) for each in _SMALL))
+                wanted = filter(_is_small, listed)
                 others = (name for name in listed if name.endswith(".index.json"))
                 names = [name for name in wanted if name not in {*others} - {_INDEX}]
                 if "modules.json" in listed:
@@ -140,21 +142,38 @@ class StoreSource:
                     f"{printable(str(self.place))} has no {_CONFIG}; there is {there}. Check the "
                     "URL: it should be that of the checkpoint's folder"
                 )
+            rest = [name for name in names if name != _CONFIG]
+            if len(rest) >= _MOST_FILES:
+                raise CheckpointFormatError(
+                    f"{printable(str(self.place))} has {len(rest) + 1} files of configuration and "
+                    f"tokenizer, and at most {_MOST_FILES} are fetched: take out those that are "
+                    "not of the model"
+                )
             # First, because its refusal tells whether anything is there.
             self._keep(_CONFIG, store.fetch(_CONFIG, MAX_JSON_BYTES))
-            rest = [name for name in names if name != _CONFIG]
-            fetch = partial(store.fetch_optional, most=MAX_JSON_BYTES)
-            fetched = store.together(partial(fetch, name) for name in rest)
-            for name, data in zip(rest, fetched, strict=True):
-                if data is not None:
-                    self._keep(name, data)
+            room, lock = _MOST_BYTES, threading.Lock()
+
+            def fetch(name: str) -> None:
+                nonlocal room
+                data = store.fetch_optional(name, MAX_JSON_BYTES)
+                if data is None:
+                    return
+                with lock:
+                    room -= len(data)
+                if room < 0:
+                    raise CheckpointFormatError(
+                        f"{printable(str(self.place))}: its files of configuration and tokenizer "
+                        f"have more than {_MOST_BYTES} bytes together: take out those that are "
+                        "not of the model"
+                    )
+                self._keep(name, data)
+
+            store.together(partial(fetch, name) for name in rest)
         finally:
             store.close()
 
     def _keep(self, name: str, data: bytes) -> None:
-        path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
+        write_file(self.folder / name, data, printable(str(self.place)))
 
     def _files_of_weights(self) -> list[str]:
         """Return the names of the files of weights, where no index has them."""
@@ -170,6 +189,12 @@ class StoreSource:
             f"{printable(str(self.place))} holds no *{SAFETENSORS.suffixes[0]} file, the format "
             f"that is read from a store; there is {there}. Download the checkpoint, or convert it"
         )
+
+
+def _is_small(name: str) -> bool:
+    """Whether a file that is listed is wanted; a key of a bucket may be no name of a file."""
+    possible = name.isprintable() and len(name.encode()) <= _LONGEST_NAME
+    return possible and any(fnmatch(name, pattern) for pattern in _SMALL)
 
 
 def _open_again(

@@ -87,6 +87,7 @@ class Store:
             wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:  # an interrupt, which is not to wait for a store that is away
             self._ended.set()
+            self.client.close()
             raise
         finally:
             for future in futures:
