@@ -131,9 +131,9 @@ class Engine:
         """Launch the step after one that is not finished, if it is known what it computes.
 
         That is the tokens which this one gives, and which stay on the device. A sequence may turn
-        out to have ended with its token: then what is computed for it is dropped. The page that it
-        is stored on may be allocated again before; whatever is stored there later comes later on
-        the device, too.
+        out to have ended with its token: then what is computed for it is dropped. Its page may be
+        freed and given to another sequence before this step runs. That sequence's writes are queued
+        later on the same stream, so they win.
         """
         rows = launched.rows_of_next(len(self.scheduler.running))
         sequences = [launched.complete[row] for row in rows]
