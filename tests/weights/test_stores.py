@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gc
 import itertools
 import json
+import os
 import pickle
 import random
 import re
@@ -13,8 +15,10 @@ import runpy
 import shutil
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,10 @@ from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import open_checkpoint, source
 from vllm_module.weights.cut_rows import Run
 from vllm_module.weights.source import Folder, find_source
-from vllm_module.weights.stores import spans, store, stored_bytes
+from vllm_module.weights.stores import http_client, spans, store, stored_bytes
+from vllm_module.weights.stores import source as stores_source
+from vllm_module.weights.stores.client import BusyError
+from vllm_module.weights.stores.place import parse
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 servers: Any = runpy.run_path(str(Path(__file__).with_name("stores_server.py")))
@@ -98,6 +105,11 @@ def listing(handler: Any, folder: str = "model") -> bool:
     if LIST not in handler.path:
         return False
     names = sorted(path.name for path in (handler.server.folder / folder).iterdir())
+    list_names(handler, names)
+    return True
+
+
+def list_names(handler: Any, names: list[str]) -> None:
     entries = "".join(
         f"<Contents><Key>folder/{name}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified>"
         f"<ETag>one</ETag><Size>1</Size></Contents>"
@@ -105,7 +117,6 @@ def listing(handler: Any, folder: str = "model") -> bool:
     )
     text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
     handler.answer(200, text.encode(), Content_Type="application/xml")
-    return True
 
 
 def web(server: Any, fault: Callable[[Any], bool] | None = None) -> str:
@@ -235,6 +246,10 @@ def redirect(handler: Any) -> None:
     handler.answer(302, Location="http://login.invalid/?token=HIDDEN")
 
 
+def to(location: str) -> Callable[[Any], None]:
+    return lambda handler: handler.answer(302, Location=location)
+
+
 def loop(handler: Any) -> None:
     handler.answer(302, Location=handler.path)
 
@@ -251,6 +266,9 @@ WEB_ONLY = {
     "a redirect of config.json": (always(redirect, "config.json"), "config.json: .*another host"),
     "redirects without end": (always(loop), "redirects more than 5 times"),
     "a redirect to nothing": (always(lambda h: h.answer(302)), "302, a redirect to no URL"),
+    "a redirect to no port": (always(to("http://h:99999/")), "302, a redirect to no URL"),
+    "a redirect with a space": (always(to("/a b")), "302, a redirect to no URL"),
+    "a redirect that is not ASCII": (always(to("/\xe9")), "302, a redirect to no URL"),
     "an encoding": (
         always(lambda h: h.serve(200, Content_Encoding="gzip")),
         "with Content-Encoding 'gzip'",
@@ -401,6 +419,147 @@ def test_an_unreachable_server_is_refused_at_once(
     """A port that nobody listens on, and a name that is not found, are not tried again."""
     assert "check the URL and the network" in refused(url)
     assert pauses == []
+
+
+@pytest.mark.parametrize("url", ["http://a..b/m", "http://" + "a" * 64 + ".org/m"])
+def test_a_host_that_no_name_server_knows_is_refused(
+    server: Any, pauses: list[float], url: str
+) -> None:
+    """A label of a host that is empty or too long is an error with the URL."""
+    assert "its host is not valid" in refused(url)
+    assert pauses == []
+
+
+SLOW = {
+    "a body": "206 Partial\r\nContent-Range: bytes 0-511/9999\r\nContent-Length: 512\r\n\r\n",
+    "a body without a length": "206 Partial\r\nContent-Range: bytes 0-511/9999\r\n\r\n",
+    "an answer that is to come": "",
+    "trailers": "206 Partial\r\nContent-Range: bytes 0-0/1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    "1\r\nx\r\n0\r\n",
+    "the body of an error": "404 Missing\r\nContent-Length: 512\r\n\r\n",
+    "a header": "206 Partial\r\nX: ",
+}
+PIECES = {"an answer that is to come": b"HTTP/1.1 100 Continue\r\n\r\n", "trailers": b"A: b\r\n"}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_request_ends_however_slowly_its_answer_comes(
+    server: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What comes piece by piece, without an end, is not waited for longer than one request may."""
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(http_client, "_REQUEST_SECONDS", 0.05)
+    pause = threading.Event()
+
+    def drip(handler: Any) -> None:
+        handler.wfile.write(f"HTTP/1.1 {SLOW[what]}".encode() if SLOW[what] else b"")
+        for _ in range(400):  # ends when the client has closed the connection
+            handler.wfile.write(PIECES.get(what, b"x"))
+            pause.wait(0.005)
+
+    begin = time.monotonic()
+    text = refused(web(server, always(drip)))
+    assert "its answer did not end in 0.05 s" in text
+    assert time.monotonic() - begin < 1
+
+
+def test_a_file_that_is_cut_off_by_the_deadline_is_not_whole(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose length is not told ends with its connection, but not with its deadline."""
+    monkeypatch.setattr(http_client, "_REQUEST_SECONDS", 0.05)
+    done = threading.Event()
+
+    def fault(handler: Any) -> bool:
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
+        done.wait(5)
+        return True
+
+    client = http_client.web_client(parse(web(server, fault)))
+    with pytest.raises(BusyError, match="did not end"):
+        client.fetch("config.json", 100)
+    done.set()
+
+
+def test_closing_ends_requests_under_way(server: Any) -> None:
+    """A request whose answer does not come ends when its store is closed."""
+    asked, done = threading.Event(), threading.Event()
+
+    def fault(handler: Any) -> bool:
+        asked.set()
+        return done.wait(5)
+
+    client = http_client.web_client(parse(web(server, fault)))
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(client.read, FILE, 0, memoryview(bytearray(8)))
+        assert asked.wait(5)
+        client.close()
+        assert "the store was closed" in str(reading.exception(timeout=2))
+        done.set()
+
+
+@pytest.mark.parametrize("proxy", ["http://me:HIDDEN@h:abc", "http://me:HIDDEN@", "http://[h"])
+def test_a_proxy_that_is_not_valid_is_refused(
+    server: Any, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    """The error names the variable, and not the password in it."""
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("no_proxy", "")
+    assert "correct http_proxy" in refused("http://inside.invalid/model")
+
+
+def listed(names: list[str]) -> Callable[[Any], bool]:
+    """Return the answers of a bucket with these files and the configuration, all of it {}."""
+
+    def fault(handler: Any) -> bool:
+        if LIST in handler.path:
+            list_names(handler, ["config.json", *names])
+        else:
+            handler.answer(200, b"{}")
+        return True
+
+    return fault
+
+
+def test_a_key_that_is_no_file_name_is_left_out(server: Any) -> None:
+    """Keys of buckets may be longer than names of files are, and have invisible characters."""
+    s3(server)
+    server.fault = listed(["a" * 300 + ".json", "\xe9" * 150 + ".json", "a\u200b.json", "b.json"])
+    found = find_source("s3://bucket/folder")  # which keeps the folder
+    assert sorted(path.name for path in found.folder.iterdir()) == ["b.json", "config.json"]
+
+
+def test_small_files_have_a_limit(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many of them, and too many bytes of them, are refused, and so is a full disk."""
+    s3(server)
+    server.fault = listed([f"{number}.json" for number in range(3)])
+    monkeypatch.setattr(stores_source, "_MOST_FILES", 3)
+    with pytest.raises(CheckpointFormatError, match=r"has 4 files .* at most 3 are fetched"):
+        find_source("s3://bucket/folder")
+    monkeypatch.setattr(stores_source, "_MOST_FILES", 4)
+    monkeypatch.setattr(stores_source, "_MOST_BYTES", 5)
+    with pytest.raises(CheckpointFormatError, match="more than 5 bytes together"):
+        find_source("s3://bucket/folder")
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CheckpointFormatError, match="No space left on device; free space"):
+        find_source("s3://bucket/folder")
+
+
+def test_a_fork_leaves_the_folder_to_its_parent(server: Any) -> None:
+    """The folder stays when a fork of the process drops its source."""
+    found = find_source(web(server))
+    folder = found.folder
+    pid = os.fork()
+    if pid == 0:
+        del found
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert folder.exists()
 
 
 def opened(url: str) -> Any:
