@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import FloatQuantizationCompressor, IntQuantizationCompressor
+from compressed_tensors.compressors import (
+    FloatQuantizationCompressor,
+    IntQuantizationCompressor,
+    PackedQuantizationCompressor,
+)
 from compressed_tensors.quantization import QuantizationConfig as Schema
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -35,6 +39,10 @@ BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(4, 4))
 MIXED = QuantizationConfig(
     scheme="fp8_per_tensor", overrides={"mlp": "fp8_per_channel"}, ignore=("lm_head", "o_proj")
 )
+INT4 = QuantizationConfig(scheme="int4_per_group", group_size=8)
+INT4_AND_FP8 = QuantizationConfig(
+    scheme="int4_per_group", group_size=8, overrides={"self_attn": "fp8_per_channel"}
+)
 CASES: dict[str, tuple[str, Any]] = {
     "tied, per tensor": ("qwen2", "fp8"),
     "per channel": ("llama", "fp8_per_channel"),
@@ -44,12 +52,24 @@ CASES: dict[str, tuple[str, Any]] = {
     "latent attention, stored as pairs": ("deepseek-v3", "fp8_per_channel"),
     "stored fused, per channel": ("phi3", "fp8_per_channel"),
     "tied, in other orders": ("cohere", "fp8"),
+    "four bits": ("llama", INT4),
+    "four bits and eight": ("qwen3-moe", INT4_AND_FP8),
+    "four bits, stored fused": ("phi3", INT4),
 }
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {n: t.detach().contiguous().reshape(-1).view(torch.uint8) for n, t in named}
+
+
+def as_online(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name words as an online layer of four bits does, which does not hold its weight's shape."""
+    return {
+        name.replace(".weight_packed", ".weight"): tensor
+        for name, tensor in found.items()
+        if not name.endswith(".weight_shape")
+    }
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -94,7 +114,7 @@ def test_a_load_gives_the_bits_of_an_online_load(
     original, folder = converted(case)
     online = get_model(model_config=ModelConfig(model=str(original), quantization=CASES[case][1]))
     loaded = get_model(model_config=ModelConfig(model=str(folder)))
-    wanted, found = bits(online), bits(loaded)
+    wanted, found = bits(online), as_online(bits(loaded))
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
     layers = [each for each in loaded.modules() if isinstance(each, QuantizableLayer)]
@@ -152,6 +172,29 @@ def test_int8_is_what_compressed_tensors_decompresses(
         ]
         theirs = [IntQuantizationCompressor.decompress(part, group)["weight"] for part in parts]
         assert torch.equal(torch.cat(theirs).float(), whole)
+
+
+def test_four_bits_are_what_compressed_tensors_decompresses(
+    converted: Callable[[str], tuple[Path, Path]],
+) -> None:
+    """The layout is pack-quantized; the library makes our codes times scales of its words."""
+    original, folder = converted("four bits")
+    config = Schema.model_validate(entries(folder)["quantization_config"])
+    assert str(config.format) == "pack-quantized"
+    tensors, checked = stored(folder), 0
+    source = stored(original)
+    for name in tensors:
+        if name.endswith(".weight_packed"):
+            layer = name.removesuffix(".weight_packed")
+            keys = "weight_packed", "weight_scale", "weight_shape"
+            part = {key: tensors[f"{layer}.{key}"] for key in keys}
+            group = config.config_groups["group_0"]
+            wide = PackedQuantizationCompressor.decompress(part, group)["weight"].float()
+            full, scale = source[f"{layer}.weight"].float(), part["weight_scale"]
+            codes = (full.view(*scale.shape, -1) / scale.unsqueeze(-1)).round().clamp(-8, 7)
+            assert torch.equal(wide, (codes * scale.unsqueeze(-1)).view_as(wide)), layer
+            checked += 1
+    assert checked == 14
 
 
 def test_experts_have_names_of_their_own_and_the_library_reads_them(
@@ -258,6 +301,8 @@ def test_what_cannot_be_written_is_refused(
     refused(converted("per channel")[1], "compressed-tensors", "is quantized already")
     refused(checkpoint("llama"), "compressed-tensors", "has no quantization_config")
     every = QuantizationConfig(scheme="fp8_per_tensor", ignore=("re:.*",))
+    nf4 = QuantizationConfig(scheme="bitsandbytes", ignore=("lm_head", "down_proj"))
+    refused(checkpoint("llama"), nf4, r"gate_up_proj is held in NF4.*no layout for")
     refused(checkpoint("llama"), every, "no layer of LlamaForCausalLM is quantized")
     monkeypatch.setitem(registry.registered.by_call, "RenamingForCausalLM", Renaming)
     renamed = tmp_path / "renamed"

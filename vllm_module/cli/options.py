@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -29,7 +30,7 @@ class DType(str, Enum):
 
 
 class Quantization(str, Enum):
-    """The schemes that weights are quantized with while they load, or are stored in."""
+    """The schemes that weights are quantized with while they load, and formats to insist on."""
 
     fp8 = "fp8"
     fp8_per_tensor = "fp8_per_tensor"
@@ -65,7 +66,11 @@ class CacheDType(str, Enum):
     fp8_e5m2 = "fp8_e5m2"
 
 
-def _listed(choices: type[Enum]) -> str:
+_FORMATS = Quantization.compressed_tensors, Quantization.gptq, Quantization.awq
+_SCHEMES = [each for each in Quantization if each not in _FORMATS]
+
+
+def _listed(choices: Iterable[Enum]) -> str:
     """List the values of an option, which are too long for the column of its name."""
     return ", ".join(choice.value for choice in choices)
 
@@ -74,7 +79,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
-        help="A folder in Hugging Face layout, or a hub id (owner/name).",
+        help="A folder, a .gguf file, a hub id (owner/name), or a URL: s3://, gs://, az://, "
+        "https://, hf://.",
         show_default=False,
     ),
 ]
@@ -100,8 +106,9 @@ QuantizationOption = Annotated[
     typer.Option(
         "--quantization",
         metavar="SCHEME",
-        help=f"Quantize linear layers while loading: {_listed(Quantization)}. A checkpoint that "
-        "is already quantized needs no option: its config.json names the scheme.",
+        help=f"Quantize linear layers while loading: {_listed(_SCHEMES)}; fp8 is "
+        "fp8_per_tensor. A quantized checkpoint needs no option: its config.json names the format. "
+        f"For one, fp8, bitsandbytes, {_listed(_FORMATS)} refuse any other format.",
     ),
 ]
 LoadFormatOption = Annotated[

@@ -17,7 +17,8 @@ from vllm_module.assignment import Assignment
 from vllm_module.config import ModelConfig
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
-from vllm_module.export.compressed_config import demand_scheme, quantization_config
+from vllm_module.export import compressed_config
+from vllm_module.export.compressed_config import quantization_config, stored_as
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
 from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.hf_config import read_entries
@@ -27,6 +28,7 @@ from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.plan import LoadPlan
 from vllm_module.quantization import QuantizableLayer, Scheme
+from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.report import LoadReport
 from vllm_module.tree import slots_of
 from vllm_module.weights import Weight
@@ -98,7 +100,8 @@ def convert(
         plan = model.plan_weights(checkpoint)
         plan.report.raise_if_refused(type(model).__name__, touched=False, folder=source.folder)
         units = list(_units(plan))
-        layers = {n: each.scheme for each in units if isinstance(each, _Layer) for n in each.names}
+        quantized = [each for each in units if isinstance(each, _Layer)]
+        layers = {name: each.stored_as for each in quantized for name in each.names}
         if not layers:
             raise UnsupportedModelError(
                 f"no layer of {type(model).__name__} is quantized by these settings"
@@ -143,7 +146,7 @@ class _Layer(NamedTuple):
 
     Attributes:
         path: of the layer.
-        scheme: its own.
+        stored_as: what loads it from the checkpoint that is written.
         pairs: what it is loaded from, with names relative to it.
         names: the checkpoint's name of each slot.
 
@@ -151,7 +154,7 @@ class _Layer(NamedTuple):
 
     path: str
     layer: QuantizableLayer
-    scheme: Scheme
+    stored_as: compressed_config.Stored
     pairs: list[tuple[str, Weight]]
     names: dict[str, str]
 
@@ -159,15 +162,20 @@ class _Layer(NamedTuple):
     def tensors(self) -> dict[str, Stored]:
         return {
             f"{name}.{attr}": Stored(parameter.dtype, tuple(parameter.checkpoint_shape(slot)))
-            for name, slot, attr, parameter in self._slots()
+            for attr, parameter in self._parameters().items()
+            for name, slot in self.names.items()
         }
 
-    def _slots(self) -> Iterator[tuple[str, str, str, BasevLLMParameter]]:
-        for name, slot in self.names.items():
-            for attr in self.layer.quant_method.parameter_names:
-                parameter = self.layer.get_parameter(attr)
-                assert isinstance(parameter, BasevLLMParameter)
-                yield name, slot, attr, parameter
+    def _parameters(self) -> dict[str, BasevLLMParameter]:
+        """Return what the layer would hold if it were loaded from what is written."""
+        if isinstance(self.stored_as, PackedMethod):
+            return self.stored_as.create_weights(self.layer)
+        parameters = {}
+        for attr in self.layer.quant_method.parameter_names:
+            parameter = self.layer.get_parameter(attr)
+            assert isinstance(parameter, BasevLLMParameter)
+            parameters[attr] = parameter
+        return parameters
 
     def write(self, file: SafetensorsWriter) -> None:
         try:
@@ -175,9 +183,28 @@ class _Layer(NamedTuple):
         except WeightLoadError as error:
             error.args = (f"{self.path}.{error}",)
             raise
-        for name, slot, attr, parameter in self._slots():
-            file.write(f"{name}.{attr}", _as_stored(parameter, slot))
+        parameters = self._parameters()
+        if isinstance(self.stored_as, PackedMethod):
+            parameters = _packed(self.layer, parameters)
+        for attr, parameter in parameters.items():
+            for name, slot in self.names.items():
+                file.write(f"{name}.{attr}", _as_stored(parameter, slot))
         self.layer.sleep()
+
+
+def _packed(
+    layer: QuantizableLayer, parameters: dict[str, BasevLLMParameter]
+) -> dict[str, BasevLLMParameter]:
+    """Return the parameters of compressed-tensors' words, with the values of an online layer."""
+    names = COMPRESSED_TENSORS
+    held = {attr: parameter.materialize_on("cpu") for attr, parameter in parameters.items()}
+    with torch.no_grad():
+        held[names.words].copy_(layer.weight)
+        held[names.scales].copy_(layer.get_parameter("weight_scale"))
+        for slot in (shapes := held[names.shape]).slots:
+            rows, inputs = layer.weight.checkpoint_shape(slot)[-2:]
+            shapes.region(slot).copy_(torch.tensor([rows, inputs]))
+    return held
 
 
 def _units(plan: LoadPlan) -> Iterator[_Unit]:
@@ -197,7 +224,7 @@ def _layer(assignments: Sequence[Assignment]) -> _Layer:
     location = assignments[0].location
     path, layer = location.node.path[:-1], location.node.module
     assert isinstance(layer, QuantizableLayer)
-    scheme = demand_scheme(path, layer.quant_method)
+    stored = stored_as(path, layer.quant_method)
     pairs: list[tuple[str, Weight]] = []
     names: dict[str, str] = {}
     for each in assignments:
@@ -205,19 +232,20 @@ def _layer(assignments: Sequence[Assignment]) -> _Layer:
         pairs.append((f"{each.slot}.{attr}" if each.slot else attr, each.weight))
         if each.location.conversion is not None:
             names |= _names(each)
+    one_scale = isinstance(stored, Scheme) and stored.strategy == "tensor"
     problem = None
     if layer.transposed:
         problem = "stores its weight as [input, output]"
     elif "" in names.values() and layer.experts is not None:
         problem = "stores the weights of all experts as one tensor, and none of a single one"
-    elif "" in names.values() and scheme.strategy == "tensor" and len(layer.output.slots) > 1:
+    elif "" in names.values() and one_scale and len(layer.output.slots) > 1:
         problem = f"stores {len(layer.output.slots)} fused layers as one tensor with one scale each"
     if problem is not None:
         raise UnsupportedModelError(
             f"the checkpoint of {path} {problem}, which compressed-tensors has no layout for: "
             "leave the layer out (ignore), or take another scheme"
         )
-    return _Layer(path, layer, scheme, pairs, names)
+    return _Layer(path, layer, stored, pairs, names)
 
 
 def _names(assignment: Assignment) -> dict[str, str]:

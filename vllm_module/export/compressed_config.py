@@ -9,23 +9,27 @@ import torch
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.quantization import Scheme
+from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
+from vllm_module.quantization.packed_online import OnlinePackedMethod
 
 _MIXED = "mixed-precision"  # where groups have formats of their own
 
+Stored = Scheme | PackedMethod  # how a layer is stored: what loads it
 
-def quantization_config(layers: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
-    """Return the entries for layers that are quantized by scheme, and for those that are not.
 
-    Layers have the checkpoint's names. The most frequent scheme is that of every ``Linear``; others
+def quantization_config(layers: Mapping[str, Stored], ignored: Iterable[str]) -> dict[str, Any]:
+    """Return the entries for layers that are quantized, and for those that are not.
+
+    Layers have the checkpoint's names. What most layers have is that of every ``Linear``; others
     name their layers.
     """
-    names: dict[Scheme, list[str]] = {}
-    for name, scheme in layers.items():
-        names.setdefault(scheme, []).append(name)
-    first, *others = sorted(names, key=lambda scheme: -len(names[scheme]))
+    names: dict[Stored, list[str]] = {}
+    for name, stored in layers.items():
+        names.setdefault(stored, []).append(name)
+    first, *others = sorted(names, key=lambda stored: -len(names[stored]))
     groups = {"group_0": _group(first, ["Linear"])}
-    for number, scheme in enumerate(others, 1):
-        groups[f"group_{number}"] = _group(scheme, sorted(names[scheme]))
+    for number, stored in enumerate(others, 1):
+        groups[f"group_{number}"] = _group(stored, sorted(names[stored]))
     formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -36,34 +40,46 @@ def quantization_config(layers: Mapping[str, Scheme], ignored: Iterable[str]) ->
     }
 
 
-def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
     """Return a group of ``config_groups``."""
-    is_float = scheme.dtype == torch.float8_e4m3fn
-    numbers = {"num_bits": 8, "type": "float" if is_float else "int", "symmetric": True}
-    weights: dict[str, Any] = numbers | {"strategy": scheme.strategy, "dynamic": False}
-    # A scale for each token; for each token and block of inputs where weights have blocks.
-    inputs: dict[str, Any] | None = numbers | {"strategy": "token", "dynamic": True}
-    if scheme.strategy == "block":
-        weights["block_structure"] = list(scheme.block)
-        inputs = numbers | {"strategy": "group", "dynamic": True, "group_size": scheme.block[1]}
+    weights: dict[str, Any] = {"dynamic": False}
+    inputs: dict[str, Any] | None = None
+    if isinstance(stored, PackedMethod):
+        weights |= {"num_bits": stored.bits, "type": "int", "symmetric": stored.symmetric}
+        weights |= {"strategy": "group", "group_size": stored.group_size}
+        form = "pack-quantized"
+    else:
+        is_float = stored.dtype == torch.float8_e4m3fn
+        numbers = {"num_bits": 8, "type": "float" if is_float else "int", "symmetric": True}
+        weights |= numbers | {"strategy": stored.strategy}
+        # A scale for each token; for each token and block of inputs where weights have blocks.
+        inputs = numbers | {"strategy": "token", "dynamic": True}
+        if stored.strategy == "block":
+            weights["block_structure"] = list(stored.block)
+            inputs = numbers | {"strategy": "group", "dynamic": True, "group_size": stored.block[1]}
+        if stored.activations != "dynamic":
+            inputs = None
+        form = "float-quantized" if is_float else "int-quantized"
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": inputs if scheme.activations == "dynamic" else None,
+        "input_activations": inputs,
         "output_activations": None,
-        "format": "float-quantized" if is_float else "int-quantized",
+        "format": form,
     }
 
 
-def demand_scheme(path: str, method: Any) -> Scheme:
-    """Return the scheme of a layer's method.
+def stored_as(path: str, method: Any) -> Stored:
+    """Return what loads a layer from the checkpoint that is written of it.
 
-    Raises ``UnsupportedModelError`` if compressed-tensors' layout is not known for it.
+    Raises ``UnsupportedModelError`` if compressed-tensors' layout has nothing for its method.
     """
+    if isinstance(method, OnlinePackedMethod):
+        return PackedMethod(COMPRESSED_TENSORS, method.bits, method.group_size)
     scheme = getattr(method, "scheme", None)
     if not isinstance(scheme, Scheme):
         raise UnsupportedModelError(
-            f"{path} is held in {method}, which `convert` cannot write: expected a scheme of eight "
-            "bits"
+            f"{path} is held in {method}, which compressed-tensors has no layout for: expected a "
+            "scheme of FP8, int8_per_channel_weight_only or int4_per_group"
         )
     return scheme

@@ -51,7 +51,8 @@ class LLM:
     ``LLM("folder").generate("Once upon a time")[0].outputs[0].text``
 
     Args:
-        model: a local folder in Hugging Face layout, or a hub id.
+        model: a folder, a GGUF file, a hub id or a URL, as in
+            :class:`~vllm_module.config.ModelConfig`.
         revision, dtype, quantization, max_model_len, hf_overrides, model_code, download_dir,
             hf_token, enable_expert_parallel: as in :class:`~vllm_module.config.ModelConfig`.
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,

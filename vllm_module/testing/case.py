@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, note, reject, settings
+from hypothesis import Phase, given, note, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -255,8 +255,11 @@ def law(check: Callable[[Case], None]) -> Law:
         tried = 0
         sizes: set[tuple[int, int]] = set()
 
-        # One failure at a time; and no deadline, which would depend on the machine.
-        @settings(report_multiple_bugs=False, deadline=None)
+        # One failure at a time, without runs that tell which draws do not matter; and no deadline,
+        # which would depend on the machine.
+        phases = [phase for phase in settings().phases if phase is not Phase.explain]
+
+        @settings(report_multiple_bugs=False, deadline=None, phases=phases)
         @given(st.data())
         def one_case(data: st.DataObject) -> None:
             nonlocal tried

@@ -27,7 +27,7 @@ def convert(
             "--quantization",
             metavar="SCHEME",
             help="Scheme of the linear layers: fp8_per_tensor (fp8), fp8_per_channel, "
-            "fp8_per_block or int8_per_channel_weight_only.",
+            "fp8_per_block, int8_per_channel_weight_only or int4_per_group.",
             show_default=False,
         ),
     ],
