@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -44,7 +44,9 @@ class PackedFormat(NamedTuple):
         along, order: how weights share words (:class:`Packing`). Zeros share them along the output.
         stores_all: whether zeros are stored for symmetric weights too, and groups of inputs that
             are in order.
-        minus_one: whether a stored zero is the zero minus one.
+        minus_one: whether a stored zero is the zero minus one: ``"each"`` by itself, where one less
+            than 0 is the largest code; or ``"word"``, where one was taken from all zeros of a word
+            at once, so that a zero of 0 borrows from the next one.
 
     """
 
@@ -58,12 +60,13 @@ class PackedFormat(NamedTuple):
     along: int = 1
     order: tuple[int, ...] | None = None
     stores_all: bool = False
-    minus_one: bool = False
+    minus_one: Literal["", "each", "word"] = ""
 
 
 _GPTQ_NAMES = "qweight", "scales", "qzeros", "g_idx"
 GPTQ_V2 = PackedFormat("GPTQ v2", *_GPTQ_NAMES, transposed=True, stores_all=True)
-GPTQ = GPTQ_V2._replace(name="GPTQ", minus_one=True)
+GPTQ = GPTQ_V2._replace(name="GPTQ", minus_one="each")
+GPTQ_OF_WORDS = GPTQ._replace(minus_one="word")
 AWQ = PackedFormat(
     "AWQ", *_GPTQ_NAMES, transposed=True, along=0, order=(0, 4, 1, 5, 2, 6, 3, 7)
 )  # fmt: skip
@@ -175,7 +178,7 @@ class PackedMethod(QuantizeMethod):
 
     def _grouped(self, input: Dim) -> tuple[Dim, int]:
         """Return the inputs that have scales of their own, and how many of them share one."""
-        if self.group_size is None:
+        if self.group_size is None or self.group_size >= input.size:  # each rank has the scale
             return Dim.whole(1), 1
         return (Dim.whole(input.size) if self.act_order else input), self.group_size
 
@@ -193,7 +196,7 @@ class PackedMethod(QuantizeMethod):
             return torch.tensor([rows, layer.input.size]).expand(shape)
         if name != names.zeros or not self.symmetric:
             return None
-        middle = (1 << (self.bits - 1)) - names.minus_one
+        middle = (1 << (self.bits - 1)) - bool(names.minus_one)
         codes = torch.full((32, 1), middle, dtype=torch.uint8)
         words = pack(codes, Packing(self.bits, 0, names.order))
         held = shape[-1 if names.transposed else -2]
@@ -280,14 +283,21 @@ class PackedMethod(QuantizeMethod):
         return {"zeros_for_matmul": self._zeros(layer.get_parameter(self.format.zeros))}
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the zeros ``[..., output, groups]`` that ``words`` stand for."""
-        last = (1 << self.bits) - 1
+        """Return the zeros ``[..., output, groups]`` that ``words`` stand for.
+
+        Of version 1 a zero is ``(stored + 1) & (2^bits - 1)``, as AutoGPTQ's own layer reads it
+        (qlinear_cuda.py). GPTQModel writes that version by ``qzeros -= 0x11111111`` for four bits,
+        and the like for two and eight (convert_gptq_v2_to_v1_format_module), and reads it by the
+        sum. Both are the same unless a zero is 0. Of three bits GPTQModel 7 subtracts from each
+        zero too.
+        """
+        last, minus_one = (1 << self.bits) - 1, self.format.minus_one
         flat = words.detach().reshape(-1, words.shape[-1])  # experts below each other
-        if self.format.minus_one and self.bits != 3:
-            # GPTQModel subtracts one from all zeros of a word at once: a zero of 0 borrows.
+        by_word = minus_one == "word" and self.bits != 3
+        if by_word:
             flat = flat + 0xFFFFFFFF // last
         zeros = unpack(flat, Packing(self.bits, 0, self.format.order))
-        if self.format.minus_one and self.bits == 3:
+        if minus_one and not by_word:
             zeros = (zeros + 1) & last
         *experts, rows, groups = words.shape
         return zeros.view(*experts, rows * 32 // self.bits, groups)
