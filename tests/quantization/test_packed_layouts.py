@@ -351,15 +351,17 @@ def test_slots_that_are_stored_as_one(size: int) -> None:
 def test_a_group_of_all_inputs(size: int, ranks: int) -> None:
     """A group may be as large as the layer, or larger by any number: its inputs may be cut."""
     made = packing.gptq(32, 64, 4, None)
-    method = PackedMethod(GPTQ, 4, size, symmetric=False)
+    method, x = PackedMethod(GPTQ, 4, size, symmetric=False), torch.randn(3, 64)
 
-    def work(rank: int) -> None:
-        layer = RowParallelLinear(64, 32, False)
-        layer.quantize(method)
-        layer.load_weights(made.stored)
-        assert_means(layer, made.weight.chunk(ranks, 1)[rank])
+    def work(rank: int) -> torch.Tensor:
+        layer = loaded(method, RowParallelLinear(64, 32, False), made.stored)
+        part = made.weight.chunk(ranks, 1)[rank]
+        assert torch.equal(method.full_precision(layer), part.float())
+        return layer(x.chunk(ranks, 1)[rank])
 
-    run_ranks(ranks, work)
+    for computed in run_ranks(ranks, work):
+        expected = F.linear(x.double(), made.weight)
+        torch.testing.assert_close(computed.double(), expected, rtol=0, atol=1e-4)
 
 
 def test_latent_attention_takes_the_weight_apart() -> None:

@@ -20,12 +20,10 @@ from vllm_module.kernels.packed_matmul import packed_matmul
 from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack, unpack
 from vllm_module.parameters import (
     BasevLLMParameter,
-    ColumnvLLMParameter,
     Dim,
     GroupQuantScaleParameter,
     PackedvLLMParameter,
-    RowvLLMParameter,
-    Slot,
+    PerSlotVectorParameter,
 )
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
@@ -144,7 +142,6 @@ class PackedMethod(QuantizeMethod):
         # Values and words of a run that ends where a word does.
         factor, elements = (32, 3) if self.bits == 3 else (32 // self.bits, 1)
         inputs, size = self._grouped(layer.input)
-        of_output = _of_each_slot(output, layer.input)
         possible: dict[str, BasevLLMParameter] = {
             names.words: PackedvLLMParameter(
                 output,
@@ -170,10 +167,11 @@ class PackedMethod(QuantizeMethod):
                 **integers,
             )
         if names.group_of in self.parameter_names:
-            possible[names.group_of] = RowvLLMParameter(of_output, **integers)
+            possible[names.group_of] = PerSlotVectorParameter(output, layer.input, **integers)
         if names.shape:
-            pairs = _of_each_slot(output, Dim.whole(2))
-            possible[names.shape] = ColumnvLLMParameter(pairs, **layer.common(torch.int64))
+            possible[names.shape] = PerSlotVectorParameter(
+                output, Dim.whole(2), **layer.common(torch.int64)
+            )
         return possible
 
     def _grouped(self, input: Dim) -> tuple[Dim, int]:
@@ -218,16 +216,17 @@ class PackedMethod(QuantizeMethod):
             self._check_groups(layer)
 
     def _check_shape(self, layer: QuantizableLayer) -> None:
-        shapes = layer.get_parameter(self.format.shape)
+        shapes, columns = layer.get_parameter(self.format.shape), layer.input.size
         assert isinstance(shapes, BasevLLMParameter)
         for slot, index in shapes.slots.items():
-            at = index[-1]
-            rows = layer.output.size if at is None else layer.output.slots[at].size
+            possible = [[layer.output.size, columns]]  # of slots that are stored as one tensor
+            if (at := index[-1]) is not None:
+                possible.insert(0, [layer.output.slots[at].size, columns])
             for each in shapes.region(slot).view(-1, 2).tolist():
-                if each != [rows, layer.input.size]:
+                if each not in possible:
                     raise WeightReadError(
                         f"{_tensor(self.format.shape, slot)} has {each}, and must have "
-                        f"{[rows, layer.input.size]}, the shape of the weight: {_ADVICE}"
+                        f"{possible[0]}, the shape of the weight: {_ADVICE}"
                     )
 
     def _check_zeros(self, layer: QuantizableLayer) -> None:
@@ -248,12 +247,12 @@ class PackedMethod(QuantizeMethod):
     def _check_groups(self, layer: QuantizableLayer) -> None:
         name, inputs = self.format.group_of, layer.input.size
         group_of = layer.get_parameter(name)
-        assert isinstance(group_of, BasevLLMParameter)
+        assert isinstance(group_of, PerSlotVectorParameter)
         size = self._size_of_group(inputs)
         groups = -(-inputs // size)
         rule = _must(f"be a group, from 0 to {groups - 1}")
         demand(group_of, lambda x: (x >= 0) & (x < groups), name, rule)
-        rows = _rows(group_of)
+        rows = group_of.vectors()
         for first, slot in pairwise(layer.output.names):
             at = layer.output.names.index(slot)
             if not torch.equal(rows[..., at, :], rows[..., at - 1, :]):
@@ -370,7 +369,9 @@ class PackedMethod(QuantizeMethod):
         """Return the group of each input of this rank, if they are not in order."""
         if not self.act_order:
             return None
-        return _rows(layer.get_parameter(self.format.group_of))[..., 0, :]  # alike for all slots
+        group_of = layer.get_parameter(self.format.group_of)
+        assert isinstance(group_of, PerSlotVectorParameter)
+        return group_of.vectors()[..., 0, :]  # alike for all slots
 
     def _operands(
         self, layer: QuantizableLayer, expert: tuple[int, ...]
@@ -386,24 +387,6 @@ class PackedMethod(QuantizeMethod):
             zeros = None if zeros is None else zeros[expert]
             group_of = None if group_of is None else group_of[expert]
         return words[expert], scales[expert], size, zeros, group_of
-
-
-def _of_each_slot(output: Dim, features: Dim) -> Dim:
-    """Return a dimension with ``features`` for each slot of ``output``, as a checkpoint has them.
-
-    Slots that are stored together have them once.
-    """
-    (slot,) = features.slots
-    names = output.names or ("",)
-    return Dim(tuple(Slot(name, slot.size, slot.parts, slot.padded) for name in names))
-
-
-def _rows(vectors: torch.Tensor) -> torch.Tensor:
-    """Return the vector of each slot: ``[..., slots, features]``."""
-    assert isinstance(vectors, BasevLLMParameter)
-    *experts, features = vectors.shape
-    slots = len(vectors.dims[-1].slots)
-    return vectors.detach().view(*experts, slots, features // slots)
 
 
 def _tensor(name: str, slot: str) -> str:
