@@ -35,6 +35,8 @@ class QuantizeMethod(ABC):
         buffer_names: names of the layer's buffers that ``compute_buffers`` may return.
         processes: whether ``process_weights_after_loading`` does anything.
         weight_aliases: other names of the parameters in checkpoints, each with the parameter's.
+        zero_weights: what checkpoints may have although the layer has no such tensor, from its name
+            to the reason. It is skipped if it is a vector of zeros, and refused otherwise.
         replaceable: whether a layer that has this method may be given another. False for a method
             of a model's own: the other one would store and multiply the weight differently.
 
@@ -45,6 +47,7 @@ class QuantizeMethod(ABC):
     processes = False
     replaceable = False
     weight_aliases: Mapping[str, str] = MappingProxyType({})
+    zero_weights: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
@@ -172,6 +175,11 @@ class QuantizableLayer(vLLMModule):
     def is_quantized(self) -> bool:
         """Whether the weight has another method than :class:`UnquantizedMethod`."""
         return not isinstance(self.quant_method, UnquantizedMethod)
+
+    @property
+    def zero_weights(self) -> Mapping[str, str]:
+        """What checkpoints may have although the layer has no such tensor; see QuantizeMethod."""
+        return self.quant_method.zero_weights
 
     def quantize(self, method: QuantizeMethod) -> None:
         """Replace the weight, which is still on meta, by the parameters of ``method``.

@@ -29,6 +29,7 @@ from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 
 _ADVICE = "quantize the checkpoint again"
+_ZERO_BIAS = {"bias": "AutoGPTQ stores zeros for a layer without a bias"}
 
 
 class PackedFormat(NamedTuple):
@@ -40,8 +41,8 @@ class PackedFormat(NamedTuple):
         shape: name of the tensor with the weight's shape; empty if there is none.
         transposed: whether they are stored as ``[input, output]``.
         along, order: how weights share words (:class:`Packing`). Zeros share them along the output.
-        stores_all: whether zeros are stored for symmetric weights too, and groups of inputs that
-            are in order.
+        stores_all: whether zeros are stored for symmetric weights too, groups of inputs that are in
+            order, and, by old versions of AutoGPTQ, a bias of zeros for layers without one.
         minus_one: whether a stored zero is the zero minus one: ``"each"`` by itself, where one less
             than 0 is the largest code; or ``"word"``, where one was taken from all zeros of a word
             at once, so that a zero of 0 borrows from the next one.
@@ -103,6 +104,7 @@ class PackedMethod(QuantizeMethod):
     act_order: bool = False
     parameter_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     buffer_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    zero_weights: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     processes = True
     replaceable = True
@@ -119,6 +121,7 @@ class PackedMethod(QuantizeMethod):
             names.shape,
         )
         object.__setattr__(self, "parameter_names", tuple(filter(None, parameters)))
+        object.__setattr__(self, "zero_weights", _ZERO_BIAS if names.stores_all else {})
         object.__setattr__(self, "buffer_names", () if self.symmetric else ("zeros_for_matmul",))
 
     def __str__(self) -> str:
