@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from vllm_module.errors import WeightReadError
+from vllm_module.kernels.grouped_matmul_packed import dequantize_experts, grouped_matmul_packed
 from vllm_module.kernels.packed_matmul import packed_matmul
 from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack, unpack
 from vllm_module.parameters import (
@@ -84,8 +85,7 @@ class PackedMethod(QuantizeMethod):
     """A weight of a few bits with scales, and zeros, for groups of inputs; it stays packed.
 
     A checkpoint stores it in the format's order of dimensions, even if it stores full precision in
-    another one (``transposed``). Experts are multiplied one after the other, by those that have
-    rows, which the host has to know: no CUDA graph can capture it.
+    another one (``transposed``).
 
     Attributes:
         format: names and packing.
@@ -311,25 +311,14 @@ class PackedMethod(QuantizeMethod):
 
     def dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight that is multiplied by, in ``dtype``."""
-        if layer.experts is None:
-            return self._dequantized(layer, (), dtype)
-        words = layer.get_parameter(self.format.words)
-        shape = len(words), *self.packing.codes(words.shape[1:], 32)
-        result = torch.empty(shape, dtype=dtype, device=words.device)
-        for expert, weight in enumerate(result):
-            weight.copy_(self._dequantized(layer, (expert,), dtype))
-        return result
-
-    def _dequantized(
-        self, layer: QuantizableLayer, expert: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        words, scales, size, zeros, group_of = self._operands(layer, expert)
-        return dequantize_packed(words, scales, self.packing, size, dtype, zeros, group_of)
+        words, scales, size, zeros, group_of = self._operands(layer)
+        dequantize = dequantize_packed if layer.experts is None else dequantize_experts
+        return dequantize(words, scales, self.packing, size, dtype, zeros, group_of)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        words, scales, size, zeros, group_of = self._operands(layer, ())
+        words, scales, size, zeros, group_of = self._operands(layer)
         return packed_matmul(
             x, words, scales, self.packing, size, zeros=zeros, group_of=group_of, bias=bias
         )
@@ -343,26 +332,20 @@ class PackedMethod(QuantizeMethod):
         rows: torch.Tensor | None,
         top_k: int,
     ) -> torch.Tensor:
-        assert layer.experts is not None
-        features = sum(slot.padded // slot.parts for slot in layer.output.slots)
-        y = x.new_zeros(len(x) if rows is None else len(rows), features)
-        bounds: list[int] = offsets.tolist()
-        for expert, (first, end) in enumerate(pairwise(bounds)):
-            if first == end:
-                continue
-            given = x[first:end] if rows is None else x[rows[first:end] // top_k]
-            words, scales, size, zeros, group_of = self._operands(layer, (expert,))
-            y[first:end] = packed_matmul(
-                given,
-                words,
-                scales,
-                self.packing,
-                size,
-                zeros=zeros,
-                group_of=group_of,
-                bias=None if bias is None else bias[expert],
-            )
-        return y
+        words, scales, size, zeros, group_of = self._operands(layer)
+        return grouped_matmul_packed(
+            x,
+            words,
+            scales,
+            self.packing,
+            size,
+            offsets,
+            zeros=zeros,
+            group_of=group_of,
+            bias=bias,
+            rows=rows,
+            top_k=top_k,
+        )
 
     def _size_of_group(self, inputs: int) -> int:
         """Return how many of ``inputs`` share a scale; a larger number would fit no integer."""
@@ -377,7 +360,7 @@ class PackedMethod(QuantizeMethod):
         return group_of.vectors()[..., 0, :]  # alike for all slots
 
     def _operands(
-        self, layer: QuantizableLayer, expert: tuple[int, ...]
+        self, layer: QuantizableLayer
     ) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None, torch.Tensor | None]:
         """Return words, scales, the size of a group, zeros and groups, as products take them."""
         parameters, names = layer._parameters, self.format
@@ -386,10 +369,7 @@ class PackedMethod(QuantizeMethod):
         assert scales is not None
         zeros, group_of = layer._buffers.get("zeros_for_matmul"), self.groups_of_inputs(layer)
         size = self._size_of_group(self.packing.codes(words.shape[-2:], 32)[1])
-        if expert:
-            zeros = None if zeros is None else zeros[expert]
-            group_of = None if group_of is None else group_of[expert]
-        return words[expert], scales[expert], size, zeros, group_of
+        return words, scales, size, zeros, group_of
 
 
 def _tensor(name: str, slot: str) -> str:
