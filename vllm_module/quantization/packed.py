@@ -26,7 +26,7 @@ from vllm_module.parameters import (
     PackedvLLMParameter,
     PerSlotVectorParameter,
 )
-from vllm_module.quantization.demand import demand
+from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 
 _ADVICE = "quantize the checkpoint again"
@@ -228,7 +228,7 @@ class PackedMethod(QuantizeMethod):
             for each in shapes.region(slot).view(-1, 2).tolist():
                 if each not in possible:
                     raise WeightReadError(
-                        f"{_tensor(self.format.shape, slot)} has {each}, and must have "
+                        f"{with_slot(self.format.shape, slot)} has {each}, and must have "
                         f"{possible[0]}, the shape of the weight: {_ADVICE}"
                     )
 
@@ -241,7 +241,7 @@ class PackedMethod(QuantizeMethod):
             wrong = self._zeros(zeros.region(slot))
             if not bool((mask := wrong == middle).all()):
                 raise WeightReadError(
-                    f"{_tensor(self.format.zeros, slot)} stands for a zero of "
+                    f"{with_slot(self.format.zeros, slot)} stands for a zero of "
                     f"{wrong[~mask][0].item()}, and must stand for {middle} where "
                     "quantization_config says sym: set it to false, or quantize the checkpoint "
                     "again"
@@ -261,7 +261,7 @@ class PackedMethod(QuantizeMethod):
             if not torch.equal(rows[..., at, :], rows[..., at - 1, :]):
                 # One product multiplies all slots by the same inputs.
                 raise WeightReadError(
-                    f"{_tensor(name, slot)} is another one than that of slot {first!r}, and must "
+                    f"{with_slot(name, slot)} is another one than that of slot {first!r}, and must "
                     f"be the same: fused layers have the same inputs. {_ADVICE.capitalize()}, "
                     "these layers at once"
                 )
@@ -273,7 +273,7 @@ class PackedMethod(QuantizeMethod):
             held = group_of.data.narrow(-1, shard.offset, shard.length)
             if not bool((held == expected).all()):
                 raise WeightReadError(
-                    f"{_tensor(name, shard.name)} has groups in another order than that of the "
+                    f"{with_slot(name, shard.name)} has groups in another order than that of the "
                     "inputs, where quantization_config has no desc_act: set it to true, or "
                     f"{_ADVICE}"
                 )
@@ -370,10 +370,6 @@ class PackedMethod(QuantizeMethod):
         zeros, group_of = layer._buffers.get("zeros_for_matmul"), self.groups_of_inputs(layer)
         size = self._size_of_group(self.packing.codes(words.shape[-2:], 32)[1])
         return words, scales, size, zeros, group_of
-
-
-def _tensor(name: str, slot: str) -> str:
-    return f"{name} (slot {slot!r})" if slot else name
 
 
 def _must(rule: str) -> str:
