@@ -193,12 +193,10 @@ def _not_plain(weight: Any, *, needs_data: bool) -> str | None:
     return None
 
 
-def zero_rule(target: Target) -> str | None:
-    """Return why a checkpoint may have zeros where the module has no tensor; ``None`` if not so."""
-    if target.tensor is not None:
-        return None
-    rules: Mapping[str, str] = getattr(target.location.node.module, "zero_weights", {})
-    return rules.get(target.location.attr)
+def zero_rule(location: Location) -> str | None:
+    """Return why a checkpoint may have zeros where no tensor is; ``None`` if it may not."""
+    rules: Mapping[str, str] = getattr(location.node.module, "zero_weights", {})
+    return rules.get(location.attr)
 
 
 def not_zeros(weight: Weight) -> str | None:

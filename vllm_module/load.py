@@ -252,7 +252,7 @@ class Load:
         Without a ``slot`` it fills the whole tensor. ``name`` is the checkpoint's full name.
         """
         report, location, tensor = self.report, target.location, target.tensor
-        if (rule := zero_rule(target)) is not None:
+        if tensor is None and (rule := zero_rule(location)) is not None:
             problem = None if self.mode == "plan" else not_zeros(weight)
             if problem is None:
                 self.skip(name, rule)

@@ -144,10 +144,10 @@ def test_the_configuration_says_who_wrote_the_zeros(meta: Any, layout: Any) -> N
 
 def test_awq() -> None:
     """AWQ packs along the output, and in an order of its own."""
-    for group, dtype in zip((32, None, 64), DTYPES, strict=True):
-        made = packing.awq(24, 128, group)
+    for rows, group, dtype in zip((8, 24, 40), (32, None, 64), DTYPES, strict=True):
+        made = packing.awq(rows, 128, group)
         method = PackedMethod(AWQ, 4, group, symmetric=False)
-        assert_means(loaded(method, linear(24, 128, dtype), made.stored), made.weight)
+        assert_means(loaded(method, linear(rows, 128, dtype), made.stored), made.weight)
 
 
 @pytest.mark.parametrize("order", [None, packing.AWQ_COLUMNS], ids=["none", "the inverse"])
