@@ -105,7 +105,7 @@ def config_of(M: int, weight: Weight, x: torch.Tensor) -> Config:
 @lru_cache(maxsize=4096)
 def _candidates(tokens: int, weight: Weight) -> tuple[str, Mapping[str, Config]]:
     """Return the case, and the candidates of a bucket by name, the default first."""
-    first = _tiles(tokens, weight)
+    first = tiles_for(tokens, weight)
     found = {"tiles": first}
     if tokens <= _FEW:
         if first.splits * 256 <= weight.inputs:
@@ -132,7 +132,7 @@ def one_scale(weight: Weight, depth: int) -> bool:
     return bool(weight.group) and (weight.group % depth == 0 or weight.group >= weight.inputs)
 
 
-def _tiles(tokens: int, weight: Weight) -> Config:
+def tiles_for(tokens: int, weight: Weight) -> Config:
     """Return the default of a bucket.
 
     Up to 64 tokens, reading the weight takes the time: tiles are small, and inputs are split until

@@ -1,6 +1,7 @@
 """Products with packed weights, in tiles whose codes are unpacked in registers.
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.packed_matmul`.
+This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.packed_matmul`, and
+:mod:`~vllm_module.kernels.grouped_matmul_packed` shares the tile of a weight.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def multiply_packed_tiles(product: PackedProduct, config: Config) -> None:
         BITS=packing.bits,
         ALONG=packing.along,
         PER_WORD=words.dtype.itemsize * 8 // packing.bits,
-        ORDER=_as_integer(packing.order),
+        ORDER=as_integer(packing.order),
         ONE_SCALE=one_scale(product.weight(), config.depth),
         SCALE_SUMS=config.scale_sums,
         EVEN=K % config.depth == 0,
@@ -100,7 +101,7 @@ def multiply_packed_tiles(product: PackedProduct, config: Config) -> None:
         add_splits(parts, bias, y)
 
 
-def _as_integer(order: tuple[int, ...] | None) -> int | None:
+def as_integer(order: tuple[int, ...] | None) -> int | None:
     """Return the places of codes as one integer: the first in the lowest four bits."""
     if order is None:
         return None
@@ -160,11 +161,7 @@ def _multiply_packed(
     scales_ptrs, zeros_ptrs = scales_ptr + n * scales_row, zeros_ptr
     if zeros_ptr is not None:
         zeros_ptrs += n * zeros_row
-    if ALONG == 1:
-        words_ptrs = words_ptr + n * words_row
-    else:
-        row = clamped(left // PER_WORD, N // PER_WORD, BLOCK_N // PER_WORD)
-        words_ptrs = words_ptr + row.to(tl.int64)[:, None] * words_row
+    words_ptrs = words_ptr + packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_row
 
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
@@ -174,33 +171,26 @@ def _multiply_packed(
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < K)[None, :]
         x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, inside, EVEN)
-        if ALONG == 1:
-            word = step * (BLOCK_K // PER_WORD) + tl.arange(0, BLOCK_K // PER_WORD)
-            held = (word < K // PER_WORD)[None, :]
-        else:
-            word, held = k, inside
-        words = loaded(words_ptrs + word.to(tl.int64)[None, :] * words_column, held, EVEN)
-        codes = _unpacked(words, BITS, ALONG, PER_WORD, ORDER)
-        if ONE_SCALE:
-            group = (step * BLOCK_K // group_size).to(tl.int64)
-            scale = tl.load(scales_ptrs + group * scales_column)
-        else:
-            group = k // group_size
-            if group_ptr is not None:
-                group = loaded(group_ptr + k, k < K, EVEN)
-            group = group.to(tl.int64)[None, :]
-            scale = loaded(scales_ptrs + group * scales_column, inside, EVEN)
-        scale = scale.to(tl.float32)
-        if codebook_ptr is not None:
-            values = tl.load(codebook_ptr + codes)
-        elif zeros_ptrs is None:
-            values = (codes - (1 << (BITS - 1))).to(tl.float32)
-        elif ONE_SCALE:
-            zero = tl.load(zeros_ptrs + group * zeros_column)
-            values = (codes - zero.to(tl.int32)).to(tl.float32)
-        else:
-            zero = loaded(zeros_ptrs + group * zeros_column, inside, EVEN)
-            values = (codes - zero.to(tl.int32)).to(tl.float32)
+        values, scale = packed_values(
+            words_ptrs,
+            scales_ptrs,
+            zeros_ptrs,
+            group_ptr,
+            codebook_ptr,
+            step,
+            K,
+            words_column,
+            scales_column,
+            zeros_column,
+            group_size,
+            BITS,
+            ALONG,
+            PER_WORD,
+            ORDER,
+            ONE_SCALE,
+            EVEN,
+            BLOCK_K,
+        )
         if ONE_SCALE and SCALE_SUMS:
             sums = added(sums, x, values, None, scale, True)
         else:
@@ -209,6 +199,72 @@ def _multiply_packed(
     m = m[None, :]
     y_ptrs = y_ptr + (tl.program_id(1).to(tl.int64) * M + m) * N
     written(y_ptrs, bias_ptr, sums, None, None, m < M, left, N, bias_stride, True, BLOCK_N)
+
+
+@triton.jit
+def packed_rows(first, N, ALONG: tl.constexpr, PER_WORD: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the rows of words that a tile of BLOCK_N output features has, ``[rows, 1]``."""
+    if ALONG == 1:
+        rows = clamped(first, N, BLOCK_N)
+    else:
+        rows = clamped(first // PER_WORD, N // PER_WORD, BLOCK_N // PER_WORD)
+    return rows.to(tl.int64)[:, None]
+
+
+@triton.jit
+def packed_values(
+    words_ptrs,
+    scales_ptrs,
+    zeros_ptrs,
+    group_ptr,
+    codebook_ptr,
+    step,
+    K,
+    words_column,
+    scales_column,
+    zeros_column,
+    group_size,
+    BITS: tl.constexpr,
+    ALONG: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    ORDER: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return what codes of a step stand for before they are scaled, and their scales, in float32.
+
+    With ONE_SCALE the scales are ``[outputs, 1]``, because all inputs of the step have one group.
+    """
+    k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (k < K)[None, :]
+    if ALONG == 1:
+        word = step * (BLOCK_K // PER_WORD) + tl.arange(0, BLOCK_K // PER_WORD)
+        held = (word < K // PER_WORD)[None, :]
+    else:
+        word, held = k, inside
+    words = loaded(words_ptrs + word.to(tl.int64)[None, :] * words_column, held, EVEN)
+    codes = _unpacked(words, BITS, ALONG, PER_WORD, ORDER)
+    if ONE_SCALE:
+        group = (step * BLOCK_K // group_size).to(tl.int64)
+        scale = tl.load(scales_ptrs + group * scales_column)
+    else:
+        group = k // group_size
+        if group_ptr is not None:
+            group = loaded(group_ptr + k, k < K, EVEN)
+        group = group.to(tl.int64)[None, :]
+        scale = loaded(scales_ptrs + group * scales_column, inside, EVEN)
+    if codebook_ptr is not None:
+        values = tl.load(codebook_ptr + codes)
+    elif zeros_ptrs is None:
+        values = (codes - (1 << (BITS - 1))).to(tl.float32)
+    elif ONE_SCALE:
+        zero = tl.load(zeros_ptrs + group * zeros_column)
+        values = (codes - zero.to(tl.int32)).to(tl.float32)
+    else:
+        zero = loaded(zeros_ptrs + group * zeros_column, inside, EVEN)
+        values = (codes - zero.to(tl.int32)).to(tl.float32)
+    return values, scale.to(tl.float32)
 
 
 @triton.jit

@@ -78,11 +78,9 @@ def unpack(words: torch.Tensor, packing: Packing) -> torch.Tensor:
         codes = (_in_plain_order(words, packing).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
         return codes.to(torch.uint8).flatten(1)
     # A code may lie in two words, so a period of whole words is taken as one stream of bits.
-    bytes_of = words.contiguous().view(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
-    stream = ((bytes_of.unsqueeze(-1) >> shifts) & 1).view(
-        rows, bytes_of.shape[1] * 8 // bits, bits
-    )
+    stream = (_bytes_of(words).unsqueeze(-1) >> shifts) & 1
+    stream = stream.view(rows, words.shape[1] * width // bits, bits)
     weights = (1 << torch.arange(bits, device=words.device)).to(torch.uint8)
     return (stream * weights).sum(-1, dtype=torch.uint8)
 
@@ -101,11 +99,13 @@ def pack(codes: torch.Tensor, packing: Packing, dtype: torch.dtype = torch.int32
         raise ValueError(f"{columns} codes of {bits} bits do not fill whole words of {width} bits")
     if order is not None:
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        codes = codes.reshape(rows, -1, len(order))[..., inverse]
+        codes = codes.reshape(rows, columns // len(order), len(order))[..., inverse]
     shifts = torch.arange(bits, dtype=torch.uint8, device=codes.device)
-    stream = ((codes.reshape(rows, -1, 1) >> shifts) & 1).reshape(rows, -1, 8)
+    stream = (codes.reshape(rows, columns, 1) >> shifts) & 1
+    stream = stream.reshape(rows, columns * bits // 8, 8)
     weights = (1 << torch.arange(8, device=codes.device)).to(torch.uint8)
-    return (stream * weights).sum(-1, dtype=torch.uint8).view(dtype)
+    stream = (stream * weights).sum(-1, dtype=torch.uint8)
+    return stream.contiguous().view(-1).view(dtype).view(rows, columns * bits // width)
 
 
 def dequantize_packed(
@@ -190,7 +190,7 @@ def _elements(
         return _elements(words.T, Packing(bits, 1, order), codebook, midpoint).T
     if words.dtype != torch.uint8:  # a table of bytes can have the order of bytes alone
         words, order = _in_plain_order(words, packing), None
-    stream = words.contiguous().view(torch.uint8)
+    stream = _bytes_of(words)
     if bits == 8 and codebook is None:
         return stream.float().sub_(midpoint)
     values = codebook
@@ -202,6 +202,13 @@ def _elements(
     of_bytes = values[unpack(every, Packing(bits, 1, order)).int()].view(_SEVERAL[bits])
     found = of_bytes.flatten().index_select(0, stream.int().flatten())
     return found.view(torch.float32).view(len(words), stream.shape[1] * 8 // bits)
+
+
+def _bytes_of(words: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of words, uint8 ``[rows, bytes of a row]``."""
+    # A dimension of one or no entry may have any stride, which a view as bytes refuses.
+    stream = words.contiguous().view(-1).view(torch.uint8)
+    return stream.view(len(words), words.shape[1] * words.dtype.itemsize)
 
 
 def _in_plain_order(words: torch.Tensor, packing: Packing) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -190,6 +190,28 @@ def _not_plain(weight: Any, *, needs_data: bool) -> str | None:
         return (
             f"expected a plain tensor, got {cls.__name__}; unwrap it, as DTensor.full_tensor() does"
         )
+    return None
+
+
+def zero_rule(location: Location) -> str | None:
+    """Return why a checkpoint may have zeros where no tensor is; ``None`` if it may not."""
+    rules: Mapping[str, str] = getattr(location.node.module, "zero_weights", {})
+    return rules.get(location.attr)
+
+
+def not_zeros(weight: Weight) -> str | None:
+    """Read ``weight``, and say why it is no vector of zeros; ``None`` if it is one."""
+    if problem := _not_plain(weight, needs_data=True):
+        return problem
+    if len(weight.shape) != 1 or not _converts(weight.dtype):
+        return f"expected a vector of zeros, got {weight.dtype} {list(weight.shape)}"
+    length, step = weight.shape[0], _COMPARED_BYTES // weight.dtype.itemsize
+    for first in range(0, length, step):
+        part = weight.narrow(0, first, min(step, length - first))
+        values = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+        read_into(part, values)
+        if bool((wrong := values != 0).any()):
+            return f"expected zeros or no such tensor, got {values[wrong][0].item():g}"
     return None
 
 

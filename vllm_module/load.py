@@ -21,6 +21,8 @@ from vllm_module.assignment import (
     in_reading_order,
     misfit,
     missing,
+    not_zeros,
+    zero_rule,
 )
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.garbage import paused_gc
@@ -250,6 +252,13 @@ class Load:
         Without a ``slot`` it fills the whole tensor. ``name`` is the checkpoint's full name.
         """
         report, location, tensor = self.report, target.location, target.tensor
+        if tensor is None and (rule := zero_rule(location)) is not None:
+            problem = None if self.mode == "plan" else not_zeros(weight)
+            if problem is None:
+                self.skip(name, rule)
+            else:
+                report.unexpected.append(Problem(name, problem))
+            return
         if tensor is None or (slot is not None and slot not in target.slots):
             report.unexpected.append(Problem(name, no_place(location, slot)))
             return

@@ -48,6 +48,7 @@ from vllm_module.kernels.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
 from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
+from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed_triton
 from vllm_module.kernels.packed_matmul import packed_matmul_triton
 from vllm_module.kernels.packed_matmul_configurations import Weight, packed_configurations
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
@@ -461,6 +462,29 @@ PACKED = (
 PACKED_TOKENS = (1, 64, 1024, 256, 1024, 32, 16, 1)  # of the first layouts: one bucket each
 
 
+def packed_experts(
+    rows: int, kind: str, group: int = 128, bits: int = 4, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], object]:
+    """Multiply by 128 packed experts ``[1536, 2880]``, ``rows`` rows of each on average."""
+    count, outputs, inputs = 128, 1536, 2880
+    words, along, order = meta(count, outputs, inputs * bits // 32, dtype=torch.int32), 1, None
+    if kind == "gptq":
+        words = meta(count, inputs * bits // 32, outputs, dtype=torch.int32).mT
+    elif kind == "awq":
+        words, along = meta(count, inputs, outputs * bits // 32, dtype=torch.int32).mT, 0
+        order = AWQ
+    scales, zeros, group_of = meta(count, outputs, -(-inputs // group), dtype=FP32), None, None
+    if kind != "rows":
+        zeros = meta(*scales.shape, dtype=torch.uint8)
+    if kind == "gptq":
+        group_of = meta(count, inputs, dtype=torch.int32)
+    x, offsets = meta(16 * rows, inputs, dtype=dtype), meta(count + 1, dtype=torch.int32)
+    return lambda: grouped_matmul_packed_triton(
+        x, words, scales, bits, along, order, group, zeros, group_of, offsets,
+        meta(count, outputs, dtype=dtype), meta(128 * rows, dtype=torch.int32), 8,
+    )  # fmt: skip
+
+
 def packed_name(m: int, kind: str, group: int, bits: int, dtype: torch.dtype) -> str:
     return f"packed {kind}, {m}, {bits} bits, groups of {group}, {_TYPES[dtype]}"
 
@@ -536,6 +560,10 @@ CASES: dict[str, Callable[[], object]] = {
     **{f"grouped mxfp4, {tile}": grouped(tile, "mxfp4") for tile in TILES},
     **{f"grouped int8, {tile}": grouped(tile, "int8") for tile in (16, 128)},
     **{f"grouped fp32, {tile}": grouped(tile, "wide", dtype=FP32) for tile in (16, 128)},
+    **{f"grouped packed rows, {tile}": packed_experts(tile, "rows") for tile in TILES},
+    "grouped packed gptq in no order, 64": packed_experts(64, "gptq"),
+    "grouped packed awq, 128": packed_experts(128, "awq"),
+    "grouped packed awq, 16, fp32": packed_experts(16, "awq", dtype=FP32),
     "grouped mxfp4, fp32": grouped(128, "mxfp4", dtype=FP32),
     "grouped int8 by blocks of 64": grouped(128, "int8", 64),
     "grouped bf16 of an odd size": grouped(128, "wide", k=2052),

@@ -35,7 +35,7 @@ def test_kernels_compile_within_the_limits_of_the_gpu(capability: int) -> None:
     assert [one for one in results if one["spilled"]] == []
     products = {
         "_prefill", "_multiply", "_multiply_described", "_multiply_groups", "_multiply_mxfp4",
-        "_multiply_packed",
+        "_multiply_packed", "_multiply_packed_groups",
     }  # fmt: skip
     if capability == 80:
         products.remove("_multiply_described")

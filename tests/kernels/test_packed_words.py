@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_module.kernels import packed_words
 from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack, unpack
 
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -65,3 +66,32 @@ def test_an_element_is_its_code_without_zero_times_its_scale() -> None:
                 assert mixed[row, column] == ((code - zero) * scale).half()
                 assert symmetric[row, column] == ((code - 8) * scale).half()
                 assert by_codebook[row, column] == (codebook[int(code)] * scale).half()
+
+
+@pytest.mark.parametrize("rows", [0, 8, 40])
+@pytest.mark.parametrize(("packing", "dtype"), PACKINGS, ids=str)
+def test_few_words(packing: Packing, dtype: torch.dtype, rows: int) -> None:
+    """No row of words, one or a few are unpacked and dequantized, however they lie in memory."""
+    torch.manual_seed(0)
+    unit = 32 if packing.bits == 3 else dtype.itemsize * 8 // packing.bits
+    rows = rows if packing.along == 1 else rows // 8 * unit
+    codes = torch.randint(0, 1 << packing.bits, (rows, 2 * unit), dtype=torch.uint8)
+    words, scales = pack(codes, packing, dtype), torch.rand(rows, 2)
+    middle = 1 << (packing.bits - 1)
+    expected = (codes.float() - middle) * scales.repeat_interleave(unit, 1)
+    wide = torch.zeros(words.shape[0], 2 * words.shape[1], dtype=dtype)
+    wide[:, ::2] = words
+    for held in (words, words.T.contiguous().T, wide[:, ::2]):
+        assert torch.equal(unpack(held, packing), codes)
+        weight = dequantize_packed(held, scales, packing, unit, torch.float32)
+        assert torch.equal(weight, expected)
+
+
+def test_the_last_rows_of_a_weight_may_be_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of 40 rows, 32 of which are dequantized at once, leaves one word in a column."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(packed_words, "_CHUNK", 1)
+    codes = torch.randint(0, 16, (40, 64), dtype=torch.uint8)
+    words = pack(codes, Packing(4, 0, AWQ))
+    weight = dequantize_packed(words, torch.ones(40, 1), Packing(4, 0, AWQ), 64, torch.float32)
+    assert torch.equal(weight, codes.float() - 8)

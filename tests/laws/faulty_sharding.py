@@ -217,7 +217,8 @@ def groups_in_order(groups_of_inputs: Any, method: Any, layer: Any) -> torch.Ten
     group_of = groups_of_inputs(method, layer)
     if group_of is None:
         return None
-    return torch.arange(group_of.shape[-1], dtype=torch.int32) // method.group_size
+    in_order = torch.arange(group_of.shape[-1], dtype=torch.int32) // method.group_size
+    return in_order.expand_as(group_of)
 
 
 def one_code_higher(receive: Any, region: Any, weight: Any) -> None:

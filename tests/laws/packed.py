@@ -100,7 +100,8 @@ def takes(size: int, method: Any, inner: int, **others: Any) -> bool:
     online = isinstance(method, OnlinePackedMethod)
     zeros = not online and (method.format.stores_all or not method.symmetric)
     rows = word if zeros or method.format.along == 0 else 1
-    columns = 1 if method.act_order or method.group_size is None else method.group_size
+    one_group = not online and (method.group_size is None or method.group_size >= inner)
+    columns = 1 if method.act_order or one_group else method.group_size
     if method.format.along == 1:
         columns = math.lcm(columns, word)
     return inner // size % rows == 0 and inner // size % columns == 0

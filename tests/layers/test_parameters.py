@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ShardingError
@@ -20,6 +21,7 @@ from vllm_module.parameters import (
     Dim,
     Experts,
     ModelWeightParameter,
+    PerSlotVectorParameter,
     PerTensorScaleParameter,
     PerTensorTableParameter,
     Slot,
@@ -175,9 +177,29 @@ def test_only_the_checkpoints_own_shape_is_accepted(cls: type, data: st.DataObje
         own = [[1]] if cls is PerTensorScaleParameter else [shape]
         if isinstance(parameter, PerTensorTableParameter):  # one for all slots, or shorter
             own += [[length] for length in range(1, parameter.length + 1)]
+        if isinstance(parameter, PerSlotVectorParameter) and slot is None:  # one for all slots
+            own.append([*shape[:-1], parameter.input.size])
         for other in wrong:
             if other not in (shape, *own):
                 assert not parameter.accepts(slot, torch.Size(other)), other
+
+
+@pytest.mark.parametrize("experts", [None, Experts(3, 1, 2), Experts(3, 0, 1)], ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_vector_of_a_fused_tensor_fills_every_slot(rank: int, experts: Experts | None) -> None:
+    """What a checkpoint stores once for all slots is in each of them, cut as the input is."""
+    output, features = Dim((Slot("a", 4, 2), Slot("b", 2, 2))), Dim.cut(6, 2, padded=8)
+    parameter = PerSlotVectorParameter(
+        output, features, tp_rank=rank, tp_size=2, dtype=torch.float32, experts=experts
+    )
+    real = parameter.materialize_on("cpu")
+    stored = torch.arange(1.0, 7.0) if experts is None else torch.arange(1.0, 19.0).view(3, 6)
+    assert real.accepts(None, stored.shape)
+    for source, target in real.cut(stored, None):
+        read_into(source, target)
+    padded = F.pad(stored, (0, 2))[..., rank * 4 : rank * 4 + 4]
+    padded = padded if experts is None else padded[list(experts.kept)]
+    assert torch.equal(real.vectors(), torch.stack((padded, padded), -2))
 
 
 def test_slots_of_two_dimensions_are_every_pair() -> None:

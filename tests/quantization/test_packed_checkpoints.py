@@ -50,6 +50,12 @@ def _gptq(name: str, weight: torch.Tensor, **how: Any) -> Any:
     return packing.gptq(*weight.shape, seed=len(name), **how)
 
 
+def _with_zero_bias(name: str, weight: torch.Tensor) -> Any:
+    made = _gptq(name, weight)
+    made.stored["bias"] = torch.zeros(len(weight))
+    return made
+
+
 def _awq(name: str, weight: torch.Tensor) -> Any:
     return packing.awq(*weight.shape, seed=len(name))
 
@@ -84,7 +90,7 @@ _DYNAMIC = {
 # The configuration, what makes a layer, and quantization_config.
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]] = {
     "gptq": (LLAMA, _not_the_head(_gptq), GPTQ),
-    "gptq-qwen3": (QWEN3, _not_the_head(_gptq), GPTQ),
+    "gptq-qwen3": (QWEN3, _not_the_head(_with_zero_bias), GPTQ),
     "gptq-v2": (QWEN3, _not_the_head(partial(_gptq, v2=True)),
                 GPTQ | {"checkpoint_format": "gptq_v2"}),
     "gptq-symmetric": (QWEN3, _not_the_head(partial(_gptq, symmetric=True, group=None)),

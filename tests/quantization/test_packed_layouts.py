@@ -27,9 +27,11 @@ from vllm_module.quantization.packed import (
     AWQ,
     COMPRESSED_TENSORS,
     GPTQ,
+    GPTQ_OF_WORDS,
     GPTQ_V2,
     PackedMethod,
 )
+from vllm_module.quantization.packed_config import gptq_rules
 
 packing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("packing.py"))))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -58,14 +60,14 @@ def assert_means(layer: Any, weight: torch.Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("layout", [GPTQ, GPTQ_OF_WORDS, GPTQ_V2], ids=["v1", "words", "v2"])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_gptq(bits: int, symmetric: bool, v2: bool) -> None:
-    """GPTQ of all bits, with zeros or without, and of both versions of zeros."""
+def test_gptq(bits: int, symmetric: bool, layout: Any) -> None:
+    """GPTQ of all bits, with zeros or without, and of each version of zeros."""
     for group, dtype in zip((32, None, 64), DTYPES, strict=True):
-        made = packing.gptq(32, 96, bits, group, symmetric=symmetric, v2=v2)
-        method = PackedMethod(GPTQ_V2 if v2 else GPTQ, bits, group, symmetric)
+        made = packing.gptq(32, 96, bits, group, symmetric=symmetric, v2=layout is GPTQ_V2)
+        method = PackedMethod(layout, bits, group, symmetric)
         assert_means(loaded(method, linear(32, 96, dtype), made.stored), made.weight)
 
 
@@ -79,40 +81,73 @@ def test_gptq_in_activation_order() -> None:
     assert_means(loaded(method, linear(32, 64), ordered.stored), ordered.weight)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_a_zero_of_zero_borrows_in_the_first_version(bits: int) -> None:
-    """GPTQModel writes version 1 by taking one from all zeros of a word: a zero of 0 borrows."""
-    made = packing.gptq(32, 32, bits, None, v2=True)
-    method = PackedMethod(GPTQ, bits, None, symmetric=False)
-    ones = sum(1 << place for place in range(0, 32, bits))
-    zeros = torch.zeros_like(made.stored["qzeros"])
-    zeros[:, 0] = -(1 << 31) + 1  # the first and the highest bit are set, the others are not
-    written = made.stored | {"qzeros": (zeros.long() - ones).int()}
-    first = loaded(method, linear(32, 32), written)
-    second = loaded(
-        PackedMethod(GPTQ_V2, bits, None, symmetric=False),
-        linear(32, 32),
-        made.stored | {"qzeros": zeros},
-    )
-    assert torch.equal(first.zeros_for_matmul, second.zeros_for_matmul)
-    assert second.zeros_for_matmul.view(-1)[0] == 1
-    assert second.zeros_for_matmul.max() == 1 << (bits - 1)
+def zeros_of(method: PackedMethod, stored: Tensors) -> torch.Tensor:
+    """Return the zeros ``[output, groups]`` that a layer reads from ``stored``."""
+    return loaded(method, linear(32, 64), stored).zeros_for_matmul
 
 
-def test_three_bits_of_the_first_version_wrap() -> None:
-    """With three bits each zero is by itself, as a zero may be in two words: seven is zero."""
-    made = packing.gptq(32, 32, 3, None)
-    stored = made.stored | {"qzeros": torch.full_like(made.stored["qzeros"], -1)}
-    layer = loaded(PackedMethod(GPTQ, 3, None, symmetric=False), linear(32, 32), stored)
-    assert (layer.zeros_for_matmul == 0).all()
+def drawn_zeros(bits: int) -> torch.Tensor:
+    """Return zeros ``[groups, output]``, many of which are 0, also beside each other."""
+    zeros = torch.randint(0, 1 << bits, (2, 32), generator=torch.Generator().manual_seed(bits))
+    zeros[:, 5:9] = zeros[:, 20::3] = 0
+    return zeros
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_zero_of_zero_wraps_in_the_first_version(bits: int) -> None:
+    """AutoGPTQ reads each zero of version 1 by itself: the largest code stands for 0."""
+    made, zeros = packing.gptq(32, 64, bits, 32), drawn_zeros(bits)
+    stored = made.stored | {"qzeros": packing.packed_rows((zeros - 1) % (1 << bits), bits)}
+    read = zeros_of(PackedMethod(GPTQ, bits, 32, symmetric=False), stored)
+    assert torch.equal(read.T, zeros.to(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_zero_of_zero_borrows_in_files_of_gptqmodel(bits: int) -> None:
+    """GPTQModel takes one from all zeros of a word at once, and of three bits from each one."""
+    made, zeros = packing.gptq(32, 64, bits, 32), drawn_zeros(bits)
+    words = packing.packed_rows(zeros, bits)
+    if bits == 3:
+        words = packing.packed_rows((zeros - 1) % 8, 3)
+    else:
+        ones = sum(1 << place for place in range(0, 32, bits))
+        words = torch.tensor(
+            [[((word - ones + (1 << 31)) % (1 << 32)) - (1 << 31) for word in row]
+             for row in words.tolist()], dtype=torch.int32,
+        )  # fmt: skip
+    stored = made.stored | {"qzeros": words}
+    read = zeros_of(PackedMethod(GPTQ_OF_WORDS, bits, 32, symmetric=False), stored)
+    assert torch.equal(read.T, zeros.to(torch.uint8))
+    if bits != 3:
+        other = zeros_of(PackedMethod(GPTQ, bits, 32, symmetric=False), stored)
+        assert not torch.equal(other, read)
+
+
+@pytest.mark.parametrize(
+    ("meta", "layout"),
+    [
+        ({"quantizer": ["optimum:1.23.3", "gptqmodel:1.4.0"]}, GPTQ_OF_WORDS),
+        ({"quantizer": "gptqmodel:0.9.1"}, GPTQ_OF_WORDS),
+        ({"quantizer": ["auto_gptq:0.7.1", 3]}, GPTQ),
+        ({"quantizer": None}, GPTQ),
+        (["gptqmodel"], GPTQ),
+        (None, GPTQ),
+    ],
+)
+def test_the_configuration_says_who_wrote_the_zeros(meta: Any, layout: Any) -> None:
+    """Files of GPTQModel have words that borrow; where nobody is named, zeros are by themselves."""
+    stored = {"bits": 4, "group_size": 32, "sym": False, "meta": meta}
+    assert gptq_rules(stored)[-1][1].format == layout
+    second = stored | {"checkpoint_format": "gptq_v2"}
+    assert gptq_rules(second)[-1][1].format == GPTQ_V2
 
 
 def test_awq() -> None:
     """AWQ packs along the output, and in an order of its own."""
-    for group, dtype in zip((32, None, 64), DTYPES, strict=True):
-        made = packing.awq(24, 128, group)
+    for rows, group, dtype in zip((8, 24, 40), (32, None, 64), DTYPES, strict=True):
+        made = packing.awq(rows, 128, group)
         method = PackedMethod(AWQ, 4, group, symmetric=False)
-        assert_means(loaded(method, linear(24, 128, dtype), made.stored), made.weight)
+        assert_means(loaded(method, linear(rows, 128, dtype), made.stored), made.weight)
 
 
 @pytest.mark.parametrize("order", [None, packing.AWQ_COLUMNS], ids=["none", "the inverse"])
@@ -311,12 +346,22 @@ def test_slots_that_are_stored_as_one(size: int) -> None:
     run_ranks(size, work)
 
 
-def test_a_group_of_more_inputs_than_there_are() -> None:
-    """A group may be larger than the layer, by any number: it has all inputs."""
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("size", [64, 128, 1 << 70])
+def test_a_group_of_all_inputs(size: int, ranks: int) -> None:
+    """A group may be as large as the layer, or larger by any number: its inputs may be cut."""
     made = packing.gptq(32, 64, 4, None)
-    for size in (128, 1 << 70):
-        method = PackedMethod(GPTQ, 4, size, symmetric=False)
-        assert_means(loaded(method, linear(32, 64), made.stored), made.weight)
+    method, x = PackedMethod(GPTQ, 4, size, symmetric=False), torch.randn(3, 64)
+
+    def work(rank: int) -> torch.Tensor:
+        layer = loaded(method, RowParallelLinear(64, 32, False), made.stored)
+        part = made.weight.chunk(ranks, 1)[rank]
+        assert torch.equal(method.full_precision(layer), part.float())
+        return layer(x.chunk(ranks, 1)[rank])
+
+    for computed in run_ranks(ranks, work):
+        expected = F.linear(x.double(), made.weight)
+        torch.testing.assert_close(computed.double(), expected, rtol=0, atol=1e-4)
 
 
 def test_latent_attention_takes_the_weight_apart() -> None:

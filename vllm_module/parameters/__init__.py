@@ -20,6 +20,7 @@ from vllm_module.parameters.classes import (
 from vllm_module.parameters.dim import Dim, Experts, Shard, Slot
 from vllm_module.parameters.flattened import FlattenedParameter, PerTensorTableParameter
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
+from vllm_module.parameters.per_slot import PerSlotVectorParameter
 from vllm_module.parameters.stored_order import Reordered, StoredOrder
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "PackedColumnParameter",
     "PackedModelWeightParameter",
     "PackedvLLMParameter",
+    "PerSlotVectorParameter",
     "PerTensorScaleParameter",
     "PerTensorTableParameter",
     "Piece",

@@ -13,6 +13,11 @@ from vllm_module.parameters import BasevLLMParameter
 _CHUNK = 1 << 22  # numbers that are checked at a time
 
 
+def with_slot(name: str, slot: str) -> str:
+    """Return what messages call the tensor ``name`` of a slot."""
+    return f"{name} (slot {slot!r})" if slot else name
+
+
 def demand(
     parameter: nn.Parameter, valid: Callable[[torch.Tensor], torch.Tensor], name: str, rule: str
 ) -> None:
@@ -26,7 +31,7 @@ def demand(
     for slot in parameter.slots:
         number = _first_invalid(parameter.region(slot), valid)
         if number is not None:
-            tensor = f"{name} (slot {slot!r})" if slot else name
+            tensor = with_slot(name, slot)
             shown = f"{number:g}" if isinstance(number, float) else number
             raise WeightReadError(f"{tensor} has {shown}, and {rule}")
 

@@ -22,6 +22,7 @@ from vllm_module.parameters import (
     Experts,
     ModelWeightParameter,
 )
+from vllm_module.tree import locations, slots_of
 
 
 class QuantizeMethod(ABC):
@@ -34,6 +35,8 @@ class QuantizeMethod(ABC):
         buffer_names: names of the layer's buffers that ``compute_buffers`` may return.
         processes: whether ``process_weights_after_loading`` does anything.
         weight_aliases: other names of the parameters in checkpoints, each with the parameter's.
+        zero_weights: what checkpoints may have although the layer has no such tensor, from its name
+            to the reason. It is skipped if it is a vector of zeros, and refused otherwise.
         replaceable: whether a layer that has this method may be given another. False for a method
             of a model's own: the other one would store and multiply the weight differently.
 
@@ -44,6 +47,7 @@ class QuantizeMethod(ABC):
     processes = False
     replaceable = False
     weight_aliases: Mapping[str, str] = MappingProxyType({})
+    zero_weights: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
@@ -60,6 +64,14 @@ class QuantizeMethod(ABC):
     def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
         """Return the conversions of checkpoint tensors, by the name of the parameter they fill."""
         return {}
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        """Return a tensor that a checkpoint may have for ``slot`` of the parameter ``name``.
+
+        ``None``, unless the numbers have to fit each other or the layer, so that a load would
+        refuse most of them. Dummy weights have this tensor then; the layer may be on meta.
+        """
+        return None
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Check the layer's weights, or compute others from them, once all of them are loaded.
@@ -163,6 +175,11 @@ class QuantizableLayer(vLLMModule):
     def is_quantized(self) -> bool:
         """Whether the weight has another method than :class:`UnquantizedMethod`."""
         return not isinstance(self.quant_method, UnquantizedMethod)
+
+    @property
+    def zero_weights(self) -> Mapping[str, str]:
+        """What checkpoints may have although the layer has no such tensor; see QuantizeMethod."""
+        return self.quant_method.zero_weights
 
     def quantize(self, method: QuantizeMethod) -> None:
         """Replace the weight, which is still on meta, by the parameters of ``method``.
@@ -274,3 +291,20 @@ class QuantizableLayer(vLLMModule):
             buffer = self._buffers[name]
             assert buffer is not None, name
             buffer.copy_(value.detach())
+
+
+def valid_weights(model: vLLMModule) -> dict[str, torch.Tensor]:
+    """Return what methods give as :meth:`QuantizeMethod.valid_weight`, by the name in a checkpoint.
+
+    The names are some of :meth:`~vllm_module.module.vLLMModule.expected_weights`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for location in locations(model):
+        layer = location.node.module
+        if not isinstance(layer, QuantizableLayer):
+            continue
+        for slot in slots_of(location.tensor):
+            valid = layer.quant_method.valid_weight(layer, location.attr, slot)
+            if valid is not None:
+                found[location.stored_name(slot)] = valid
+    return found

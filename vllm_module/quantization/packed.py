@@ -11,26 +11,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from vllm_module.errors import WeightReadError
+from vllm_module.kernels.grouped_matmul_packed import dequantize_experts, grouped_matmul_packed
 from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import Packing, dequantize_packed, unpack
+from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack, unpack
 from vllm_module.parameters import (
     BasevLLMParameter,
-    ColumnvLLMParameter,
     Dim,
     GroupQuantScaleParameter,
     PackedvLLMParameter,
-    RowvLLMParameter,
-    Slot,
+    PerSlotVectorParameter,
 )
-from vllm_module.quantization.demand import demand
+from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 
 _ADVICE = "quantize the checkpoint again"
+_ZERO_BIAS = {"bias": "AutoGPTQ stores zeros for a layer without a bias"}
 
 
 class PackedFormat(NamedTuple):
@@ -42,9 +42,11 @@ class PackedFormat(NamedTuple):
         shape: name of the tensor with the weight's shape; empty if there is none.
         transposed: whether they are stored as ``[input, output]``.
         along, order: how weights share words (:class:`Packing`). Zeros share them along the output.
-        stores_all: whether zeros are stored for symmetric weights too, and groups of inputs that
-            are in order.
-        minus_one: whether a stored zero is the zero minus one.
+        stores_all: whether zeros are stored for symmetric weights too, groups of inputs that are in
+            order, and, by old versions of AutoGPTQ, a bias of zeros for layers without one.
+        minus_one: whether a stored zero is the zero minus one: ``"each"`` by itself, where one less
+            than 0 is the largest code; or ``"word"``, where one was taken from all zeros of a word
+            at once, so that a zero of 0 borrows from the next one.
 
     """
 
@@ -58,12 +60,13 @@ class PackedFormat(NamedTuple):
     along: int = 1
     order: tuple[int, ...] | None = None
     stores_all: bool = False
-    minus_one: bool = False
+    minus_one: Literal["", "each", "word"] = ""
 
 
 _GPTQ_NAMES = "qweight", "scales", "qzeros", "g_idx"
 GPTQ_V2 = PackedFormat("GPTQ v2", *_GPTQ_NAMES, transposed=True, stores_all=True)
-GPTQ = GPTQ_V2._replace(name="GPTQ", minus_one=True)
+GPTQ = GPTQ_V2._replace(name="GPTQ", minus_one="each")
+GPTQ_OF_WORDS = GPTQ._replace(minus_one="word")
 AWQ = PackedFormat(
     "AWQ", *_GPTQ_NAMES, transposed=True, along=0, order=(0, 4, 1, 5, 2, 6, 3, 7)
 )  # fmt: skip
@@ -82,8 +85,7 @@ class PackedMethod(QuantizeMethod):
     """A weight of a few bits with scales, and zeros, for groups of inputs; it stays packed.
 
     A checkpoint stores it in the format's order of dimensions, even if it stores full precision in
-    another one (``transposed``). Experts are multiplied one after the other, by those that have
-    rows, which the host has to know: no CUDA graph can capture it.
+    another one (``transposed``).
 
     Attributes:
         format: names and packing.
@@ -102,6 +104,7 @@ class PackedMethod(QuantizeMethod):
     act_order: bool = False
     parameter_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     buffer_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    zero_weights: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     processes = True
     replaceable = True
@@ -118,6 +121,7 @@ class PackedMethod(QuantizeMethod):
             names.shape,
         )
         object.__setattr__(self, "parameter_names", tuple(filter(None, parameters)))
+        object.__setattr__(self, "zero_weights", _ZERO_BIAS if names.stores_all else {})
         object.__setattr__(self, "buffer_names", () if self.symmetric else ("zeros_for_matmul",))
 
     def __str__(self) -> str:
@@ -141,7 +145,6 @@ class PackedMethod(QuantizeMethod):
         # Values and words of a run that ends where a word does.
         factor, elements = (32, 3) if self.bits == 3 else (32 // self.bits, 1)
         inputs, size = self._grouped(layer.input)
-        of_output = _of_each_slot(output, layer.input)
         possible: dict[str, BasevLLMParameter] = {
             names.words: PackedvLLMParameter(
                 output,
@@ -167,17 +170,39 @@ class PackedMethod(QuantizeMethod):
                 **integers,
             )
         if names.group_of in self.parameter_names:
-            possible[names.group_of] = RowvLLMParameter(of_output, **integers)
+            possible[names.group_of] = PerSlotVectorParameter(output, layer.input, **integers)
         if names.shape:
-            pairs = _of_each_slot(output, Dim.whole(2))
-            possible[names.shape] = ColumnvLLMParameter(pairs, **layer.common(torch.int64))
+            possible[names.shape] = PerSlotVectorParameter(
+                output, Dim.whole(2), **layer.common(torch.int64)
+            )
         return possible
 
     def _grouped(self, input: Dim) -> tuple[Dim, int]:
         """Return the inputs that have scales of their own, and how many of them share one."""
-        if self.group_size is None:
+        if self.group_size is None or self.group_size >= input.size:  # each rank has the scale
             return Dim.whole(1), 1
         return (Dim.whole(input.size) if self.act_order else input), self.group_size
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        """Return groups in the order of the inputs, the layer's shape, or zeros in the middle."""
+        names, parameter = self.format, layer.get_parameter(name)
+        assert isinstance(parameter, BasevLLMParameter)
+        shape = parameter.checkpoint_shape(slot)
+        if name == names.group_of:
+            inputs = torch.arange(layer.input.size, dtype=torch.int32)
+            return (inputs // self._size_of_group(layer.input.size)).expand(shape)
+        if name == names.shape:
+            at = parameter.slots[slot][-1]
+            rows = layer.output.size if at is None else layer.output.slots[at].size
+            return torch.tensor([rows, layer.input.size]).expand(shape)
+        if name != names.zeros or not self.symmetric:
+            return None
+        middle = (1 << (self.bits - 1)) - bool(names.minus_one)
+        codes = torch.full((32, 1), middle, dtype=torch.uint8)
+        words = pack(codes, Packing(self.bits, 0, names.order))
+        held = shape[-1 if names.transposed else -2]
+        words = words.repeat(-(-held // len(words)), 1)[:held]
+        return (words.T if names.transposed else words).expand(shape)
 
     # What was loaded
 
@@ -194,16 +219,17 @@ class PackedMethod(QuantizeMethod):
             self._check_groups(layer)
 
     def _check_shape(self, layer: QuantizableLayer) -> None:
-        shapes = layer.get_parameter(self.format.shape)
+        shapes, columns = layer.get_parameter(self.format.shape), layer.input.size
         assert isinstance(shapes, BasevLLMParameter)
         for slot, index in shapes.slots.items():
-            at = index[-1]
-            rows = layer.output.size if at is None else layer.output.slots[at].size
+            possible = [[layer.output.size, columns]]  # of slots that are stored as one tensor
+            if (at := index[-1]) is not None:
+                possible.insert(0, [layer.output.slots[at].size, columns])
             for each in shapes.region(slot).view(-1, 2).tolist():
-                if each != [rows, layer.input.size]:
+                if each not in possible:
                     raise WeightReadError(
-                        f"{_tensor(self.format.shape, slot)} has {each}, and must have "
-                        f"{[rows, layer.input.size]}, the shape of the weight: {_ADVICE}"
+                        f"{with_slot(self.format.shape, slot)} has {each}, and must have "
+                        f"{possible[0]}, the shape of the weight: {_ADVICE}"
                     )
 
     def _check_zeros(self, layer: QuantizableLayer) -> None:
@@ -215,7 +241,7 @@ class PackedMethod(QuantizeMethod):
             wrong = self._zeros(zeros.region(slot))
             if not bool((mask := wrong == middle).all()):
                 raise WeightReadError(
-                    f"{_tensor(self.format.zeros, slot)} stands for a zero of "
+                    f"{with_slot(self.format.zeros, slot)} stands for a zero of "
                     f"{wrong[~mask][0].item()}, and must stand for {middle} where "
                     "quantization_config says sym: set it to false, or quantize the checkpoint "
                     "again"
@@ -224,18 +250,18 @@ class PackedMethod(QuantizeMethod):
     def _check_groups(self, layer: QuantizableLayer) -> None:
         name, inputs = self.format.group_of, layer.input.size
         group_of = layer.get_parameter(name)
-        assert isinstance(group_of, BasevLLMParameter)
+        assert isinstance(group_of, PerSlotVectorParameter)
         size = self._size_of_group(inputs)
         groups = -(-inputs // size)
         rule = _must(f"be a group, from 0 to {groups - 1}")
         demand(group_of, lambda x: (x >= 0) & (x < groups), name, rule)
-        rows = _rows(group_of)
+        rows = group_of.vectors()
         for first, slot in pairwise(layer.output.names):
             at = layer.output.names.index(slot)
             if not torch.equal(rows[..., at, :], rows[..., at - 1, :]):
                 # One product multiplies all slots by the same inputs.
                 raise WeightReadError(
-                    f"{_tensor(name, slot)} is another one than that of slot {first!r}, and must "
+                    f"{with_slot(name, slot)} is another one than that of slot {first!r}, and must "
                     f"be the same: fused layers have the same inputs. {_ADVICE.capitalize()}, "
                     "these layers at once"
                 )
@@ -247,7 +273,7 @@ class PackedMethod(QuantizeMethod):
             held = group_of.data.narrow(-1, shard.offset, shard.length)
             if not bool((held == expected).all()):
                 raise WeightReadError(
-                    f"{_tensor(name, shard.name)} has groups in another order than that of the "
+                    f"{with_slot(name, shard.name)} has groups in another order than that of the "
                     "inputs, where quantization_config has no desc_act: set it to true, or "
                     f"{_ADVICE}"
                 )
@@ -259,14 +285,21 @@ class PackedMethod(QuantizeMethod):
         return {"zeros_for_matmul": self._zeros(layer.get_parameter(self.format.zeros))}
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the zeros ``[..., output, groups]`` that ``words`` stand for."""
-        last = (1 << self.bits) - 1
+        """Return the zeros ``[..., output, groups]`` that ``words`` stand for.
+
+        Of version 1 a zero is ``(stored + 1) & (2^bits - 1)``, as AutoGPTQ's own layer reads it
+        (qlinear_cuda.py). GPTQModel writes that version by ``qzeros -= 0x11111111`` for four bits,
+        and the like for two and eight (convert_gptq_v2_to_v1_format_module), and reads it by the
+        sum. Both are the same unless a zero is 0. Of three bits GPTQModel 7 subtracts from each
+        zero too.
+        """
+        last, minus_one = (1 << self.bits) - 1, self.format.minus_one
         flat = words.detach().reshape(-1, words.shape[-1])  # experts below each other
-        if self.format.minus_one and self.bits != 3:
-            # GPTQModel subtracts one from all zeros of a word at once: a zero of 0 borrows.
+        by_word = minus_one == "word" and self.bits != 3
+        if by_word:
             flat = flat + 0xFFFFFFFF // last
         zeros = unpack(flat, Packing(self.bits, 0, self.format.order))
-        if self.format.minus_one and self.bits == 3:
+        if minus_one and not by_word:
             zeros = (zeros + 1) & last
         *experts, rows, groups = words.shape
         return zeros.view(*experts, rows * 32 // self.bits, groups)
@@ -278,25 +311,14 @@ class PackedMethod(QuantizeMethod):
 
     def dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight that is multiplied by, in ``dtype``."""
-        if layer.experts is None:
-            return self._dequantized(layer, (), dtype)
-        words = layer.get_parameter(self.format.words)
-        shape = len(words), *self.packing.codes(words.shape[1:], 32)
-        result = torch.empty(shape, dtype=dtype, device=words.device)
-        for expert, weight in enumerate(result):
-            weight.copy_(self._dequantized(layer, (expert,), dtype))
-        return result
-
-    def _dequantized(
-        self, layer: QuantizableLayer, expert: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        words, scales, size, zeros, group_of = self._operands(layer, expert)
-        return dequantize_packed(words, scales, self.packing, size, dtype, zeros, group_of)
+        words, scales, size, zeros, group_of = self._operands(layer)
+        dequantize = dequantize_packed if layer.experts is None else dequantize_experts
+        return dequantize(words, scales, self.packing, size, dtype, zeros, group_of)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        words, scales, size, zeros, group_of = self._operands(layer, ())
+        words, scales, size, zeros, group_of = self._operands(layer)
         return packed_matmul(
             x, words, scales, self.packing, size, zeros=zeros, group_of=group_of, bias=bias
         )
@@ -310,26 +332,20 @@ class PackedMethod(QuantizeMethod):
         rows: torch.Tensor | None,
         top_k: int,
     ) -> torch.Tensor:
-        assert layer.experts is not None
-        features = sum(slot.padded // slot.parts for slot in layer.output.slots)
-        y = x.new_zeros(len(x) if rows is None else len(rows), features)
-        bounds: list[int] = offsets.tolist()
-        for expert, (first, end) in enumerate(pairwise(bounds)):
-            if first == end:
-                continue
-            given = x[first:end] if rows is None else x[rows[first:end] // top_k]
-            words, scales, size, zeros, group_of = self._operands(layer, (expert,))
-            y[first:end] = packed_matmul(
-                given,
-                words,
-                scales,
-                self.packing,
-                size,
-                zeros=zeros,
-                group_of=group_of,
-                bias=None if bias is None else bias[expert],
-            )
-        return y
+        words, scales, size, zeros, group_of = self._operands(layer)
+        return grouped_matmul_packed(
+            x,
+            words,
+            scales,
+            self.packing,
+            size,
+            offsets,
+            zeros=zeros,
+            group_of=group_of,
+            bias=bias,
+            rows=rows,
+            top_k=top_k,
+        )
 
     def _size_of_group(self, inputs: int) -> int:
         """Return how many of ``inputs`` share a scale; a larger number would fit no integer."""
@@ -339,10 +355,12 @@ class PackedMethod(QuantizeMethod):
         """Return the group of each input of this rank, if they are not in order."""
         if not self.act_order:
             return None
-        return _rows(layer.get_parameter(self.format.group_of))[..., 0, :]  # alike for all slots
+        group_of = layer.get_parameter(self.format.group_of)
+        assert isinstance(group_of, PerSlotVectorParameter)
+        return group_of.vectors()[..., 0, :]  # alike for all slots
 
     def _operands(
-        self, layer: QuantizableLayer, expert: tuple[int, ...]
+        self, layer: QuantizableLayer
     ) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None, torch.Tensor | None]:
         """Return words, scales, the size of a group, zeros and groups, as products take them."""
         parameters, names = layer._parameters, self.format
@@ -351,32 +369,7 @@ class PackedMethod(QuantizeMethod):
         assert scales is not None
         zeros, group_of = layer._buffers.get("zeros_for_matmul"), self.groups_of_inputs(layer)
         size = self._size_of_group(self.packing.codes(words.shape[-2:], 32)[1])
-        if expert:
-            zeros = None if zeros is None else zeros[expert]
-            group_of = None if group_of is None else group_of[expert]
-        return words[expert], scales[expert], size, zeros, group_of
-
-
-def _of_each_slot(output: Dim, features: Dim) -> Dim:
-    """Return a dimension with ``features`` for each slot of ``output``, as a checkpoint has them.
-
-    Slots that are stored together have them once.
-    """
-    (slot,) = features.slots
-    names = output.names or ("",)
-    return Dim(tuple(Slot(name, slot.size, slot.parts, slot.padded) for name in names))
-
-
-def _rows(vectors: torch.Tensor) -> torch.Tensor:
-    """Return the vector of each slot: ``[..., slots, features]``."""
-    assert isinstance(vectors, BasevLLMParameter)
-    *experts, features = vectors.shape
-    slots = len(vectors.dims[-1].slots)
-    return vectors.detach().view(*experts, slots, features // slots)
-
-
-def _tensor(name: str, slot: str) -> str:
-    return f"{name} (slot {slot!r})" if slot else name
+        return words, scales, size, zeros, group_of
 
 
 def _must(rule: str) -> str:

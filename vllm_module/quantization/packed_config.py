@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.quantization.packed import AWQ, GPTQ, GPTQ_V2, PackedMethod
+from vllm_module.quantization.packed import AWQ, GPTQ, GPTQ_OF_WORDS, GPTQ_V2, PackedMethod
 from vllm_module.quantization.scheme import EVERY_LAYER
 
 BITS = (2, 3, 4, 8)
@@ -53,10 +53,14 @@ def gptq_rules(stored: Mapping[str, Any]) -> Targets:
             f"{form!r:.100}, whose tensors are reordered for one kernel: convert it back"
         )
 
+    layout = GPTQ_V2
+    if form == "gptq":
+        layout = GPTQ_OF_WORDS if _is_of_gptqmodel(stored) else GPTQ
+
     def method(settings: _Settings) -> PackedMethod:
         size = None if settings.group_size == -1 else settings.group_size
         return PackedMethod(
-            GPTQ if form == "gptq" else GPTQ_V2,
+            layout,
             settings.bits,
             size,
             settings.sym,
@@ -77,6 +81,14 @@ def gptq_rules(stored: Mapping[str, Any]) -> Targets:
     for group in config.modules_in_block_to_quantize:
         rules += [(name, method(config)) for name in ([group] if isinstance(group, str) else group)]
     return rules
+
+
+def _is_of_gptqmodel(stored: Mapping[str, Any]) -> bool:
+    """Return whether GPTQModel is one of the writers: ``meta.quantizer: ["gptqmodel:2.0.0"]``."""
+    meta = stored.get("meta")
+    writers = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    writers = writers if isinstance(writers, list) else [writers]
+    return any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
 
 
 class _AWQ(BaseModel):

@@ -32,6 +32,7 @@ from vllm_module.parameters import (
     PackedColumnParameter,
     PackedModelWeightParameter,
     PackedvLLMParameter,
+    PerSlotVectorParameter,
     PerTensorScaleParameter,
     PerTensorTableParameter,
     RowvLLMParameter,
@@ -324,6 +325,9 @@ _LAYOUTS: Mapping[type[BasevLLMParameter], st.SearchStrategy[ParameterLayout]] =
         lambda column: _weights(FlattenedParameter, _TABLES, (1, 2)).map(
             lambda layout: replace(layout, entries={"column": column})  # never transposed
         )
+    ),
+    PerSlotVectorParameter: _weights(PerSlotVectorParameter, _TABLES, (1, 2)).map(
+        lambda layout: replace(layout, entries={})  # never transposed
     ),
     ChannelQuantScaleParameter: _outputs(ChannelQuantScaleParameter, _SCALES),
     GroupQuantScaleParameter: st.sampled_from([2, 32]).flatmap(
