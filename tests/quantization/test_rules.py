@@ -216,9 +216,7 @@ def test_a_pattern_that_does_not_compile_is_refused(pattern: str) -> None:
     stored = {"quant_method": "fp8", "modules_to_not_convert": [f"re:{pattern}"]}
     with pytest.raises(CheckpointFormatError, match=r"'re:.* is not a valid regular expression"):
         rules_for(None, stored)
-    with pytest.raises(
-        UnsupportedModelError, match="has 1001 characters: expected .* at most 1000"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"has 1001 characters: .* at most 1000"):
         rules_for(None, stored | {"modules_to_not_convert": ["re:" + "a" * 1001]})
 
 
@@ -228,7 +226,7 @@ PUBLISHED = {
     "re:.*mlp.gate$": "model.layers.0.mlp.gate",
     r"re:.*\.mlp\.(gate|shared_expert_gate)$": "model.layers.9.mlp.gate",
     "re:vision_tower.*": "vision_tower.blocks.0",
-    r"re:model\.layers\.(0|1|2|3|4|5|6|7|8|9|10)\.mlp\.(gate|up|down)_proj": "model.layers.3.mlp.up_proj",
+    r"re:model\.layers\.(0|1|2|3|4|5|6|7|8|9)\.mlp\.(gate|up)_proj": "model.layers.3.mlp.up_proj",
     "re:.*self_attn.*(q|k|v|o)_proj.*": "model.layers.0.self_attn.k_proj",
     r"re:.*\.(?:18|19|2[0-9])\..*(?:gate|up).*": "model.layers.21.mlp.up_proj",
     r"re:(?!.*experts).*(q_a|kv_a|q|k|v|o|gate|up|down)_proj$": "model.layers.1.mlp.up_proj",
