@@ -20,7 +20,7 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read_entries
 from vllm_module.messages import describe_error, printable, printable_name, shorten
 from vllm_module.module import vLLMModule
-from vllm_module.quantization import Rules, quantize, rules_for
+from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
 from vllm_module.registry import model_class
 from vllm_module.weights.dummy import DummyWeights
 from vllm_module.weights.gguf_source import GGUFSource
@@ -119,7 +119,8 @@ class ModelSource:
         if self.is_dummy:
             with tensor_parallel(rank=0, size=1):
                 model = build_model(self.config, self.dtype, torch.device("cpu"), self.rules)
-            return PairsCheckpoint(self.source, DummyWeights(model.expected_weights()))
+            expected = model.expected_weights() | valid_weights(model)
+            return PairsCheckpoint(self.source, DummyWeights(expected))
         if self.secondary:
             return PairsCheckpoint(self.source, JoinedWeights([("", self.source), *self.secondary]))
         return open_weights(self.source)

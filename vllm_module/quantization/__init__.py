@@ -7,6 +7,7 @@ from vllm_module.quantization.method import (
     QuantizableLayer,
     QuantizeMethod,
     UnquantizedMethod,
+    valid_weights,
 )
 from vllm_module.quantization.requested_rules import online_rules, rules_for
 from vllm_module.quantization.rules import Rules
@@ -24,4 +25,5 @@ __all__ = [
     "online_rules",
     "quantize",
     "rules_for",
+    "valid_weights",
 ]

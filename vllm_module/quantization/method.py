@@ -22,6 +22,7 @@ from vllm_module.parameters import (
     Experts,
     ModelWeightParameter,
 )
+from vllm_module.tree import locations, slots_of
 
 
 class QuantizeMethod(ABC):
@@ -60,6 +61,14 @@ class QuantizeMethod(ABC):
     def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
         """Return the conversions of checkpoint tensors, by the name of the parameter they fill."""
         return {}
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        """Return a tensor that a checkpoint may have for ``slot`` of the parameter ``name``.
+
+        ``None``, unless the numbers have to fit each other or the layer, so that a load would
+        refuse most of them. Dummy weights have this tensor then; the layer may be on meta.
+        """
+        return None
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Check the layer's weights, or compute others from them, once all of them are loaded.
@@ -274,3 +283,20 @@ class QuantizableLayer(vLLMModule):
             buffer = self._buffers[name]
             assert buffer is not None, name
             buffer.copy_(value.detach())
+
+
+def valid_weights(model: vLLMModule) -> dict[str, torch.Tensor]:
+    """Return what methods give as :meth:`QuantizeMethod.valid_weight`, by the name in a checkpoint.
+
+    The names are some of :meth:`~vllm_module.module.vLLMModule.expected_weights`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for location in locations(model):
+        layer = location.node.module
+        if not isinstance(layer, QuantizableLayer):
+            continue
+        for slot in slots_of(location.tensor):
+            valid = layer.quant_method.valid_weight(layer, location.attr, slot)
+            if valid is not None:
+                found[location.stored_name(slot)] = valid
+    return found

@@ -17,7 +17,7 @@ import torch
 
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import Packing, dequantize_packed, unpack
+from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack, unpack
 from vllm_module.parameters import (
     BasevLLMParameter,
     ColumnvLLMParameter,
@@ -178,6 +178,27 @@ class PackedMethod(QuantizeMethod):
         if self.group_size is None:
             return Dim.whole(1), 1
         return (Dim.whole(input.size) if self.act_order else input), self.group_size
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        """Return groups in the order of the inputs, the layer's shape, or zeros in the middle."""
+        names, parameter = self.format, layer.get_parameter(name)
+        assert isinstance(parameter, BasevLLMParameter)
+        shape = parameter.checkpoint_shape(slot)
+        if name == names.group_of:
+            inputs = torch.arange(layer.input.size, dtype=torch.int32)
+            return (inputs // self._size_of_group(layer.input.size)).expand(shape)
+        if name == names.shape:
+            at = parameter.slots[slot][-1]
+            rows = layer.output.size if at is None else layer.output.slots[at].size
+            return torch.tensor([rows, layer.input.size]).expand(shape)
+        if name != names.zeros or not self.symmetric:
+            return None
+        middle = (1 << (self.bits - 1)) - names.minus_one
+        codes = torch.full((32, 1), middle, dtype=torch.uint8)
+        words = pack(codes, Packing(self.bits, 0, names.order))
+        held = shape[-1 if names.transposed else -2]
+        words = words.repeat(-(-held // len(words)), 1)[:held]
+        return (words.T if names.transposed else words).expand(shape)
 
     # What was loaded
 

@@ -18,14 +18,13 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.messages import printable_name
-from vllm_module.weights.handle import check_destination, copy_weight
+from vllm_module.weights.handle import Weight, check_destination, copy_weight
 
 _MOST = 1 << 18  # elements computed at once, so that their integers stay in a CPU's cache
 _WEIGHT = 0.02 * math.sqrt(3)  # uniform values up to this have a standard deviation of 0.02
 # Eight-bit values times a scale are about as large as weights that are not quantized.
 _EIGHT_BIT, _SCALE = 8.0, 2.0**-9
 _SCALE_NAME = re.compile(r"(.*[._])?(scale|scales|scale_inv|absmax|scales?_and_zeros?)")
-_GROUP_INDEX = re.compile(r"(.*\.)?(weight_)?g_idx")
 
 _GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, as a signed integer
 
@@ -38,20 +37,22 @@ class _Values(NamedTuple):
     offset: int = 0
 
 
-class DummyWeights(dict[str, "DummyHandle"]):
+class DummyWeights(dict[str, Weight]):
     """A handle for each tensor of a checkpoint, from its shape and dtype.
+
+    A tensor of ``expected`` that is not on meta has the values that it has there.
 
     Floats are uniform with a standard deviation of 0.02: around 1 in a ``weight`` of one dimension,
     as norms have, and around 0 elsewhere. Scales (by name) are positive, between 2**-9 and 2**-8,
     so values of eight bits reach further. Integers are any bits, except that int64 counts along the
-    last dimension, as position ids do, and that ``g_idx`` is what groups without act order have.
+    last dimension, as position ids do.
     """
 
     load_format = "dummy"
 
     def __init__(self, expected: Mapping[str, torch.Tensor]) -> None:
-        for name, meta in expected.items():
-            self[name] = DummyHandle(name, meta.dtype, meta.shape, _values(name, meta, expected))
+        for name, tensor in expected.items():
+            self[name] = tensor if not tensor.is_meta else _handle(name, tensor)
 
 
 class DummyHandle:
@@ -136,11 +137,13 @@ class DummyHandle:
         return values if values.dtype == self.dtype else values.to(self.dtype)
 
 
-def _values(name: str, meta: torch.Tensor, expected: Mapping[str, torch.Tensor]) -> _Values:
+def _handle(name: str, meta: torch.Tensor) -> DummyHandle:
+    return DummyHandle(name, meta.dtype, meta.shape, _values(name, meta))
+
+
+def _values(name: str, meta: torch.Tensor) -> _Values:
     """Return what computes the values of a tensor, by its dtype and name."""
     dtype, is_scale = meta.dtype, _SCALE_NAME.fullmatch(name) is not None
-    if _GROUP_INDEX.fullmatch(name):
-        return _Values(partial(_group, inputs=meta.shape[-1], groups=_groups(name, expected)))
     if dtype == torch.int64:
         return _Values(partial(torch.remainder, other=max([1, *meta.shape[-1:]])))
     around = float(meta.dim() == 1 and name.endswith("weight"))
@@ -191,17 +194,3 @@ def _bits(integers: torch.Tensor) -> torch.Tensor:
 def _uniform(integers: torch.Tensor) -> torch.Tensor:
     """Return floats from -1 to 1."""
     return _bits(integers).to(torch.float32).mul_(2.0**-31)
-
-
-def _group(places: torch.Tensor, inputs: int, groups: int) -> torch.Tensor:
-    """Return the group of each input where groups are consecutive inputs."""
-    return torch.div(places % inputs * groups, inputs, rounding_mode="floor")
-
-
-def _groups(name: str, expected: Mapping[str, torch.Tensor]) -> int:
-    """Return how many groups the scales beside ``g_idx`` have."""
-    layer = name.removesuffix("g_idx")
-    if (scales := expected.get(f"{layer}scales")) is not None:  # GPTQ: [groups, outputs]
-        return scales.shape[0]
-    scales = expected.get(f"{layer}scale")  # compressed-tensors: [outputs, groups]
-    return 1 if scales is None else scales.shape[-1]
