@@ -37,6 +37,8 @@ LARGE = {
     "packed": 8,
     "packed while loading": 6,
     "packed experts": 6,
+    "packed by bitsandbytes": 8,
+    "experts packed by bitsandbytes": 4,
 }
 
 

@@ -313,7 +313,9 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     """The message has the architecture, and those that have names."""
     (tmp_path / "m.gguf").write_bytes(header().replace(b"llama", b"mamba"))
     with pytest.raises(UnsupportedModelError, match=r"is 'mamba', .* expected one of llama, qwen2"):
-        open_checkpoint(tmp_path)
+        find_gguf_source(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert [*checkpoint] == ["a"]  # to be listed
 
 
 def test_a_tensor_that_no_model_has_is_unexpected(model: Any, tmp_path: Path) -> None:

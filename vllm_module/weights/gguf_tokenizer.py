@@ -20,7 +20,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _MOST_CHARACTERS = 1024  # of a token whose merges are computed, one for each place in it
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_ADVICE = "Put the model's own tokenizer.json beside the GGUF file"
+_ADVICE = "Put the model's own tokenizer.json beside the GGUF file, or give token ids"
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
