@@ -39,6 +39,7 @@ MIXED = {  # as llama.cpp mixes types, so that q, k and v differ, and gate and u
     "ffn_gate": "Q4_K", "ffn_up": "F16", "ffn_down": "Q6_K", "output": "Q6_K",
     "token_embd": "Q4_K",
 }  # fmt: skip
+EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")  # and Q8_0
 MIXED_EXPERTS = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q8_0", "ffn_down_exps": "F16"}
 
 written = SimpleNamespace(
@@ -63,7 +64,7 @@ def gguf_file(
 
     def get(name: str, kind: str) -> Written:
         if (name, kind) not in made:
-            mixture = {"mixed": MIXED, "mixed-experts": MIXED_EXPERTS}.get(kind)
+            mixture = {"mixed": MIXED, "mixed-experts": MIXED_EXPERTS, "mxfp4": EXPERTS}.get(kind)
 
             def kind_of(full: str) -> str:
                 return kind if mixture is None else mixture.get(full.split(".")[-2], "Q8_0")
@@ -97,6 +98,7 @@ ALL = [
     *(("llama-wide", "mixed", size) for size in (1, 2, 4)),
     *(("mixtral", "mixed-experts", size) for size in (1, 4)),
     ("qwen3moe", "mixed-experts", 2),
+    *(("gpt-oss", "mxfp4", size) for size in (1, 2, 4)),
 ]
 
 
