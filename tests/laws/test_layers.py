@@ -103,7 +103,7 @@ def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject)
         "quantized while loading",
         "packed while loading",
         "quantized to NF4 while loading",
-    ],  # fmt: skip
+    ],
 )
 def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch
