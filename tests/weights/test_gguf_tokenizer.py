@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
+import regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -153,6 +154,25 @@ def test_text_is_encoded_and_decoded_as_by_transformers(
                 decoded = theirs.decode(ids, skip_special_tokens=skip)
                 assert ours.decode(ids, skip_special_tokens=skip) == decoded, text
     assert len(ours.encode(CORPUS[0])) < len(CORPUS[0])
+
+
+# https://github.com/openai/tiktoken, tiktoken_ext/openai_public.py; transformers reads no gpt-oss.
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
+
+
+def test_text_of_gpt_oss_is_split_as_by_tiktoken(write: Callable[..., Path]) -> None:
+    """The pieces are those of tiktoken's expression, by another library; text comes back."""
+    folder = find_gguf_source(write("gpt-oss", byte_level("gpt-4o"))).folder
+    tokenizer, ours = FastTokenizer.from_file(str(folder / "tokenizer.json")), Tokenizer(folder)
+    for text in TEXTS:
+        split = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        found = [text[begin:end] for _, (begin, end) in split]
+        assert found == regex.findall(O200K, text)
+        assert ours.decode(ours.encode(text, False), skip_special_tokens=False) == text
 
 
 def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:
