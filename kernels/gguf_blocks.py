@@ -14,6 +14,8 @@ from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.linear import linear
 from vllm_module.kernels.operators import expect
 
+# What the codes of MXFP4 stand for (OCP Microscaling Formats 1.0): a sign, and 0 to 6.
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 _CHUNK = 1 << 22  # values that are dequantized at a time: 16 MiB in float32
 
 
@@ -49,6 +51,21 @@ def dequantize_blocks(
         out = values[first : first + step]
         out.copy_(_FORMULAS[kind](flat[first : first + step]).view(out.shape))
     return values.view(*blocks.shape[:-2], blocks.shape[-2] * block.values)
+
+
+def block_scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the floats of each block, which its values are products and sums with.
+
+    Args:
+        blocks: uint8 ``[..., bytes]``, with the bytes of a block of this kind.
+        kind: a name of ``BLOCK_TYPES``.
+
+    Returns:
+        float32 ``[..., 1]``, or ``[..., 2]`` where a block has an offset too.
+
+    """
+    scales = _SCALES[kind](blocks.reshape(-1, blocks.shape[-1]))
+    return scales.view(*blocks.shape[:-1], scales.shape[-1])
 
 
 def blocks_matmul(
@@ -109,6 +126,16 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
 
 
+def _mxfp4_scale(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the power of two of each block, float32 ``[blocks, 1]``; NaN for 255."""
+    return blocks[:, :1].contiguous().view(torch.float8_e8m0fnu).float()
+
+
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor(_E2M1, device=blocks.device)
+    return _mxfp4_scale(blocks) * values[_fields(blocks[:, 1:], 16, 4).int()]
+
+
 def _scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale and the offset of each run of 32 values, float32 ``[blocks, 8, 1]``.
 
@@ -145,4 +172,14 @@ _FORMULAS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
+}
+
+_SCALES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Q4_0": lambda blocks: _half(blocks, 0),
+    "Q8_0": lambda blocks: _half(blocks, 0),
+    "Q4_K": lambda blocks: torch.cat((_half(blocks, 0), _half(blocks, 2)), -1),
+    "Q5_K": lambda blocks: torch.cat((_half(blocks, 0), _half(blocks, 2)), -1),
+    "Q6_K": lambda blocks: _half(blocks, 208),
+    "MXFP4": _mxfp4_scale,
 }

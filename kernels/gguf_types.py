@@ -22,6 +22,7 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(256, 144),
     "Q5_K": BlockType(256, 176),
     "Q6_K": BlockType(256, 210),
+    "MXFP4": BlockType(32, 17),
 }
 
 # From the number in a file to the name. Numbers that are missing were given up.

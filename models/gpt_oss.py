@@ -32,6 +32,7 @@ class GptOssConfig(LlamaConfig):
     num_experts_per_tok: Size = 4
     swiglu_alpha: Positive = 1.702
     swiglu_limit: Positive = 7.0
+    stored_experts_apart: bool = False  # as in GGUF files: gate, up and down of each expert
     sliding_window: Size | None = 128
     sliding_window_pattern: Size = 2  # unless there are layer_types
     rope_theta: Positive = 150000.0
@@ -65,6 +66,7 @@ class GptOssMLP(vLLMModule):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.router = Router(config.hidden_size, config.num_local_experts, bias=True)
+        apart = config.stored_experts_apart
         self.experts = FusedMoE(
             config.num_local_experts,
             config.num_experts_per_tok,
@@ -72,10 +74,10 @@ class GptOssMLP(vLLMModule):
             config.intermediate_size,
             activation=SwigluOAIAndMul(config.swiglu_alpha, config.swiglu_limit),
             bias=True,
-            shard_names=None,
+            shard_names=("gate_proj", "up_proj", "down_proj") if apart else None,
             block=math.gcd(32, config.intermediate_size),  # of MXFP4
-            transposed=True,
-            interleaved=True,
+            transposed=not apart,
+            interleaved=not apart,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

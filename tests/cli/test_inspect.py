@@ -4,12 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from safetensors import safe_open
 
 from vllm_module.weights.file_bytes import FileBytes
 
 Run = Callable[..., Any]
+_Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 def test_one_line_stands_for_all_layers(run: Run, folder: Path) -> None:
@@ -71,6 +74,23 @@ def test_an_unknown_or_damaged_config(run: Run, edited: Callable[..., Path]) -> 
     damaged = run("inspect", folder)
     assert (damaged.code, "config.json is not valid JSON" in damaged.out) == (0, True)
     assert "total: 36 tensors" in damaged.out
+
+
+def test_a_gguf_file_of_an_unknown_architecture(run: Run, tmp_path: Path) -> None:
+    """Its tensors are listed by the file's names, with the reason why no model has them."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.add_tensor("blk.0.ssm_in.weight", np.zeros((2, 34), np.uint8), raw_dtype=_Q8_0)
+    writer.add_tensor("blk.0.ssm_a", np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shown = run("inspect", tmp_path / "m.gguf")
+    assert shown.code == 0
+    assert "general.architecture is 'mamba', whose tensors have no names here" in shown.out
+    assert "blk.0.ssm_a " in shown.out
+    assert "total: 2 tensors" in shown.out
+    assert run("inspect", tmp_path / "m.gguf", "--json").json["architecture"]["supported"] is False
 
 
 def test_names_cannot_write_to_the_terminal(run: Run, edited: Callable[..., Path]) -> None:

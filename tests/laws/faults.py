@@ -224,6 +224,10 @@ FAULTS = (
           instead(PIECES, sharding.scales_of_next_slot)),
     Fault("the order of inputs is ignored", "sharding_equivalent", "packed",
           instead("quantization.packed:PackedMethod.groups_of_inputs", sharding.groups_in_order)),
+    Fault("a slot has the absmax of another", "sharding_equivalent", "packed by bitsandbytes",
+          instead("parameters:FlattenedParameter.pieces", sharding.absmax_of_next_slot)),
+    Fault("a rank counts blocks of nested scales from its own first", "sharding_equivalent", "packed by bitsandbytes",
+          instead("parameters:BasevLLMParameter.cut", sharding.counted_from_its_own_first)),
     Fault("a packed code is one too high", "sharding_equivalent", "packed while loading",
           instead("quantization.packed_online:PackedRegion.receive", sharding.one_code_higher)),
     Fault("the padding between slots is not zeroed", "order_independent", "ColumnvLLMParameter",
@@ -352,6 +356,8 @@ FAULTS = (
     Fault("the first file of an index is taken for all", "order_independent", "mlp",
           instead("weights.checkpoint:Checkpoint.__init__", lambda init, checkpoint, files, *of:
                   init(checkpoint, files[:1], *of))),
+    Fault("a range of a file is off by one", "order_independent", "column",
+          instead("weights.handle:FileHandle.narrow", loading.one_further)),
     # When a module is ready, and where its memory is
     Fault("a parameter with some slots filled counts as ready", "meta_first", "mlp",
           instead("readiness:check_ready", loading.first(loading.some_are_all))),

@@ -268,6 +268,10 @@ def forgetting(load: Load, since: int = 0) -> None:
         each.location.node.state.loaded.clear()
 
 
+def one_further(narrow: Any, handle: Any, dim: int, start: int, length: int) -> Any:
+    return narrow(handle, dim, start + (start + length < handle.shape[dim]), length)
+
+
 # When a module is ready, and where its memory is
 
 

@@ -213,6 +213,18 @@ def scales_of_next_slot(pieces: Any, scales: Any, weight: Any, slot: str | None)
     yield from pieces(scales, weight, slot)
 
 
+def absmax_of_next_slot(pieces: Any, scales: Any, weight: Any, slot: str | None) -> Iterator[Piece]:
+    names = [name for name in scales.slots if name]
+    if slot in names and not scales.column:
+        slot = names[(names.index(slot) + 1) % len(names)]
+    yield from pieces(scales, weight, slot)
+
+
+def counted_from_its_own_first(cut: Any, numbers: Any, stored: Any, slot: str) -> Iterator[Any]:
+    for source, target in cut(numbers, stored, slot):
+        yield source - source.min(), target
+
+
 def groups_in_order(groups_of_inputs: Any, method: Any, layer: Any) -> torch.Tensor | None:
     group_of = groups_of_inputs(method, layer)
     if group_of is None:

@@ -21,6 +21,7 @@ from vllm_module.layers import (
     SiluAndMul,
 )
 from vllm_module.quantization import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, BitsAndBytes8BitMethod
 from vllm_module.quantization.packed import (
     AWQ,
     COMPRESSED_TENSORS,
@@ -29,6 +30,7 @@ from vllm_module.quantization.packed import (
     PackedMethod,
 )
 from vllm_module.quantization.packed_online import OnlinePackedMethod
+from vllm_module.quantization.quant_state import QuantState
 
 HIDDEN = 32
 
@@ -36,6 +38,9 @@ HIDDEN = 32
 @dataclass(frozen=True)
 class AnyNumbers(PackedMethod):
     """Takes any numbers, such as the laws draw: a group that does not exist is that of the rest."""
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> None:
+        return None
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         pass
@@ -46,6 +51,43 @@ class AnyNumbers(PackedMethod):
         return None if group_of is None else group_of % groups
 
 
+class OwnOffset(BitsAndBytes4BitMethod):
+    """Draws checkpoints whose nested scales are around another number in each slot.
+
+    Their names are those of the parameters, which the laws find by the tree.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.weight_aliases = {}
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        valid = super().valid_weight(layer, name, slot)
+        if name != "quant_state" or not self.nested or valid is None:
+            return valid
+        state = QuantState.parse(valid, name)
+        offset = sum(map(ord, slot)) / 1024
+        return state.model_copy(update={"nested_offset": offset}).stored()
+
+
+class AnyScales(BitsAndBytes8BitMethod):
+    """Draws the scales of channels."""
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        return None if name == "SCB" else super().valid_weight(layer, name, slot)
+
+
+BITSANDBYTES = st.sampled_from(
+    [
+        OwnOffset("nf4", nested=False, blocksize=4),
+        OwnOffset("nf4", nested=True, blocksize=2),
+        OwnOffset("fp4", nested=True, blocksize=16),
+        AnyScales(),
+    ]
+)
+BITSANDBYTES_EXPERTS = st.sampled_from(
+    [OwnOffset("nf4", nested=True, blocksize=16), OwnOffset("fp4", nested=False, blocksize=32)]
+)
 STORED = st.sampled_from(
     [
         AnyNumbers(GPTQ, 4, 16, symmetric=False),
@@ -105,6 +147,11 @@ def takes(size: int, method: Any, inner: int, **others: Any) -> bool:
     if method.format.along == 1:
         columns = math.lcm(columns, word)
     return inner // size % rows == 0 and inner // size % columns == 0
+
+
+def takes_blocks(size: int, method: Any, inner: int, **others: Any) -> bool:
+    """Tell whether each rank has whole blocks of the columns that are cut."""
+    return inner % (size * getattr(method, "blocksize", 1)) == 0
 
 
 def x_of(module: vLLMModule) -> tuple[Any, ...]:

@@ -576,6 +576,18 @@ LAYERS: dict[str, Subject] = {
         packed.x_of,
         takes=packed.takes,
     ),
+    "packed by bitsandbytes": Subject(
+        packed.PackedMLP,
+        {"method": packed.BITSANDBYTES, "inner": packed.INNER, "bias": st.booleans()},
+        packed.x_of,
+        takes=packed.takes_blocks,
+    ),
+    "experts packed by bitsandbytes": Subject(
+        packed.PackedExperts,
+        {"method": packed.BITSANDBYTES_EXPERTS, "inner": packed.INNER, "together": False},
+        packed.x_of,
+        takes=packed.takes_blocks,
+    ),
     "packed experts": Subject(
         packed.PackedExperts,
         {

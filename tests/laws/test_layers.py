@@ -37,6 +37,8 @@ LARGE = {
     "packed": 8,
     "packed while loading": 6,
     "packed experts": 6,
+    "packed by bitsandbytes": 8,
+    "experts packed by bitsandbytes": 4,
 }
 
 
@@ -93,7 +95,15 @@ def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject)
 @pytest.mark.usefixtures("fewer_cases")
 @pytest.mark.parametrize(
     "name",
-    ["column", "row", "attention", "vocabulary", "quantized while loading", "packed while loading"],
+    [
+        "column",
+        "row",
+        "attention",
+        "vocabulary",
+        "quantized while loading",
+        "packed while loading",
+        "quantized to NF4 while loading",
+    ],
 )
 def test_order_does_not_matter_to_large_tensors_either(
     name: str, monkeypatch: pytest.MonkeyPatch

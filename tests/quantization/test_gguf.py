@@ -22,9 +22,11 @@ from vllm_module.errors import (
     ShardingError,
     UnexpectedWeightError,
     UnsupportedModelError,
+    WeightReadError,
 )
 from vllm_module.kernels import gguf_blocks
-from vllm_module.layers import QKVParallelLinear, RowParallelLinear
+from vllm_module.kernels.gguf_types import BLOCK_TYPES
+from vllm_module.layers import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm_module.model_source import ModelSource
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import rules_for
@@ -39,6 +41,7 @@ MIXED = {  # as llama.cpp mixes types, so that q, k and v differ, and gate and u
     "ffn_gate": "Q4_K", "ffn_up": "F16", "ffn_down": "Q6_K", "output": "Q6_K",
     "token_embd": "Q4_K",
 }  # fmt: skip
+EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")  # and Q8_0
 MIXED_EXPERTS = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q8_0", "ffn_down_exps": "F16"}
 
 written = SimpleNamespace(
@@ -63,7 +66,7 @@ def gguf_file(
 
     def get(name: str, kind: str) -> Written:
         if (name, kind) not in made:
-            mixture = {"mixed": MIXED, "mixed-experts": MIXED_EXPERTS}.get(kind)
+            mixture = {"mixed": MIXED, "mixed-experts": MIXED_EXPERTS, "mxfp4": EXPERTS}.get(kind)
 
             def kind_of(full: str) -> str:
                 return kind if mixture is None else mixture.get(full.split(".")[-2], "Q8_0")
@@ -97,6 +100,7 @@ ALL = [
     *(("llama-wide", "mixed", size) for size in (1, 2, 4)),
     *(("mixtral", "mixed-experts", size) for size in (1, 4)),
     ("qwen3moe", "mixed-experts", 2),
+    *(("gpt-oss", "mxfp4", size) for size in (1, 2, 4)),
 ]
 
 
@@ -238,6 +242,28 @@ def test_updates_fill_blocks_in_place(gguf_file: Callable[[str, str], Written]) 
     torch.testing.assert_close(logits(model), file.logits, rtol=0, atol=WITHIN)
     with pytest.raises(UnexpectedWeightError, match="without 'weight_q4_0'"):
         model.update_weights({name.replace("q6_k", "q4_0"): blocks[..., :18]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "value"),
+    [
+        ("Q4_0", 0, 0x7C00), ("Q8_0", 0, 0xFC00), ("Q4_K", 0, 0x7E00), ("Q4_K", 2, 0x7C01),
+        ("Q5_K", 2, 0xFC00), ("Q6_K", 208, 0x7C00), ("MXFP4", 0, 0x01FF),
+    ],
+)  # fmt: skip
+def test_a_scale_that_is_not_finite_is_refused(kind: str, at: int, value: int) -> None:
+    """The error names the tensor and the slot that has infinity or NaN for a scale or offset."""
+    block = BLOCK_TYPES[kind]
+    layer = MergedColumnParallelLinear(512, [3, 3], bias=False, shard_names=["gate", "up"])
+    layer.quantize(GGUFMethod((("gate", kind), ("up", kind))))
+    name = f"weight_{kind.lower()}"
+    blocks = torch.zeros(3, 512 // block.values, block.nbytes, dtype=torch.uint8)
+    layer.load_weights({f"gate.{name}": blocks, f"up.{name}": blocks})
+    broken = blocks.clone()
+    broken[2, 1, at] = value & 0xFF
+    broken[2, 1, at + 1] = value >> 8
+    with pytest.raises(WeightReadError, match=rf"{name} \(slot 'up'\) has (-?inf|nan), and all"):
+        layer.update_weights({f"up.{name}": broken})
 
 
 def test_a_plan_reads_what_a_rank_keeps(gguf_file: Callable[[str, str], Written]) -> None:

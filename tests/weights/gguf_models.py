@@ -30,6 +30,10 @@ WIDE = {
     "num_hidden_layers": 1,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "original_max_position_embeddings": 64, "truncate": False,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "llama-biases": {"model_type": "llama", **SIZES, "attention_bias": True},
@@ -46,6 +50,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3moe": {
         "model_type": "qwen3_moe", **SIZES, **_EXPERTS, "head_dim": 64, "norm_topk_prob": True,
     },
+    "gpt-oss": {
+        "model_type": "gpt_oss", **SIZES, "intermediate_size": 128, "head_dim": 64,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_parameters": YARN,
+    },
     "phi3": {"model_type": "phi3", **SIZES, "pad_token_id": 0},
     "gemma2": {
         "model_type": "gemma2", **SIZES, "head_dim": 64, "query_pre_attn_scalar": 64,
@@ -56,7 +65,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 4, "num_hidden_layers": 7,
     },
 }  # fmt: skip
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+_GATE_UP = ((0, "gate"), (1, "up"))
 PAIRED = ("llama", "mistral", "mixtral")
 
 
@@ -94,7 +109,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
 def stored(value: torch.Tensor, kind: str, seed: int) -> tuple[np.ndarray, torch.Tensor]:
     """Return the bytes of a tensor in a type, and the values that they stand for."""
     of = gguf.GGMLQuantizationType[kind]
-    data = value.detach().float().numpy()
+    data = value.detach().float().contiguous().numpy()
     if kind.endswith("_K"):
         rows = random_blocks(kind, data.size // data.shape[-1], data.shape[-1], seed)
         packed = rows.reshape(*data.shape[:-1], -1)
@@ -138,12 +153,12 @@ def write(
     for seed, (name, parameter) in enumerate(model.named_parameters()):
         if tied and name == "lm_head.weight":
             continue
-        for part, value in parts(name, parameter.data):
+        for part, value in parts(name, parameter.data, architecture == "gpt-oss"):
             base, _, last = part.rpartition(".")
             found = names.get_name(base)
             assert found is not None, part
             full = f"{found}.{last}"
-            matrix = value.dim() > 1 and "ffn_gate_inp" not in full
+            matrix = value.dim() > 1 and last == "weight" and "ffn_gate_inp" not in full
             packed, values = stored(value, kind_of(full) if matrix else "F32", seed)
             value.copy_(values)
             if config.model_type in PAIRED and found.endswith(("attn_q", "attn_k")):
@@ -162,8 +177,22 @@ def write(
     return path
 
 
-def parts(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return what llama.cpp stores apart, with the names that its converters give to gguf-py."""
+def parts(
+    name: str, value: torch.Tensor, alternate: bool = False
+) -> list[tuple[str, torch.Tensor]]:
+    """Return what llama.cpp stores apart, with the names that its converters give to gguf-py.
+
+    ``alternate``: the features of gate and up do so.
+    """
+    base, _, attr = name.rpartition(".")
+    if attr == "sinks":
+        return [(f"{name}.weight", value)]
+    if alternate and base.endswith("experts"):  # gpt-oss: and weights are stored transposed
+        last = "bias" if attr.endswith("_bias") else "weight"
+        value = value if last == "bias" else value.transpose(1, 2)
+        if attr.startswith("down"):
+            return [(f"{base}.down_proj.{last}", value)]
+        return [(f"{base}.{which}_proj.{last}", value[:, at::2]) for at, which in _GATE_UP]
     if name.endswith("experts.gate_up_proj"):
         gate, up = value.chunk(2, 1)
         base = name.removesuffix("gate_up_proj")
@@ -195,9 +224,17 @@ def add_keys(writer: gguf.GGUFWriter, config: Any) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if (width := getattr(config, "moe_intermediate_size", None)) is not None:
+        width = getattr(config, "moe_intermediate_size", None)
+        if config.model_type == "gpt_oss":
+            width = config.intermediate_size
+        if width is not None:
             writer.add_expert_feed_forward_length(width)
-    if config.model_type in ("mistral", "gemma2", "gemma3_text"):
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if config.model_type in ("mistral", "gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

@@ -100,7 +100,8 @@ def test_names_are_the_librarys(architecture: str) -> None:
     tables = {**ARCHITECTURES[architecture].layer}
     for component, theirs in tables.items():
         name = renamed(f"blk.2.{component}.weight", ARCHITECTURES[architecture])
-        assert name == f"model.layers.2.{theirs}.weight"
+        last = "" if component == "attn_sinks" else ".weight"
+        assert name == f"model.layers.2.{theirs}{last}"
         known = name.removesuffix(".weight").replace(".*.", ".").removesuffix("_pairs")
         assert names.get_name(known) == f"blk.2.{component}", known
     for component in ("token_embd", "output_norm", "output"):
@@ -313,7 +314,9 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     """The message has the architecture, and those that have names."""
     (tmp_path / "m.gguf").write_bytes(header().replace(b"llama", b"mamba"))
     with pytest.raises(UnsupportedModelError, match=r"is 'mamba', .* expected one of llama, qwen2"):
-        open_checkpoint(tmp_path)
+        find_gguf_source(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert [*checkpoint] == ["a"]  # to be listed
 
 
 def test_a_tensor_that_no_model_has_is_unexpected(model: Any, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import gguf
 import pytest
+import regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module import LLM, SamplingParams
+from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 from vllm_module.weights import gguf_file
@@ -154,6 +156,25 @@ def test_text_is_encoded_and_decoded_as_by_transformers(
     assert len(ours.encode(CORPUS[0])) < len(CORPUS[0])
 
 
+# https://github.com/openai/tiktoken, tiktoken_ext/openai_public.py; transformers reads no gpt-oss.
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
+
+
+def test_text_of_gpt_oss_is_split_as_by_tiktoken(write: Callable[..., Path]) -> None:
+    """The pieces are those of tiktoken's expression, by another library; text comes back."""
+    folder = find_gguf_source(write("gpt-oss", byte_level("gpt-4o"))).folder
+    tokenizer, ours = FastTokenizer.from_file(str(folder / "tokenizer.json")), Tokenizer(folder)
+    for text in TEXTS:
+        split = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        found = [text[begin:end] for _, (begin, end) in split]
+        assert found == regex.findall(O200K, text)
+        assert ours.decode(ours.encode(text, False), skip_special_tokens=False) == text
+
+
 def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:
     """The template has the special tokens; generation stops at both ends that the file names."""
     path = write(*KINDS["qwen2"], lambda writer: writer.add_eot_token_id(7))
@@ -174,25 +195,24 @@ def test_a_tokenizer_beside_the_file_goes_before_its_metadata(
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, UnsupportedModelError, "'bert', of which no tokenizer"),
-        ({"tokenizer.ggml.pre": "poro"}, UnsupportedModelError, "pre is 'poro', and how it splits"),
-        ({"tokenizer.ggml.bos_token_id": 4000}, CheckpointFormatError, "one of 403 tokens.* 4000"),
-        ({"tokenizer.ggml.tokens": [1]}, CheckpointFormatError, "tokens should be a list of str"),
-        ({"tokenizer.ggml.token_type": [1]}, CheckpointFormatError, "a list of 403 numbers"),
-        ({"tokenizer.ggml.merges": ["a"]}, CheckpointFormatError, "pairs of tokens with a space"),
-        ({"tokenizer.ggml.merges": ["a zz"]}, CheckpointFormatError, "no tokenizer can be made"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert', of which no tokenizer"),
+        ({"tokenizer.ggml.pre": "poro"}, "pre is 'poro', and how it splits"),
+        ({"tokenizer.ggml.bos_token_id": 4000}, "one of 403 tokens.* 4000"),
+        ({"tokenizer.ggml.tokens": [1]}, "tokens should be a list of str"),
+        ({"tokenizer.ggml.token_type": [1]}, "a list of 403 numbers"),
+        ({"tokenizer.ggml.merges": ["a"]}, "pairs of tokens with a space"),
+        ({"tokenizer.ggml.merges": ["a zz"]}, "no tokenizer can be made"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_made_is_refused(
+def test_a_tokenizer_that_cannot_be_made_refuses_text_alone(
     write: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     change: dict[str, Any],
-    kind: type[Exception],
     message: str,
 ) -> None:
-    """What is wrong is named, and advice is to put tokenizer.json beside the file."""
+    """The weights load; text is refused with the file's problem and what to do about it."""
     path = write(*KINDS["qwen2"])
     read = gguf_file.read_gguf_header
 
@@ -202,9 +222,19 @@ def test_a_tokenizer_that_cannot_be_made_is_refused(
         return header
 
     monkeypatch.setattr(gguf_file, "read_gguf_header", changed)
-    with pytest.raises(kind, match=message) as error:
-        find_gguf_source(path)
-    assert "tokenizer.json beside the GGUF file" in str(error.value)
+    with pytest.raises(CheckpointFormatError, match=message) as error:
+        Tokenizer(find_gguf_source(path).folder)
+    assert str(error.value).startswith(str(path))
+    assert "tokenizer.json beside the GGUF file, or give token ids" in str(error.value)
+    llm = LLM(str(path), dtype="float32", device="cpu")
+    try:
+        params = SamplingParams(temperature=0, max_tokens=2)
+        (output,) = llm.generate([{"prompt_token_ids": [1, 2]}], params)
+        assert len(output.outputs[0].token_ids) == 2
+        with pytest.raises(ValueError, match=message):
+            llm.generate(["text"], params)
+    finally:
+        llm.close()
 
 
 def test_a_long_token_of_which_merges_are_computed_is_refused(write: Callable[..., Path]) -> None:
@@ -216,4 +246,4 @@ def test_a_long_token_of_which_merges_are_computed_is_refused(write: Callable[..
         writer.add_token_scores([0.0, 0.0])
 
     with pytest.raises(CheckpointFormatError, match=r"at most 1024 characters.* 1025"):
-        find_gguf_source(write("llama", add))
+        Tokenizer(find_gguf_source(write("llama", add)).folder)

@@ -161,14 +161,27 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             created["nested_quant_map"] = PerTensorTableParameter(output, length=256, **tables)
         return created
 
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        """Return a ``quant_state`` of the slot, and the values of NF4 for codes of either type."""
+        if name == "quant_map":
+            return torch.tensor(NF4).expand(_table(layer, name).checkpoint_shape(slot))
+        if name != "quant_state":
+            return None
+        state = QuantState(
+            quant_type=self.quant_type,
+            blocksize=self.blocksize,
+            shape=self._shapes(layer, slot)[0],
+            nested_blocksize=NESTED_BLOCKSIZE if self.nested else None,
+            nested_dtype="float32" if self.nested else None,
+            nested_offset=2.0**-5 if self.nested else None,  # about the mean of other scales
+        )
+        return state.stored().expand(_table(layer, name).checkpoint_shape(slot))
+
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for tensors that do not belong together or are not finite."""
-        states, absmax = self._states(layer), _flattened(layer, "absmax")
-        rows, columns = layer.output.slots, layer.input.size
+        states = self._states(layer)
         for slot, state in states.items():
-            shapes = [[layer.output.size, columns]]
-            if (at := absmax.slots[slot][-2]) is not None:
-                shapes.insert(0, [rows[at].size, columns])
+            shapes = self._shapes(layer, slot)
             where = _named("weight.quant_state", slot)
             state.check(where, self.quant_type, self.blocksize, shapes, self.nested)
             if self.nested and state.shape != shapes[0]:
@@ -185,6 +198,14 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
                 "weight.quant_map has values that differ between the slots or experts of the "
                 f"layer, which are multiplied at once and need the same ones: {_ADVICE}"
             )
+
+    def _shapes(self, layer: QuantizableLayer, slot: str) -> list[list[int]]:
+        """Return the shapes a tensor may have had: that of the slot, and of all slots as one."""
+        columns = layer.input.size
+        shapes = [[layer.output.size, columns]]
+        if (at := _flattened(layer, "absmax").slots[slot][-2]) is not None:
+            shapes.insert(0, [layer.output.slots[at].size, columns])
+        return shapes
 
     def _check_edges(self, layer: QuantizableLayer, where: str) -> None:
         """Refuse slots stored as one tensor if a block of nested scales crosses an edge."""
@@ -321,6 +342,15 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
             "SCB": ColumnvLLMParameter(output, **common(torch.float32)),
             "weight_format": PerTensorScaleParameter(output, **common(torch.uint8)),
         }
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        """Return the only format, and scales that are not negative: 127 is about 0.04."""
+        value = {"weight_format": 0, "SCB": 0.04}.get(name)
+        if value is None:
+            return None
+        parameter = layer.get_parameter(name)
+        assert isinstance(parameter, BasevLLMParameter)
+        return torch.full(parameter.checkpoint_shape(slot), value, dtype=parameter.dtype)
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for scales that are not finite, and for another order."""

@@ -19,17 +19,24 @@ def with_slot(name: str, slot: str) -> str:
 
 
 def demand(
-    parameter: nn.Parameter, valid: Callable[[torch.Tensor], torch.Tensor], name: str, rule: str
+    parameter: nn.Parameter,
+    valid: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
+    rule: str,
+    numbers: Callable[[torch.Tensor], torch.Tensor] = lambda stored: stored,
 ) -> None:
     """Raise ``WeightReadError`` with the first number of ``parameter`` that is not valid.
 
-    ``name`` and ``rule`` are for the message.
+    ``name`` and ``rule`` are for the message. ``numbers`` returns those that some of the rows hold,
+    if they are not the numbers that are checked.
     """
     assert isinstance(parameter, BasevLLMParameter)
-    if _first_invalid(parameter.data, valid) is None:  # one look at all slots, of which are many
+    if (
+        _first_invalid(parameter.data, valid, numbers) is None
+    ):  # one look at all slots, of which are many
         return
     for slot in parameter.slots:
-        number = _first_invalid(parameter.region(slot), valid)
+        number = _first_invalid(parameter.region(slot), valid, numbers)
         if number is not None:
             tensor = with_slot(name, slot)
             shown = f"{number:g}" if isinstance(number, float) else number
@@ -37,10 +44,13 @@ def demand(
 
 
 def _first_invalid(
-    numbers: torch.Tensor, valid: Callable[[torch.Tensor], torch.Tensor]
+    stored: torch.Tensor,
+    valid: Callable[[torch.Tensor], torch.Tensor],
+    numbers: Callable[[torch.Tensor], torch.Tensor],
 ) -> float | None:
-    rows = max(1, _CHUNK // max(1, numbers[:1].numel()))  # a mask of all would take much memory
-    for chunk in torch.split(numbers, rows):
-        if not bool((mask := valid(chunk)).all()):
-            return chunk[~mask][0].item()
+    rows = max(1, _CHUNK // max(1, stored[:1].numel()))  # a mask of all would take much memory
+    for chunk in torch.split(stored, rows):
+        found = numbers(chunk)
+        if not bool((mask := valid(found)).all()):
+            return found[~mask][0].item()
     return None

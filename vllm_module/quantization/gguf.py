@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.gguf_blocks import blocks_matmul, dequantize_blocks
+from vllm_module.kernels.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.grouped_matmul import by_expert, expect_groups, grouped_matmul
 from vllm_module.kernels.linear import linear
 from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
+from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 
 
@@ -48,6 +50,7 @@ class GGUFMethod(QuantizeMethod):
 
     types: tuple[tuple[str | None, str | None], ...]
     parameter_names: tuple[str, ...] = field(init=False, compare=False)
+    processes = True
 
     def __post_init__(self) -> None:
         for _, kind in self.types:
@@ -101,6 +104,14 @@ class GGUFMethod(QuantizeMethod):
                 **layer.common(torch.uint8),
             )
         return created
+
+    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
+        """Raise ``WeightReadError`` for a block whose scale or offset is not finite."""
+        for kind in dict.fromkeys(kind for _, kind in self.types if kind is not None):
+            name = _parameter_name(kind)
+            rule = "all scales of blocks must be finite: quantize or download the model again"
+            scales = partial(block_scales, kind=kind)
+            demand(layer.get_parameter(name), torch.isfinite, name, rule, scales)
 
     def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
         return self._values(layer, layer.params_dtype)

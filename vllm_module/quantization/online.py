@@ -59,6 +59,18 @@ def in_full_precision(
     return weight if order is None else order.restore(weight)
 
 
+def in_parts(source: Weight, block: int = 1) -> Iterator[tuple[int, Weight]]:
+    """Yield the first row, and the rows, of parts of ``source`` that are read at a time.
+
+    Parts are whole blocks of so many rows, but for the last one.
+    """
+    *_, rows, columns = source.shape
+    step = max(1, _PIECE // max(1, block * columns * source.dtype.itemsize)) * block
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        yield first, source.narrow(len(source.shape) - 2, first, count)
+
+
 class QuantizeOnline:
     """The conversion of a full-precision ``weight`` into eight bits and scales.
 
@@ -130,10 +142,8 @@ class QuantizeOnline:
                 parts = [(count, scales[i : i + 1]) for i, count in enumerate(counts)]
             yield piece.source, QuantizedRegion(target, parts, block, piece.order)
             return
-        dim = len(piece.source.shape) - 2
-        step = max(1, _PIECE // (block_rows * columns * piece.source.dtype.itemsize)) * block_rows
-        for top in range(0, rows, step):
-            count = min(step, rows - top)
-            part = scales.narrow(0, top // block_rows, -(-count // block_rows))
-            region = QuantizedRegion(target.narrow(0, top, count), [(count, part)], block, None)
-            yield piece.source.narrow(dim, top, count), region
+        for first, source in in_parts(piece.source, block_rows):
+            count = source.shape[-2]
+            part = scales.narrow(0, first // block_rows, -(-count // block_rows))
+            region = QuantizedRegion(target.narrow(0, first, count), [(count, part)], block, None)
+            yield source, region

@@ -11,9 +11,8 @@ from vllm_module.kernels.packed_words import dequantize_packed
 from vllm_module.kernels.quantize_nf4 import NF4, PACKING, quantize_nf4
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization.method import QuantizableLayer
-from vllm_module.weights import Destination, Weight, read_into
-
-_PIECE = 4 << 20  # bytes of the checkpoint read at a time
+from vllm_module.quantization.online import in_full_precision, in_parts
+from vllm_module.weights import Destination, Weight
 
 
 class NF4Region(NamedTuple):
@@ -37,15 +36,8 @@ class NF4Region(NamedTuple):
         return self.packed.device
 
     def receive(self, weight: Weight) -> None:
-        if not isinstance(weight, torch.Tensor):
-            wide = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
-            read_into(weight, wide)
-            weight = wide
-        weight = weight.to(self.device)
-        if self.order is not None:
-            weight = self.order.restore(weight)
-        weight = weight.reshape(len(self.packed), -1)
-        quantize_nf4(weight, self.packed, self.absmax, self.blocksize)
+        wide = in_full_precision(weight, self.device, self.order).reshape(len(self.packed), -1)
+        quantize_nf4(wide, self.packed, self.absmax, self.blocksize)
 
 
 class QuantizeNF4:
@@ -70,13 +62,10 @@ class QuantizeNF4:
             if order is not None:
                 yield source, NF4Region(packed, scales, self._blocksize, order)
                 continue
-            rows, dim = len(packed), len(source.shape) - 2
-            step = max(1, _PIECE // (source.shape[-1] * source.dtype.itemsize))
-            for top in range(0, rows, step):
-                count = min(step, rows - top)
-                part = packed.narrow(0, top, count), scales.narrow(0, top, count)
-                region = NF4Region(*part, self._blocksize, None)
-                yield source.narrow(dim, top, count), region
+            for first, part in in_parts(source):
+                rows = first, part.shape[-2]
+                held = packed.narrow(0, *rows), scales.narrow(0, *rows)
+                yield part, NF4Region(*held, self._blocksize, None)
 
     def restored(self, module: QuantizableLayer) -> torch.Tensor:
         """Return the weight that the codes stand for, in float32."""

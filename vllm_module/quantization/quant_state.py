@@ -46,6 +46,11 @@ class QuantState(BaseModel):
                 f"{where}: {entry}: {problem['msg']}, got {str(problem['input'])[:100]}. {_ADVICE}"
             ) from None
 
+    def stored(self) -> torch.Tensor:
+        """Return the tensor that :meth:`parse` reads, uint8 ``[LONGEST]``."""
+        text = self.model_dump_json(exclude_none=True).encode()
+        return torch.tensor([*text.ljust(LONGEST, b"\0")], dtype=torch.uint8)
+
     def check(
         self, where: str, quant_type: str, blocksize: int, shapes: list[list[int]], nested: bool
     ) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import shorten
+from vllm_module.messages import describe_error, shorten
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.scheme import EVERY_LAYER, Scheme
 
 Rule = tuple[str, Scheme | QuantizeMethod | None]
+
+_LONGEST = 1000  # characters of a pattern
+# Four repetitions in a name of about 70 characters can be placed in a million ways.
+_WAYS_TO_REPEAT = 32
+_MOST_WAYS = 8 * _WAYS_TO_REPEAT**4
+# A character, a set of characters, or what is not one; {} and {x} are characters.
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
+_REPEATS = ("*", "+", "{")
 
 
 @dataclass(frozen=True)
@@ -103,15 +113,51 @@ def checked_target(target: str) -> str:
     """
     if target.startswith("re:"):
         pattern = target.removeprefix("re:")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise CheckpointFormatError(
-                f"{shorten(target)} is not a valid regular expression: {error}"
-            ) from None
-        if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 4:
+        if len(pattern) > _LONGEST:
             raise UnsupportedModelError(
-                f"{shorten(target)} could take forever to match: expected at most 4 of * + {{ and "
-                "no repeated group"
+                f"{shorten(target)} has {len(pattern)} characters: expected a pattern of at most "
+                f"{_LONGEST}"
+            )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                compiled = re.compile(pattern)
+        except (re.error, RecursionError, OverflowError, Warning) as error:
+            raise CheckpointFormatError(
+                f"{shorten(target)} is not a valid regular expression: {describe_error(error)}"
+            ) from None
+        # A comment, or a space where spaces do not count, may be between a group and its * or +.
+        hidden = compiled.flags & re.VERBOSE or re.search(r"(?<!\\)\(\?(#|[a-zA-Z-]*x)", pattern)
+        if hidden or _most_ways(pattern) > _MOST_WAYS:
+            raise UnsupportedModelError(
+                f"{shorten(target)} could take forever to match: expected at most 4 of * + {{, few "
+                "alternatives and optional parts beside them, and no repeated group, comment or "
+                "verbose mode"
             )
     return target
+
+
+def _most_ways(pattern: str) -> float:
+    """Return in how many ways a valid pattern may match a name, at most.
+
+    Parts that follow each other multiply; alternatives add up. A repeated group has no limit.
+    """
+    groups: list[tuple[float, float]] = []  # that are open: ways so far, of the last alternative
+    ways, last = 0.0, 1.0
+    previous = ""
+    for token in _TOKEN.findall(pattern):
+        if token == "(":
+            groups.append((ways, last))
+            ways, last = 0.0, 1.0
+        elif token == ")":
+            inner = ways + last
+            ways, last = groups.pop()
+            last *= inner
+        elif token == "|":
+            ways, last = ways + last, 1.0
+        elif token == "?" and previous != "(":
+            last *= 1 if previous[:1] in _REPEATS else 2
+        elif token[:1] in _REPEATS:
+            last *= math.inf if previous == ")" else _WAYS_TO_REPEAT
+        previous = token
+    return ways + last

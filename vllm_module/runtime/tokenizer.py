@@ -10,6 +10,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error, printable, shorten
 from vllm_module.weights import read_file, read_json
 from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.written_folder import NO_TOKENIZER
 
 _REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a (whole) character
 _MAX_INCOMPLETE = 3  # a UTF-8 character has 4 bytes at most, so 3 at most before the last
@@ -37,6 +38,8 @@ class Tokenizer:
         from tokenizers import Tokenizer as FastTokenizer
 
         path = folder / "tokenizer.json"
+        if is_there(reason := folder / NO_TOKENIZER) and not is_there(path):
+            raise CheckpointFormatError(read_file(reason, folder).decode(errors="replace"))
         if not is_there(path):
             raise CheckpointFormatError(
                 f"{folder} has no tokenizer.json, so text cannot be encoded: give token ids "

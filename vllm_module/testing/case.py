@@ -23,7 +23,7 @@ from torch import nn
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError
 from vllm_module.module import vLLMModule
-from vllm_module.testing.checkpoints import Tensors, random_weights
+from vllm_module.testing.checkpoints import Tensors, made_up_weights
 from vllm_module.testing.poison import poisoned_memory
 from vllm_module.testing.strategies import tp_sizes
 
@@ -124,16 +124,15 @@ class Case:
     @cached_property
     def tensors(self) -> Tensors:
         """A checkpoint: random values for every name that the module expects."""
-        expected = self.whole.expected_weights()
-        if not expected:
+        if not self.whole.expected_weights():
             raise ValueError(
                 f"{type(self.whole).__name__} expects no weights: the laws of loading do not apply"
             )
-        return random_weights(expected, seed=self.seed)
+        return made_up_weights(self.whole, seed=self.seed)
 
     def other_tensors(self) -> Tensors:
         """Return another checkpoint of the same names and shapes."""
-        return random_weights(self.whole.expected_weights(), seed=self.seed + 1)
+        return made_up_weights(self.whole, seed=self.seed + 1)
 
     @cached_property
     def overridden(self) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from vllm_module.conversions import Conversion
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, FlattenedParameter
+from vllm_module.quantization import valid_weights
 from vllm_module.tree import locations
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -36,6 +37,18 @@ def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Te
     return {
         name: _random(like, generator, positive="scale" in name.rpartition(".")[2])
         for name, like in expected.items()
+    }
+
+
+def made_up_weights(module: vLLMModule, *, seed: int = 0) -> Tensors:
+    """Return :func:`random_weights` of a module, but what its methods of quantization expect.
+
+    A method may accept few values of a tensor (:meth:`QuantizeMethod.valid_weight`).
+    """
+    expected = module.expected_weights()
+    valid = valid_weights(module)
+    return random_weights(expected, seed=seed) | {
+        name: valid[name].clone() for name in expected if name in valid
     }
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Slot
 from vllm_module.testing.case import Case, law
-from vllm_module.testing.checkpoints import Names, made, random_weights
+from vllm_module.testing.checkpoints import Names, made, made_up_weights
 from vllm_module.testing.sharding import experts_kept
 from vllm_module.testing.sources import WatchedSource, WatchedStream
 
@@ -155,7 +155,7 @@ def _calls(case: Case, copies: int) -> tuple[int, int, int]:
     for each in forest.trees:
         each.tree = case.build()
     expected = forest.expected_weights()
-    tensors = random_weights(expected)
+    tensors = made_up_weights(forest)
     names = sorted(expected, key=lambda name: name[::-1])  # so that modules alternate
     pairs = [(name, tensors[name]) for name in names]
     planned = count_calls(lambda: forest.plan_weights([(name, expected[name]) for name in names]))

@@ -20,7 +20,7 @@ from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
     Names,
     assert_same_state,
-    random_weights,
+    made_up_weights,
     same_bits,
     slot_name,
     state,
@@ -247,7 +247,7 @@ def assert_reload_in_place(case: Case) -> None:
 
 def _break(case: Case, module: vLLMModule) -> bool:
     """Break a load or an update; return whether something was written before."""
-    tensors = random_weights(module.expected_weights(), seed=case.seed + 2)
+    tensors = made_up_weights(module, seed=case.seed + 2)
     before = state(module)
     call = case.choose(["load_weights", "update_weights"], "call")
     fault = OSError("the source broke")

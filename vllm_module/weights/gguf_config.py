@@ -87,6 +87,8 @@ def stored_entries(files: Sequence[GGUFFile]) -> Entries:
     entries: Entries = {"tie_word_embeddings": "output.weight" not in tensors}
     if architecture.rotary_pairs:
         entries["stored_rotary_pairs"] = True
+    if architecture.experts_apart:
+        entries["stored_experts_apart"] = True
     if types:
         entries["quantization_config"] = {"quant_method": "gguf", "types": types}
     return entries
@@ -211,6 +213,17 @@ def _qwen3moe(of: _Metadata, entries: Entries) -> Entries:
     return {**experts, "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": width}
 
 
+def _gpt_oss(of: _Metadata, entries: Entries) -> Entries:
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in of.tensors,
+        "num_local_experts": of.need("expert_count"),
+        "num_experts_per_tok": of.need("expert_used_count"),
+        "intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
+        "sliding_window": of.need("attention.sliding_window"),
+    }
+
+
 def _phi3(of: _Metadata, entries: Entries) -> Entries:
     window = of.get("attention.sliding_window") or None  # 0 is none
     return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
@@ -253,6 +266,7 @@ _BY_ARCHITECTURE: Mapping[str, Callable[[_Metadata, Entries], Entries]] = {
     "qwen3": _qwen3,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
+    "gpt-oss": _gpt_oss,
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -306,11 +320,13 @@ def _rope_scaling(of: _Metadata) -> Entries | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        return {
+        scaling = {
             "rope_type": "yarn",
             "factor": of.need("rope.scaling.factor") if factor is None else factor,
             "original_max_position_embeddings": of.need("rope.scaling.original_context_length"),
         }
+        # No key says it: gpt-oss was trained with bounds that are not rounded.
+        return {**scaling, "truncate": False} if of.architecture == "gpt-oss" else scaling
     raise UnsupportedModelError(
         f"{of.where}: rope.scaling.type is {shorten(kind)}: expected none, linear, yarn, or "
         "factors in rope_freqs.weight or rope_factors_*.weight"

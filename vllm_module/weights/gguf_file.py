@@ -12,9 +12,9 @@ from vllm_module.messages import printable, shorten
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.gguf_header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
 from vllm_module.weights.gguf_names import (
+    ARCHITECTURES,
     ROPE_TENSORS,
     Architecture,
-    architecture_of,
     is_dequantized,
     is_norm,
     renamed,
@@ -60,7 +60,9 @@ class GGUFFile(WeightFile):
     def _read_entries(self) -> None:
         self.header = read_gguf_header(self.path, self._bytes.size, self._bytes.read_bytes)
         where = printable(self.path)
-        architecture = architecture_of(self.metadata.get("general.architecture"), where)
+        named = self.metadata.get("general.architecture")
+        # Of one that is not known, tensors keep the file's names, to be listed; no model has them.
+        architecture = ARCHITECTURES.get(str(named), Architecture({}))
         self.entries = {}
         self.kinds: dict[str, str] = {}  # of weights in blocks, by name
         self.rope_tensors: dict[str, GGUFTensor] = {}

@@ -52,6 +52,14 @@ _PHI3 = {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GPT_OSS = {
+    **_ATTENTION,
+    **_EXPERTS,
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
+del _GPT_OSS["ffn_norm"]
 _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -60,6 +68,7 @@ _GEMMA_NORMS = {
 
 # What layers of these names multiply by is looked up, or small: no module keeps it in blocks.
 _DEQUANTIZED = {"token_embd", "ffn_gate_inp", "ffn_gate_inp_shexp"}
+_WITHOUT_LAST = {"attn_sinks"}  # a parameter of its module: no .weight is behind its name
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class Architecture:
     Attributes:
         layer: from the component behind ``blk.N`` to the name behind ``model.layers.N``.
         norms_plus_one: the weights of norms are stored with 1 added to them.
+        experts_apart: experts are stored apart, gate and up too, where Hugging Face has one tensor.
         rotary_pairs: the rows of q and k are stored as neighbours that are rotated together; their
             names in ``layer`` end with ``_pairs``.
 
@@ -77,6 +87,7 @@ class Architecture:
     layer: Mapping[str, str] = field(hash=False)
     norms_plus_one: bool = False
     rotary_pairs: bool = False
+    experts_apart: bool = False
 
 
 ARCHITECTURES = {
@@ -85,6 +96,7 @@ ARCHITECTURES = {
     "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}),
     "qwen2moe": Architecture({**_ATTENTION, **_EXPERTS, **_SHARED_EXPERT}),
     "qwen3moe": Architecture({**_ATTENTION, **_HEAD_NORMS, **_EXPERTS}),
+    "gpt-oss": Architecture(_GPT_OSS, experts_apart=True),
     "phi3": Architecture({**_ATTENTION, **_PHI3}),
     "gemma2": Architecture({**_DENSE, **_GEMMA_NORMS}, norms_plus_one=True),
     "gemma3": Architecture({**_DENSE, **_HEAD_NORMS, **_GEMMA_NORMS}, norms_plus_one=True),
@@ -113,7 +125,8 @@ def renamed(name: str, architecture: Architecture) -> str:
     if len(above) == 1 and above[0] in _TOP:
         return f"{_TOP[above[0]]}.{last}"
     if len(above) == 3 and above[0] == "blk" and above[2] in architecture.layer:
-        return f"model.layers.{above[1]}.{architecture.layer[above[2]]}.{last}"
+        found = f"model.layers.{above[1]}.{architecture.layer[above[2]]}"
+        return found if above[2] in _WITHOUT_LAST else f"{found}.{last}"
     return name
 
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.gguf_config import check_rope_factors, config_of, stored_entries
 from vllm_module.weights.gguf_file import GGUFFile, open_gguf, open_gguf_files
+from vllm_module.weights.gguf_names import architecture_of
 from vllm_module.weights.gguf_tokenizer import tokenizer_files
 from vllm_module.weights.regular_file import is_there, read_file
 from vllm_module.weights.strict_json import read_json
-from vllm_module.weights.written_folder import TAKEN, write_folder
+from vllm_module.weights.written_folder import NO_TOKENIZER, TAKEN, write_folder
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,22 @@ class GGUFSource:
 def find_gguf_source(path: Path) -> GGUFSource:
     """Open the files at ``path``, and write the folder of their source.
 
-    A ``config.json`` and files of a tokenizer beside them go before what their metadata says.
+    A ``config.json`` and files of a tokenizer beside them go before what their metadata says. Where
+    no tokenizer can be made of it, the folder has the reason in place of one.
 
     Raises ``CheckpointFormatError`` and ``UnsupportedModelError`` for files or settings that are
     refused.
     """
     beside = path if path.is_dir() else path.parent
     with Checkpoint(files := open_gguf_files(path), "gguf"):
+        architecture_of(files[0].metadata.get("general.architecture"), printable(files[0].path))
         written = {"config.json": json.dumps(_config(files, beside)).encode()}
         taken = [name for name in TAKEN if is_there(beside / name)]
         if "tokenizer.json" not in taken or "tokenizer_config.json" not in taken:
-            written |= tokenizer_files(files[0].metadata, printable(files[0].path), taken)
+            try:
+                written |= tokenizer_files(files[0].metadata, printable(files[0].path), taken)
+            except (CheckpointFormatError, UnsupportedModelError) as error:
+                written[NO_TOKENIZER] = str(error).encode()  # tokens need none
         written |= {name: read_file(beside / name, beside) for name in taken}
     return GGUFSource(path, write_folder(written, printable(path)))
 

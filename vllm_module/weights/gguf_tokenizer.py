@@ -20,7 +20,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _MOST_CHARACTERS = 1024  # of a token whose merges are computed, one for each place in it
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_ADVICE = "Put the model's own tokenizer.json beside the GGUF file"
+_ADVICE = "Put the model's own tokenizer.json beside the GGUF file, or give token ids"
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -35,6 +35,12 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (  # as in tiktoken's o200k_base
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT_FORMS}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT_FORMS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LIKE_LLAMA3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"
 )  # fmt: skip
@@ -43,6 +49,7 @@ _SPLITS: Mapping[str, str | None] = {
     **dict.fromkeys(_LIKE_LLAMA3, _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
     "default": None,
     "gpt-2": None,
 }

@@ -20,6 +20,9 @@ TAKEN = (
     "generation_config.json",
 )  # fmt: skip
 
+# Why the folder has no tokenizer, if the checkpoint says of one what cannot be used.
+NO_TOKENIZER = "no_tokenizer.txt"
+
 
 def write_folder(files: Mapping[str, bytes], what: str) -> Path:
     """Write ``files`` to a new folder for temporary files, removed when this process ends.
