@@ -159,7 +159,7 @@ BOUNDS: dict[tuple[str, str | None], dict[str, Counts]] = {
     ("qwen3", None): {"decode": Counts(10, 12, 10), "mixed": Counts(11, 12, 10)},
     ("qwen3", "fp8_per_channel"): {"decode": Counts(11, 17, 10), "mixed": Counts(12, 17, 10)},
     ("qwen3-moe", None): {"decode": Counts(15, 19, 12), "mixed": Counts(16, 19, 12)},
-    ("deepseek-v3", "fp8_per_channel"): {"decode": Counts(0, 0, 0), "mixed": Counts(0, 0, 0)},
+    ("deepseek-v3", "fp8_per_channel"): {"decode": Counts(28, 40, 18), "mixed": Counts(29, 40, 18)},
     ("deepseek-v3", None): {"decode": Counts(24, 28, 18), "mixed": Counts(25, 28, 18)},
 }
 
