@@ -7,7 +7,8 @@ definition written out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from vllm_module import vLLMModule
 from vllm_module.distributed import run_ranks
-from vllm_module.kernels import scaled_matmul
+from vllm_module.kernels import dtypes, scaled_matmul
 from vllm_module.layers import (
     ColumnParallelLinear,
     GeluAndMul,
@@ -175,6 +176,12 @@ class ReadingTwice(Reading):
         return super().forward(x) + x.sum()
 
 
+class Wrapped(Reading):
+    @wraps(Reading.forward)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2)
+
+
 class Undeclared(vLLMModule):
     def __init__(self) -> None:
         super().__init__()
@@ -272,6 +279,7 @@ TENSORS: dict[str, Callable[[], tuple[Any, ...]]] = {
                      "full_backward_pre_hook")
     },
     "an undeclared module": lambda: (Undeclared(),),
+    "a module with a wrapped forward": lambda: (Wrapped(),),
     "a module that reads twice": lambda: (ReadingTwice(),),
     "a module with a hook": lambda: (watched(Reading(), "register_forward_pre_hook"),),
     "a compiled module": lambda: (Compiled(),),
@@ -431,24 +439,27 @@ def test_ranks_quantize_their_own_part(scheme: Scheme, size: int, monkeypatch: A
     )
 
 
-@pytest.fixture
-def _converting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(scaled_matmul, "can_convert", lambda *_: True)
-    with FakeTensorMode():
-        yield
-
-
-@pytest.mark.usefixtures("_converting")
 def test_only_a_gpu_quantizes_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs are quantized on a GPU that multiplies FP8, and not where a graph is traced."""
+    """Inputs are quantized on a GPU, and not where a graph is traced."""
     quantizes_inputs = scaled_matmul.quantizes_inputs
-    x = torch.empty(2, 4, device="cuda")
+    with FakeTensorMode():
+        x = torch.empty(2, 4, device="cuda")
+        host = torch.empty(2, 4, device="cpu")
     assert not quantizes_inputs(x)  # traced
     # The class of a fake tensor is that of a traced one.
     monkeypatch.setattr(scaled_matmul.torch, "Tensor", type(x))
     assert quantizes_inputs(x)
     assert not quantizes_inputs(x.double())
-    assert not quantizes_inputs(torch.empty(2, 4, device="cpu"))
+    assert not quantizes_inputs(host)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not quantizes_inputs(x)
     monkeypatch.undo()
+
+
+@torch.no_grad()
+def test_a_gpu_that_does_not_multiply_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products dequantize the weight, so nothing is quantized for them."""
+    layer, module = linear(), norm()
+    assert isinstance(rows_for(layer, module, *args_of(module))[0], QuantizedRows)
+    monkeypatch.setattr(dtypes, "capability", lambda _: (8, 0))
+    assert isinstance(rows_for(layer, module, *args_of(module))[0], torch.Tensor)

@@ -72,13 +72,13 @@ def test_models_hand_rows_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     """A model's bits do not depend on it, and each layer that reads alone is given rows."""
     model, handed = model_of(kind), Counter()
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-    multiply = linear.LinearBase.multiply
+    multiply = linear.LinearBase._multiply
 
     def counting(self: Any, x: Any, bias: Any) -> torch.Tensor:
         handed[names[self]] += isinstance(x, QuantizedRows)
         return multiply(self, x, bias)
 
-    monkeypatch.setattr(linear.LinearBase, "multiply", counting)
+    monkeypatch.setattr(linear.LinearBase, "_multiply", counting)
     monkeypatch.setattr(EightBitMethod, "apply", quantizing)
     ids = torch.arange(1, 8)
     results = []

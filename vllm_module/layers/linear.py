@@ -55,7 +55,7 @@ class LinearBase(QuantizableLayer):
         """Return how the product quantizes the rows that ``forward`` is given, if it does."""
         return self.quant_method.row_scheme(self)
 
-    def multiply(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply by the weight: ``x [..., input]``, or its rows quantized by ``row_scheme``."""
         if isinstance(x, QuantizedRows):
             return self.quant_method.apply_rows(self, x, bias)
@@ -95,7 +95,7 @@ class ReplicatedLinear(LinearBase):
 
     def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output]``."""
-        return self.multiply(x, None if self.skip_bias_add else self.bias)
+        return self._multiply(x, None if self.skip_bias_add else self.bias)
 
 
 class MergedReplicatedLinear(ReplicatedLinear):
@@ -159,7 +159,7 @@ class ColumnParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output / size]``, or ``[..., output]`` if gathered."""
-        y = self.multiply(x, None if self.skip_bias_add else self.bias)
+        y = self._multiply(x, None if self.skip_bias_add else self.bias)
         if not self.gather_output or self.tp_group.size == 1:
             return y
         # Slot by slot: one gather of all slots would return them interleaved by rank.
@@ -330,7 +330,7 @@ class RowParallelLinear(LinearBase):
             x = x.chunk(group.size, dim=-1)[group.rank]
         # Only rank 0 adds the bias, so that the sum has it once.
         bias = self.bias if group.rank == 0 and not self.skip_bias_add else None
-        y = self.multiply(x, bias)
+        y = self._multiply(x, bias)
         return group.all_reduce(y) if self.reduce_results and group.size > 1 else y
 
 

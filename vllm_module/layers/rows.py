@@ -8,8 +8,9 @@ all of them are known to run nothing but their own forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # By their forward passes: a subclass that overrides one has to be given tensors.
 _WRITERS = {RMSNorm.forward, SiluAndMul.forward, GeluAndMul.forward}
+# By the function and not on it: a wrapper, which may read more, copies what is on it.
+_DECLARED: MutableMapping[Callable[..., Any], str] = WeakKeyDictionary()
 _READERS = {ReplicatedLinear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward}
 
 
@@ -45,7 +48,7 @@ def read_by(layer: str) -> Callable[[F], F]:
     """
 
     def declare(forward: F) -> F:
-        forward.read_by = layer  # type: ignore[attr-defined]
+        _DECLARED[forward] = layer
         return forward
 
     return declare
@@ -81,7 +84,7 @@ def _scheme_of(reader: nn.Module) -> RowScheme | None:
     """Return how the layer that reads what ``reader`` is given quantizes it, if it does."""
     layer: Any = reader
     if not isinstance(reader, LinearBase):
-        name = getattr(type(reader).forward, "read_by", None)
+        name = _DECLARED.get(type(reader).forward)
         if name is None or not is_plain(reader):
             return None
         layer = getattr(reader, name, None)

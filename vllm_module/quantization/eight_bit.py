@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from vllm_module.conversions import Conversion
+from vllm_module.kernels.dtypes import can_convert
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.scaled_matmul import scaled_matmul
 from vllm_module.parameters import (
@@ -119,6 +120,8 @@ class EightBitMethod(QuantizeMethod):
         scheme, group = self.scheme, None
         own = type(self).apply is not EightBitMethod.apply  # which expects tensors
         if own or scheme.activations == "none" or scheme.dtype != torch.float8_e4m3fn:
+            return None
+        if not can_convert(scheme.dtype, layer.weight):  # the product dequantizes the weight
             return None
         if scheme.activations == "static":
             return RowScheme(scheme.dtype, scale=self._static_scale(layer))
