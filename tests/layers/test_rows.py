@@ -360,15 +360,17 @@ def test_derivatives_need_tensors() -> None:
         assert isinstance(rows_for(layer, module, *args)[0], QuantizedRows)
 
 
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward", "full_backward_pre"])
 @torch.no_grad()
-def test_a_hook_of_all_modules_sees_tensors() -> None:
+def test_a_hook_of_all_modules_sees_tensors(kind: str) -> None:
     """Where a hook is registered for every module, all of them are called with tensors."""
     reader, module, seen = Reading(), norm(), []
-    hook = nn.modules.module.register_module_forward_pre_hook(lambda _, args: seen.extend(args))
-    with hook:
-        reader(rows_for(reader, module, *args_of(module))[0])
-    assert len(seen) == 4
-    assert all(type(each) is torch.Tensor for each in seen)
+    register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+    with register(lambda _, args, *rest: seen.extend(args)):
+        given, _ = rows_for(reader, module, *args_of(module))
+        reader(given)
+    assert len(seen) == (0 if "backward" in kind else 4)
+    assert all(type(each) is torch.Tensor for each in (given, *seen))
 
 
 @torch.no_grad()
