@@ -332,6 +332,10 @@ def _held_rows(
         same: tl.constexpr = narrow == weight_ptr.dtype.element_ty
         y = y.to(narrow if same else tl.float32).to(tl.float32)
         y = tl.where(inside, y, 0.0)  # padding is 0 * inf if eps and all squares are 0
+        # A thread stores as many neighbours as it loads. Without this the compiler would give it
+        # more of a row than the norm alone does, and add the squares in another order.
+        SHARE: tl.constexpr = min(128 // x_ptr.dtype.element_ty.primitive_bitwidth, COLUMNS)
+        places = tl.max_contiguous(places, [1, SHARE])
         store_quantized(
             y, inside, places, row, rows, 0, groups, y_ptr, scale_ptr, static_ptr, GROUP, MAX
         )

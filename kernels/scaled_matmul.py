@@ -83,6 +83,15 @@ def scaled_matmul(
     return _scaled_matmul(x, weight, scale, *block, bias, input_scale, quantize_input, dtype)
 
 
+def quantizes_inputs(x: torch.Tensor) -> bool:
+    """Return whether :func:`scaled_matmul` quantizes ``x`` for FP8 weights that the GPU multiplies.
+
+    Always ``False`` while a graph is traced.
+    """
+    traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor
+    return not traced and x.is_cuda and x.dtype in FLOATS
+
+
 def scaled_matmul_reference(
     x: torch.Tensor,
     weight: torch.Tensor,

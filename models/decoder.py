@@ -20,6 +20,7 @@ from vllm_module.layers import (
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
+    rows_for,
 )
 from vllm_module.layers.rotary import CosSin
 from vllm_module.module import vLLMModule
@@ -54,9 +55,9 @@ class DecoderLayer(vLLMModule):
         cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
+        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
         x = self.self_attn(x, cos_sin, metadata)
-        x, residual = self.post_attention_layernorm(x, residual)
+        x, residual = rows_for(self.mlp, self.post_attention_layernorm, x, residual)
         return self.mlp(x), residual
 
 

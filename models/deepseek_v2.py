@@ -21,6 +21,8 @@ from vllm_module.layers import (
     RotaryEmbedding,
     Router,
     RowParallelLinear,
+    read_by,
+    rows_for,
 )
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
@@ -75,6 +77,7 @@ class DeepseekV2Attention(vLLMModule):
         self.attn.scale *= rotary_emb.score_scaling
         self.o_proj = RowParallelLinear(heads * config.v_head_dim, hidden, bias=bias)
 
+    @read_by("qkv_a_proj")
     def forward(
         self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
@@ -82,7 +85,7 @@ class DeepseekV2Attention(vLLMModule):
             q, kv = self.q_proj(x), self.kv_a_proj_with_mqa(x)
         else:
             q, kv = self.qkv_a_proj(x).split(self.qkv_a_proj.output_sizes, dim=-1)
-            q = self.q_b_proj(self.q_a_layernorm(q))
+            q = self.q_b_proj(rows_for(self.q_b_proj, self.q_a_layernorm, q))
         q_nope, q_pe = q.unflatten(-1, (-1, sum(self.q_sizes))).split(self.q_sizes, dim=-1)
         kv_c, k_pe = kv.split(self.kv_sizes, dim=-1)
         rotate = LatentRotation(self.rotary_emb, cos_sin, self.kv_a_layernorm)
@@ -99,10 +102,7 @@ class DeepseekV2MoE(vLLMModule):
             hidden, experts, params_dtype=torch.float32, e_score_correction_bias=corrected
         )
         self.experts = FusedMoE(
-            experts,
-            config.num_experts_per_tok or 0,
-            hidden,
-            inner,
+            experts, config.num_experts_per_tok or 0, hidden, inner,
             renormalize=config.norm_topk_prob,
             use_grouped_topk=config.topk_method != "greedy",
             num_expert_group=config.n_group,
@@ -111,7 +111,7 @@ class DeepseekV2MoE(vLLMModule):
             e_score_correction_bias=self.gate.e_score_correction_bias,
             routed_scaling_factor=config.routed_scaling_factor,
             activation=config.hidden_act,
-        )
+        )  # fmt: skip
         shared = inner * (config.n_shared_experts or 0)
         self.shared_experts = LlamaMLP(config, shared, reduce_results=False) if shared else None
 

@@ -12,6 +12,7 @@ from vllm_module.layers import (
     RMSNorm,
     RotaryEmbedding,
     layer_sliding_window,
+    rows_for,
 )
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.llama import (
@@ -71,9 +72,9 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
         cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
+        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, cos_sin, metadata))
-        x, residual = self.pre_feedforward_layernorm(x, residual)
+        x, residual = rows_for(self.mlp, self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 

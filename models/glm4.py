@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_module.hf_config import Positive, Size
-from vllm_module.layers import AttentionMetadata, RotaryEmbedding
+from vllm_module.layers import AttentionMetadata, RotaryEmbedding, rows_for
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.llama import (
     LlamaAttention,
@@ -66,9 +66,9 @@ class Glm4DecoderLayer(GlmDecoderLayer):
         cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
+        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
         x = self.post_self_attn_layernorm(self.self_attn(x, cos_sin, metadata))
-        x, residual = self.post_attention_layernorm(x, residual)
+        x, residual = rows_for(self.mlp, self.post_attention_layernorm, x, residual)
         return self.post_mlp_layernorm(self.mlp(x)), residual
 
 

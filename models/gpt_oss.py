@@ -16,6 +16,7 @@ from vllm_module.layers import (
     Router,
     SwigluOAIAndMul,
     layer_sliding_window,
+    read_by,
 )
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
@@ -54,6 +55,7 @@ class GptOssAttention(LlamaAttention):
             dtype=torch.get_default_dtype(),
         )
 
+    @read_by("qkv_proj")
     def forward(
         self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
     ) -> torch.Tensor:

@@ -17,6 +17,8 @@ from vllm_module.layers import (
     Rotation,
     RowParallelLinear,
     get_act_and_mul,
+    read_by,
+    rows_for,
 )
 from vllm_module.layers.rotary import CosSin
 from vllm_module.layers.rotation import Rotate
@@ -52,21 +54,19 @@ class LlamaAttention(vLLMModule):
         super().__init__()
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = rotary_emb.head_size
-        bias = self.qkv_bias(config)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_dim, heads, kv_heads, bias,
+            config.hidden_size, self.head_dim, heads, kv_heads, self.qkv_bias(config),
             shard_names=self.qkv_names, stored_rotary_pairs=config.stored_rotary_pairs,
         )  # fmt: skip
         self.rotary_emb = rotary_emb
         self.attn = Attention(
-            self.qkv_proj.num_heads,
-            self.head_dim,
-            num_kv_heads=self.qkv_proj.num_kv_heads,
+            self.qkv_proj.num_heads, self.head_dim, num_kv_heads=self.qkv_proj.num_kv_heads,
             sliding_window=self.sliding_window(config, layer_idx),
-        )
+        )  # fmt: skip
         bias = self.output_bias(config)
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, bias)
 
+    @read_by("qkv_proj")
     def forward(
         self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
@@ -98,18 +98,17 @@ class LlamaMLP(vLLMModule):
         self, config: Any, intermediate_size: int | None = None, reduce_results: bool = True
     ) -> None:
         super().__init__()
-        hidden, intermediate = config.hidden_size, intermediate_size or config.intermediate_size
+        hidden, inner = config.hidden_size, intermediate_size or config.intermediate_size
         bias = config.mlp_bias
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, [intermediate] * 2, bias=bias, shard_names=self.gate_up_names
+            hidden, [inner] * 2, bias=bias, shard_names=self.gate_up_names
         )
         self.act_fn = get_act_and_mul(config.hidden_act)
-        self.down_proj = RowParallelLinear(
-            intermediate, hidden, bias=bias, reduce_results=reduce_results
-        )
+        self.down_proj = RowParallelLinear(inner, hidden, bias, reduce_results=reduce_results)
 
+    @read_by("gate_up_proj")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return self.down_proj(rows_for(self.down_proj, self.act_fn, self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(DecoderLayer):

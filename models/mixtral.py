@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from vllm_module.hf_config import NumExperts, Positive, Size
-from vllm_module.layers import AttentionMetadata, FusedMoE, RMSNorm, RotaryEmbedding, Router
+from vllm_module.layers import (
+    AttentionMetadata,
+    FusedMoE,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+    rows_for,
+)
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import MistralAttention, MistralConfig
@@ -56,7 +63,7 @@ class MixtralDecoderLayer(vLLMModule):
         cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
+        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
         x = self.self_attn(x, cos_sin, metadata)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.block_sparse_moe(x), residual

@@ -16,6 +16,7 @@ from vllm_module.layers import (
     Rotation,
     RowParallelLinear,
     layer_sliding_window,
+    read_by,
 )
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
@@ -51,6 +52,7 @@ class Qwen3Attention(vLLMModule):
         )
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, bias=bias)
 
+    @read_by("qkv_proj")
     def forward(
         self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
     ) -> torch.Tensor:

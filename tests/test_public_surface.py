@@ -107,6 +107,8 @@ VocabParallelEmbedding(num_embeddings, embedding_dim, params_dtype=None, padding
 get_act(name)
 get_act_and_mul(name)
 layer_sliding_window(config, layer)
+read_by(layer)
+rows_for(reader, module, *args)
 """
 
 

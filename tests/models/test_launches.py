@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import vllm_module.kernels
 from vllm_module.hf_config import HFConfig
 from vllm_module.kernels import reshape_and_cache
-from vllm_module.layers import AttentionMetadata, mla
+from vllm_module.layers import AttentionMetadata, mla, rows
 from vllm_module.model_source import build_model
 from vllm_module.quantization import online_rules
 from vllm_module.runtime.kv_cache import KVCache
@@ -155,9 +155,11 @@ ARCHITECTURES = {
 # At most, by configuration, and how weights are quantized while they are loaded.
 BOUNDS: dict[tuple[str, str | None], dict[str, Counts]] = {
     ("llama", None): {"decode": Counts(10, 12, 10), "mixed": Counts(11, 12, 10)},
-    ("llama", "fp8_per_channel"): {"decode": Counts(14, 20, 10), "mixed": Counts(15, 20, 10)},
+    ("llama", "fp8_per_channel"): {"decode": Counts(11, 17, 10), "mixed": Counts(12, 17, 10)},
     ("qwen3", None): {"decode": Counts(10, 12, 10), "mixed": Counts(11, 12, 10)},
+    ("qwen3", "fp8_per_channel"): {"decode": Counts(11, 17, 10), "mixed": Counts(12, 17, 10)},
     ("qwen3-moe", None): {"decode": Counts(15, 19, 12), "mixed": Counts(16, 19, 12)},
+    ("deepseek-v3", "fp8_per_channel"): {"decode": Counts(28, 40, 18), "mixed": Counts(29, 40, 18)},
     ("deepseek-v3", None): {"decode": Counts(24, 28, 18), "mixed": Counts(25, 28, 18)},
 }
 
@@ -169,6 +171,7 @@ def test_what_a_layer_launches(kind: str, quantization: str | None, monkeypatch)
     # The host does not wait for a GPU to check cache slots.
     monkeypatch.setattr(reshape_and_cache, "checks_values", lambda _: False)
     monkeypatch.setattr(mla, "_fuses", lambda rotate, query: rotate.is_plain(query.dtype))
+    monkeypatch.setattr(rows, "quantizes_inputs", lambda x: True)
     config = HFConfig(**CONFIGS[kind], architectures=[ARCHITECTURES[kind]])
     rules = None if quantization is None else online_rules(quantization)
     model = build_model(config, torch.bfloat16, CPU, rules)

@@ -34,7 +34,7 @@ from vllm_module import readiness
 from vllm_module.distributed import groups, tensor_parallel
 from vllm_module.hf_config import parse_config
 from vllm_module.kernels.rms_norm import rms_norm
-from vllm_module.layers import RotaryEmbedding
+from vllm_module.layers import RotaryEmbedding, rows
 from vllm_module.model_source import build_model
 from vllm_module.quantization import rules_for
 from vllm_module.registry import config_class
@@ -340,6 +340,7 @@ def main() -> None:
     """Print what the host is used for, by configuration and fault, and the variants of models."""
     given = json.load(sys.stdin)
     groups.dist = Collectives()
+    rows.quantizes_inputs = lambda x: True  # as on a GPU
     json.dump(
         {
             "hosts": hosts(given["configurations"]),

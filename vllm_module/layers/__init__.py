@@ -27,6 +27,7 @@ from vllm_module.layers.mla import MLAAttention, MLAUpProjection
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
 from vllm_module.layers.rotary import RotaryEmbedding
 from vllm_module.layers.rotation import LatentRotation, Rotation
+from vllm_module.layers.rows import read_by, rows_for
 
 __all__ = [
     "Attention",
@@ -57,4 +58,6 @@ __all__ = [
     "get_act",
     "get_act_and_mul",
     "layer_sliding_window",
+    "read_by",
+    "rows_for",
 ]

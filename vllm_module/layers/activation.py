@@ -6,19 +6,36 @@ import torch
 from torch import nn
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.act_and_mul import gelu_and_mul, silu_and_mul, swiglu_oai_and_mul
+from vllm_module.kernels.act_and_mul import (
+    gelu_and_mul,
+    gelu_and_mul_quantize,
+    silu_and_mul,
+    silu_and_mul_quantize,
+    swiglu_oai_and_mul,
+)
 from vllm_module.module import vLLMModule
+from vllm_module.quantization.rows import QuantizedRows, RowScheme
 
 
 class SiluAndMul(vLLMModule):
-    """SwiGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``silu(gate) * up``."""
+    """SwiGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``silu(gate) * up``.
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(x)
+    ``rows`` is as for :class:`RMSNorm`.
+    """
+
+    def forward(
+        self, x: torch.Tensor, rows: RowScheme | None = None
+    ) -> torch.Tensor | QuantizedRows:
+        if rows is None:
+            return silu_and_mul(x)
+        values, scales = silu_and_mul_quantize(x, rows.dtype, rows.group, rows.scale)
+        return rows.rows(values, scales, x.dtype)
 
 
 class GeluAndMul(vLLMModule):
     """GeGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``gelu(gate) * up``.
+
+    ``rows`` is as for :class:`RMSNorm`.
 
     Args:
         approximate: ``"tanh"`` for the tanh approximation of GELU.
@@ -29,8 +46,15 @@ class GeluAndMul(vLLMModule):
         super().__init__()
         self.approximate = approximate
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gelu_and_mul(x, self.approximate)
+    def forward(
+        self, x: torch.Tensor, rows: RowScheme | None = None
+    ) -> torch.Tensor | QuantizedRows:
+        if rows is None:
+            return gelu_and_mul(x, self.approximate)
+        values, scales = gelu_and_mul_quantize(
+            x, self.approximate, rows.dtype, rows.group, rows.scale
+        )
+        return rows.rows(values, scales, x.dtype)
 
 
 class SwigluOAIAndMul(vLLMModule):

@@ -20,6 +20,7 @@ from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
 from vllm_module.parameters import ColumnvLLMParameter, Dim, Slot
 from vllm_module.quantization import QuantizableLayer
+from vllm_module.quantization.rows import QuantizedRows, RowScheme
 
 
 class LinearBase(QuantizableLayer):
@@ -49,6 +50,16 @@ class LinearBase(QuantizableLayer):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = ColumnvLLMParameter(output, **self.common(self.params_dtype))
+
+    def row_scheme(self) -> RowScheme | None:
+        """Return how the product quantizes the rows that ``forward`` is given, if it does."""
+        return self.quant_method.row_scheme(self)
+
+    def _multiply(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply by the weight: ``x [..., input]``, or its rows quantized by ``row_scheme``."""
+        if isinstance(x, QuantizedRows):
+            return self.quant_method.apply_rows(self, x, bias)
+        return self.quant_method.apply(self, x, bias)
 
     def extra_repr(self) -> str:
         group = self.tp_group
@@ -82,9 +93,9 @@ class ReplicatedLinear(LinearBase):
         output = output or Dim.whole(output_size)
         super().__init__(output, Dim.whole(input_size), bias, skip_bias_add, params_dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output]``."""
-        return self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        return self._multiply(x, None if self.skip_bias_add else self.bias)
 
 
 class MergedReplicatedLinear(ReplicatedLinear):
@@ -146,9 +157,9 @@ class ColumnParallelLinear(LinearBase):
         super().__init__(output, Dim.whole(input_size), bias, skip_bias_add, params_dtype)
         self.gather_output = gather_output
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output / size]``, or ``[..., output]`` if gathered."""
-        y = self.quant_method.apply(self, x, None if self.skip_bias_add else self.bias)
+        y = self._multiply(x, None if self.skip_bias_add else self.bias)
         if not self.gather_output or self.tp_group.size == 1:
             return y
         # Slot by slot: one gather of all slots would return them interleaved by rank.
@@ -305,17 +316,21 @@ class RowParallelLinear(LinearBase):
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def row_scheme(self) -> RowScheme | None:
+        return super().row_scheme() if self.input_is_parallel else None
+
+    def forward(self, x: torch.Tensor | QuantizedRows) -> torch.Tensor:
         """Map ``x`` to ``[..., output]``.
 
         ``x`` is ``[..., input / size]``, or ``[..., input]`` without ``input_is_parallel``.
         """
         group = self.tp_group
         if not self.input_is_parallel:
+            assert isinstance(x, torch.Tensor)  # rows of the whole input are never quantized
             x = x.chunk(group.size, dim=-1)[group.rank]
         # Only rank 0 adds the bias, so that the sum has it once.
         bias = self.bias if group.rank == 0 and not self.skip_bias_add else None
-        y = self.quant_method.apply(self, x, bias)
+        y = self._multiply(x, bias)
         return group.all_reduce(y) if self.reduce_results and group.size > 1 else y
 
 

@@ -7,9 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from vllm_module.distributed import tensor_parallel_group
-from vllm_module.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from vllm_module.kernels.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_quantize
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, ColumnvLLMParameter, Dim, Slot
+from vllm_module.quantization.rows import QuantizedRows, RowScheme
 
 
 class RMSNorm(vLLMModule):
@@ -38,13 +39,31 @@ class RMSNorm(vLLMModule):
         self.weight = nn.Parameter(data, requires_grad=False)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        rows: RowScheme | None = None,
+    ) -> torch.Tensor | QuantizedRows | tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         """Normalize ``x [..., hidden_size]``; the arithmetic is in float32.
 
         With ``residual``, of the same shape, normalize ``x + residual`` and return this sum too, as
-        the new residual.
+        the new residual. With ``rows``, which :func:`~vllm_module.layers.rows_for` gives, return
+        the norm quantized so.
         """
+        if rows is not None:
+            values, scales, total = rms_norm_quantize(
+                x,
+                residual,
+                self.weight,
+                self.eps,
+                rows.dtype,
+                rows.group,
+                rows.scale,
+                self.weight_offset,
+            )
+            normed = x if total is None else total
+            quantized = rows.rows(values, scales, torch.result_type(normed, self.weight))
+            return quantized if total is None else (quantized, total)
         if residual is None:
             return rms_norm(x, self.weight, self.eps, self.weight_offset)
         return fused_add_rms_norm(x, residual, self.weight, self.eps, self.weight_offset)

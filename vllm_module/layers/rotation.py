@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from vllm_module.layers.norm import RMSNorm
+from vllm_module.layers.plain import is_plain
 from vllm_module.layers.rotary import CosSin, RotaryEmbedding
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -95,10 +95,4 @@ class LatentRotation:
 
 def _runs(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Return whether calling ``module`` runs the forward pass of ``cls``, and no hook."""
-    return (
-        isinstance(module, cls)
-        and type(module).forward is cls.forward
-        and "forward" not in vars(module)
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (_global_forward_hooks or _global_forward_pre_hooks)
-    )
+    return isinstance(module, cls) and type(module).forward is cls.forward and is_plain(module)

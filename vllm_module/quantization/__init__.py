@@ -10,6 +10,7 @@ from vllm_module.quantization.method import (
     valid_weights,
 )
 from vllm_module.quantization.requested_rules import online_rules, rules_for
+from vllm_module.quantization.rows import QuantizedRows, RowScheme
 from vllm_module.quantization.rules import Rules
 from vllm_module.quantization.scheme import ONLINE, Scheme
 
@@ -19,6 +20,8 @@ __all__ = [
     "QuantizableKVCache",
     "QuantizableLayer",
     "QuantizeMethod",
+    "QuantizedRows",
+    "RowScheme",
     "Rules",
     "Scheme",
     "UnquantizedMethod",

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from vllm_module.conversions import Conversion
+from vllm_module.kernels.dtypes import can_convert
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.scaled_matmul import scaled_matmul
 from vllm_module.parameters import (
@@ -19,6 +20,7 @@ from vllm_module.parameters import (
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online import QuantizeOnline
+from vllm_module.quantization.rows import QuantizedRows, RowScheme
 from vllm_module.quantization.scheme import Scheme
 
 _online = lru_cache(maxsize=64)(QuantizeOnline)  # layers alike share it
@@ -114,6 +116,29 @@ class EightBitMethod(QuantizeMethod):
             x, layer.weight, scale, block, bias, input_scale, quantize_input=quantize_input
         )
 
+    def row_scheme(self, layer: QuantizableLayer) -> RowScheme | None:
+        scheme, group = self.scheme, None
+        own = type(self).apply is not EightBitMethod.apply  # which expects tensors
+        if own or scheme.activations == "none" or scheme.dtype != torch.float8_e4m3fn:
+            return None
+        if not can_convert(scheme.dtype, layer.weight):  # the product dequantizes the weight
+            return None
+        if scheme.activations == "static":
+            return RowScheme(scheme.dtype, scale=self._static_scale(layer))
+        if scheme.strategy == "block":
+            group = scheme.block[1]
+            if group & (group - 1):  # norms and activations find no scales for such groups
+                return None
+        return RowScheme(scheme.dtype, group)
+
+    def apply_rows(
+        self, layer: QuantizableLayer, rows: QuantizedRows, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        scale, block, _ = self._scales(layer)
+        return scaled_matmul(
+            rows.values, layer.weight, scale, block, bias, rows.scales, dtype=rows.dtype
+        )
+
     def apply_experts(
         self,
         layer: QuantizableLayer,
@@ -143,15 +168,19 @@ class EightBitMethod(QuantizeMethod):
         """Return scales, the rows and columns that share one, and the input's scale, if static."""
         parameter = layer._parameters[self.scheme.scale_name]
         assert parameter is not None
-        static = layer._buffers.get("input_scale_for_matmul")
-        given = layer._parameters.get("input_scale")
-        if static is not None and given is not None and given.requires_grad:
-            static = given.amax()
+        static = self._static_scale(layer)
         if self.scheme.strategy != "tensor" or parameter.requires_grad:  # an optimizer may write it
             return *self._own_scale(layer), static
         scale = layer._buffers["scale_for_matmul"]
         assert scale is not None  # the layer is ready
         return scale, self.scheme.block_of(layer.weight, scale), static
+
+    def _static_scale(self, layer: QuantizableLayer) -> torch.Tensor | None:
+        static = layer._buffers.get("input_scale_for_matmul")
+        given = layer._parameters.get("input_scale")
+        if static is not None and given is not None and given.requires_grad:
+            return given.amax()
+        return static
 
     def _own_scale(self, layer: QuantizableLayer) -> tuple[torch.Tensor, tuple[int, int]]:
         return self.scheme.for_matmul(layer.weight, getattr(layer, self.scheme.scale_name))

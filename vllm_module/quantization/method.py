@@ -22,6 +22,7 @@ from vllm_module.parameters import (
     Experts,
     ModelWeightParameter,
 )
+from vllm_module.quantization.rows import QuantizedRows, RowScheme
 from vllm_module.tree import locations, slots_of
 
 
@@ -99,6 +100,20 @@ class QuantizeMethod(ABC):
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output]``."""
+
+    def row_scheme(self, layer: QuantizableLayer) -> RowScheme | None:
+        """Return how :meth:`apply` quantizes rows on a device that multiplies FP8, if it does.
+
+        Rows that something else quantized so may then be given to :meth:`apply_rows`. By default
+        the result is ``None``: only tensors may be given.
+        """
+        return None
+
+    def apply_rows(
+        self, layer: QuantizableLayer, rows: QuantizedRows, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what :meth:`apply` would of the rows before they were quantized."""
+        raise NotImplementedError(f"{type(self).__name__} has no product for quantized rows")
 
     def apply_experts(
         self,
