@@ -175,8 +175,8 @@ class SimulatedDevice(TorchDispatchMode):
             if at in self._allocated:
                 self._allocated[at][1].append(ref(wrapper))
             elif self.calls is not None and at and at not in given:
-                whole = value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
-                self._allocated[at] = whole, [ref(wrapper)]
+                count = value.untyped_storage().nbytes() // value.itemsize
+                self._allocated[at] = value.as_strided((count,), (1,), 0), [ref(wrapper)]
             return wrapper
 
         return tree_map(outer, result)

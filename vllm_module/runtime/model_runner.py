@@ -233,11 +233,8 @@ class ModelRunner:
             return self._logits(hidden, rows)
         tables = self._tables_of(inputs, step[-1])
         if padded is not None:
-            ids, positions, slot_mapping, context_lens, query_start_loc = step[:5]
-            metadata = AttentionMetadata(
-                slot_mapping, tables, context_lens, query_start_loc, inputs.max_query_len
-            )
-            return self._logits(self._pieces.run(ids, positions, metadata), rows)
+            metadata = _metadata(step, tables, inputs.max_query_len)
+            return self._logits(self._pieces.run(step[0], step[1], metadata), rows)
         hidden = self._compute(step, tables, inputs.max_query_len)
         self._check(hidden, count)
         return self._logits(hidden, rows)
@@ -273,20 +270,19 @@ class ModelRunner:
                 self._capture_pieces(captured_sizes(max_num_batched_tokens), pool)
         self._capture_decoding(stream, pool)
 
-    def _capture_pieces(self, sizes: list[int], pool: tuple[int, int]) -> None:
+    def _capture_pieces(self, sizes: list[int], pool: Any) -> None:
         """Capture graphs of what is between attention layers, the largest first."""
         self._pieces = Pieces(self.device, sizes)
         for size in reversed(sizes):
             parts = self._parts(_NOTHING, size, 1)
-            ids, positions, *step = unpack(pack(parts).to(self.device), parts)[:-3]
-            tables = self._tables.index_select(0, step.pop())
-            example = AttentionMetadata(step[0], tables, *step[1:], 1)
+            step = unpack(pack(parts).to(self.device), parts)[:-3]
+            example = _metadata(step, self._tables.index_select(0, step[-1]), 1)
             # This compiles kernels and allocates the libraries' workspaces.
-            self._check(self._forward(ids, positions, example), size)
+            self._check(self._forward(step[0], step[1], example), size)
             torch.cuda.synchronize(self.device)
             self._pieces.capture(size, self._forward, example, pool)
 
-    def _capture_decoding(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    def _capture_decoding(self, stream: torch.cuda.Stream, pool: Any) -> None:
         """Capture graphs of whole steps that only decode, the largest first."""
         most = len(self._tables)
         sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most]
@@ -361,11 +357,8 @@ class ModelRunner:
         self, step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int = 1
     ) -> torch.Tensor:
         """Return the hidden states of a step, whose tensors are in the order of :meth:`_parts`."""
-        ids, positions, slot_mapping, context_lens, query_start_loc = step[:5]
-        metadata = AttentionMetadata(
-            slot_mapping, tables, context_lens, query_start_loc, max_query_len
-        )
-        return self._forward(ids, positions, metadata.laid_out())
+        metadata = _metadata(step, tables, max_query_len)
+        return self._forward(step[0], step[1], metadata.laid_out())
 
     def _forward(self, *arguments: torch.Tensor | AttentionMetadata) -> torch.Tensor:
         with blamed_on(self._cls):
@@ -376,6 +369,13 @@ class ModelRunner:
         with blamed_on(self._cls):
             logits: torch.Tensor = self.model.compute_logits(hidden[rows])
         return logits
+
+
+def _metadata(
+    step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int
+) -> AttentionMetadata:
+    _, _, slot_mapping, context_lens, query_start_loc = step[:5]
+    return AttentionMetadata(slot_mapping, tables, context_lens, query_start_loc, max_query_len)
 
 
 def described_result(value: object) -> str:

@@ -72,9 +72,7 @@ class Pieces:
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int64, device=device)
         self._captured: dict[int, _Captured] = {}
 
-    def capture(
-        self, size: int, forward: Forward, example: AttentionMetadata, pool: tuple[int, int]
-    ) -> None:
+    def capture(self, size: int, forward: Forward, example: AttentionMetadata, pool: Any) -> None:
         """Capture the graphs of ``size`` tokens on the current stream, after ``forward`` has run.
 
         If the model reads the step's metadata itself, no graphs are captured from now on, and the
@@ -84,7 +82,7 @@ class Pieces:
             size: one of ``sizes``.
             forward: of the model.
             example: of a step of so many tokens, none of which is stored.
-            pool: the memory of all graphs.
+            pool: the memory of all graphs, as ``torch.cuda.graph_pool_handle`` names it.
 
         """
         if not self.sizes:
@@ -149,10 +147,10 @@ class _CaptureMetadata(AttentionMetadata):
     captured: _Captured
     was_read: str | None
     _example: AttentionMetadata
-    _pool: tuple[int, int]
+    _pool: Any
     _open: torch.cuda.CUDAGraph | None
 
-    def __init__(self, example: AttentionMetadata, pool: tuple[int, int]) -> None:
+    def __init__(self, example: AttentionMetadata, pool: Any) -> None:
         vars(self).update(
             captured=_Captured(), was_read=None, _example=example, _pool=pool, _open=None
         )
