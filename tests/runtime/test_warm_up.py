@@ -100,6 +100,7 @@ def test_nothing_is_compiled_while_serving(on_meta: Any, name: str) -> None:
     variants = on_meta["variants"][name]
     assert variants["later"] == []
     assert variants["left"] > 1, "one long prompt compiles everything: the test shows nothing"
+    assert variants["replays"] or name.startswith("encoder")
 
 
 def test_alignment_makes_another_variant(on_meta: Any) -> None:
