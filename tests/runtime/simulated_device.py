@@ -6,9 +6,9 @@ Pytest's importlib mode has no imports between test files: take it with ``runpy.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -31,6 +31,7 @@ SYNCHRONIZING = (
     "unique", "unique2", "_unique2", "unique_dim", "unique_consecutive", "bincount",
 )  # fmt: skip
 _KERNELS = "vllm_module.kernels."
+_current = threading.local()  # the device of each thread
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -38,6 +39,7 @@ class OnDevice(torch.Tensor):
     """A tensor whose memory, ``memory`` on the CPU, only operators of the device may use."""
 
     memory: torch.Tensor
+    shards: Any
     is_cpu = False
     is_cuda = True
     device = DEVICE
@@ -96,21 +98,32 @@ class SimulatedDevice(TorchDispatchMode):
         def nothing(*_: Any, **__: Any) -> None:
             pass
 
-        with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), self:
-            patch.setattr(torch.cuda, "CUDAGraph", partial(Graph, self))
+        with pytest.MonkeyPatch.context() as patch, self.taking_part():
+            patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(_current.device))
             patch.setattr(torch.cuda, "graph", capture)
             patch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
             patch.setattr(torch.cuda, "Stream", lambda device: "stream")
             patch.setattr(torch.cuda, "stream", nullcontext)
             patch.setattr(pieces, "alias", lambda tensor: OnDevice(tensor.memory))
             patch.setattr(torch.cuda, "synchronize", nothing)
-            patch.setattr(torch.cuda, "current_stream", lambda device: Stream(self))
+            patch.setattr(torch.cuda, "current_stream", lambda device: Stream(_current.device))
             patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
             patch.setattr(torch.cuda, "get_device_name", lambda *_: "simulated")
             if interpreter is not None:
                 patch.setattr(interpreter.GridExecutor, "__call__", nothing)
-            patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+            patch.setattr(torch.Tensor, "pin_memory", lambda tensor: _current.device.pin(tensor))
             yield
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Be this thread's device, while another is there for the thread that started it."""
+        before = getattr(_current, "device", None)
+        _current.device = self
+        try:
+            with torch.inference_mode(), self:
+                yield
+        finally:
+            _current.device = before
 
     def _free(self) -> None:
         """Let memory that was allocated in captures, and has no tensor any more, be anything."""
@@ -219,6 +232,8 @@ class SimulatedDevice(TorchDispatchMode):
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         copied = OnDevice(tensor.detach().clone())
+                        if hasattr(tensor, "shards"):  # an embedding's, which knows its rank
+                            copied.shards = tensor.shards
                         tensors[name] = copied  # type: ignore[assignment]
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:

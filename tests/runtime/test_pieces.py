@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vllm_module import vLLMModule
+from vllm_module.distributed import SimulatedGroup, run_ranks
 from vllm_module.hf_config import parse_config
 from vllm_module.layers import AttentionMetadata
 from vllm_module.model_source import build_model
@@ -56,17 +57,21 @@ class Both:
 
     """
 
-    def __init__(self, model: vLLMModule) -> None:
+    def __init__(self, model: vLLMModule, group: Any = None) -> None:
         self.device, copied = SimulatedDevice(), deepcopy(model)
+        self.present = self.device.present
+        if group is not None:  # one of several ranks, each a thread
+            self.present = self.device.taking_part
+            for module in copied.modules():
+                if hasattr(module, "tp_group"):
+                    module.tp_group = group
         self.plain = ModelRunner(model, CPU, SEQUENCES, MOST_PAGES)
         self.cache = KVCache(model, PAGES, PAGE, CPU, torch.float32, HOST_PAGES)
-        with self.device.present():
+        with self.present():
             self.device.take(copied)
             theirs = KVCache(copied, PAGES, PAGE, DEVICE, torch.float32)
             self.graphs = ModelRunner(copied, DEVICE, SEQUENCES, MOST_PAGES)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(pieces, "MOST_TOKENS", GRAPHS[-1])
-                self.graphs.capture(TOKENS)
+            self.graphs.capture(TOKENS)
         self.stored: Any = SimpleNamespace(
             _caches=[each.memory for each in theirs._caches],
             _host_caches=[each.clone() for each in self.cache._host_caches],
@@ -79,7 +84,7 @@ class Both:
         KVCache.move(self.stored, *moves)
         expected = self.plain.run(inputs, sampled)
         self.replayed.append(None)
-        with self.device.present(), pytest.MonkeyPatch.context() as patch:
+        with self.present(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.graphs._pieces, "run", self._run)
             if sampled is not None:
                 sampled = type(self.graphs._tables)(sampled)
@@ -104,6 +109,13 @@ def built(kind: str) -> vLLMModule:
     model = build_model(config, torch.float32, CPU)
     model.load_weights(random_weights(model.expected_weights()))
     return model.eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sizes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MOST_TOKENS", GRAPHS[-1])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +183,53 @@ def test_every_kind_of_model(of_kind: Both) -> None:
     of_kind.cache.close()
 
 
-def test_sizes_are_few_and_waste_little() -> None:
+_library = torch.library.Library("pieces_of_ranks", "DEF")
+_library.define("all_reduce(Tensor x, int rank, int size) -> Tensor")
+_library.define("all_gather(Tensor x, int dim, int rank, int size) -> Tensor")
+_library.impl(
+    "all_reduce",
+    lambda x, rank, size: SimulatedGroup(rank, size).all_reduce(x).clone(),
+    "CompositeExplicitAutograd",
+)
+_library.impl(
+    "all_gather",
+    lambda x, dim, rank, size: SimulatedGroup(rank, size).all_gather(x, dim).clone(),
+    "CompositeExplicitAutograd",
+)
+
+
+class Captured:
+    """A group whose collectives a graph captures: each is one operator."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ops.pieces_of_ranks.all_reduce(tensor, self.rank, self.size)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.ops.pieces_of_ranks.all_gather(tensor, dim, self.rank, self.size)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "deepseek-v3"])
+def test_ranks_replay_together(kind: str) -> None:
+    """Both ranks take the same graphs, whose collectives add up what the ranks compute."""
+
+    def rank(number: int) -> list[int | None]:
+        each = Both(built(kind), Captured(number, 2))
+        serve(each, REQUESTS, 0)
+        each.cache.close()
+        return each.replayed
+
+    with SimulatedDevice().present():
+        first, second = run_ranks(2, rank)
+    assert first == second
+    assert first[:4] == [16, 16, 20, None]
+
+
+def test_sizes_are_few_and_waste_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are 16, 32 and multiples of 64 up to 512, or up to the most tokens of a step."""
+    monkeypatch.setattr(pieces, "MOST_TOKENS", 512)
     assert captured_sizes(8192) == captured_sizes(512) == [16, 32, *range(64, 513, 64)]
     assert captured_sizes(100) == [16, 32, 64, 100]
     assert [captured_sizes(most) for most in (0, 1, 16, 17)] == [[], [1], [16], [16, 17]]
@@ -332,8 +389,8 @@ def runs(body: Any) -> tuple[Any, Any, Any]:
 def test_a_model_may_call_attention_as_it_likes(body: Any) -> None:
     """Twice in a row, never or under a condition; and results are kept while they are needed."""
     plain, graphs, device = runs(body)
-    assert graphs._pieces.sizes == [16, 32, 40]
-    for tokens in (11, 40, 16, 2, 17):
+    assert graphs._pieces.sizes == GRAPHS
+    for tokens in (11, 20, 16, 2, 17):
         with device.present():
             got = graphs.run(step(tokens)).memory
         if body is BODIES["if"] and tokens < 9:
@@ -388,7 +445,7 @@ def test_what_fails_in_a_capture_is_raised() -> None:
             runner.capture(40)
         assert device.calls is None
         wrong = ModelRunner(Own(lambda x, metadata: x[1:]), DEVICE, 2, 1)  # type: ignore[arg-type]
-        with pytest.raises(Exception, match=r"should return hidden states of shape \(40, hidden"):
+        with pytest.raises(Exception, match=r"should return hidden states of shape \(20, hidden"):
             wrong.capture(40)
 
 
