@@ -214,6 +214,7 @@ def test_what_the_host_launches_in_pieces(kind: str, quantization: str | None, m
     model = built(kind, quantization, monkeypatch)
     cache = KVCache(model, 4, 16, CPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(Graph, "launches", 0)
     monkeypatch.setattr(pieces, "alias", lambda tensor: tensor)  # no graph keeps its memory
     ids, positions, metadata = step_of(STEPS["mixed"])

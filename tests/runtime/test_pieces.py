@@ -131,13 +131,20 @@ def of_kind(request: pytest.FixtureRequest) -> Both:
 
 
 @torch.inference_mode()
-def serve(both: Both, asked: list[tuple[list[int], SamplingParams, int]], host_pages: int) -> None:
+def serve(
+    both: Both,
+    asked: list[tuple[list[int], SamplingParams, int]],
+    host_pages: int = 0,
+    overlapped: bool = False,
+) -> None:
     """Serve requests, each some steps after the one before it, and compare every step."""
     for caches in (both.cache, both.stored):
         for cache in caches._caches:
             cache.zero_()
     scheduler = Scheduler(PagePool(PAGES, PAGE), PagePool(host_pages, PAGE), SEQUENCES, TOKENS)
-    engine = Engine(both, scheduler, 130, PAGE * MOST_PAGES, repeatable=False)
+    engine = Engine(
+        both, scheduler, 130, PAGE * MOST_PAGES, repeatable=False, async_scheduling=overlapped
+    )
     requests = []
     for index, (prompt, params, steps) in enumerate(asked):
         requests.append(engine.add(str(index), prompt, params))
@@ -159,13 +166,13 @@ params = st.builds(
 requests = st.lists(st.tuples(prompts, params, st.integers(0, 2)), min_size=1, max_size=5)
 
 
-@given(requests, st.sampled_from([0, HOST_PAGES]))
+@given(requests, st.sampled_from([0, HOST_PAGES]), st.booleans())
 @settings(max_examples=15)
 def test_every_step_of_a_schedule_gives_the_logits_of_one_without_graphs(
-    both: Both, asked: Any, host_pages: int
+    both: Both, asked: Any, host_pages: int, overlapped: bool
 ) -> None:
     """Prompts, chunks, mixed and preempted batches: logits, and what is stored, are equal."""
-    serve(both, asked, host_pages)
+    serve(both, asked, host_pages, overlapped)
 
 
 REQUESTS = [
@@ -178,7 +185,7 @@ REQUESTS = [
 
 def test_every_kind_of_model(of_kind: Both) -> None:
     """With experts, sinks, latent attention, soft caps and windows, whatever the padding."""
-    serve(of_kind, REQUESTS, 0)
+    serve(of_kind, REQUESTS)
     assert of_kind.replayed[:4] == [16, 16, 20, None]
     of_kind.cache.close()
 
@@ -217,7 +224,7 @@ def test_ranks_replay_together(kind: str) -> None:
 
     def rank(number: int) -> list[int | None]:
         each = Both(built(kind), Captured(number, 2))
-        serve(each, REQUESTS, 0)
+        serve(each, REQUESTS)
         each.cache.close()
         return each.replayed
 
@@ -299,12 +306,12 @@ def test_faults_are_found(
     both: Both, owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What compares steps sees a wrong input, a wrong size and padding that is not cleared."""
-    serve(both, REQUESTS, 0)
+    serve(both, REQUESTS)
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(Exception, match=r"not close|other rows|must have the shape"):
-        serve(both, REQUESTS, 0)
+        serve(both, REQUESTS)
     monkeypatch.undo()
-    serve(both, REQUESTS, 0)
+    serve(both, REQUESTS)
 
 
 def test_memory_that_nobody_holds_is_used_again(model: vLLMModule, monkeypatch) -> None:
@@ -319,7 +326,7 @@ def test_memory_that_nobody_holds_is_used_again(model: vLLMModule, monkeypatch) 
 
     monkeypatch.setattr(pieces._CaptureMetadata, "attend", dropped)
     with pytest.raises(AssertionError, match="reach"):
-        serve(Both(deepcopy(model)), REQUESTS, 0)
+        serve(Both(deepcopy(model)), REQUESTS)
 
 
 class Own:
@@ -463,7 +470,7 @@ def test_new_weights_are_those_of_the_next_replay(both: Both) -> None:
     try:
         for tensor, copied in pairs:
             copied.copy_(tensor.mul_(1.1))
-        serve(both, REQUESTS, 0)
+        serve(both, REQUESTS)
     finally:
         for old, both_of_it in zip(before, pairs, strict=True):
             for tensor in both_of_it:

@@ -234,7 +234,9 @@ class ModelRunner:
         tables = self._tables_of(inputs, step[-1])
         if padded is not None:
             metadata = _metadata(step, tables, inputs.max_query_len)
-            return self._logits(self._pieces.run(step[0], step[1], metadata), rows)
+            with blamed_on(self._cls):
+                hidden = self._pieces.run(step[0], step[1], metadata)
+            return self._logits(hidden, rows)
         hidden = self._compute(step, tables, inputs.max_query_len)
         self._check(hidden, count)
         return self._logits(hidden, rows)
@@ -266,6 +268,7 @@ class ModelRunner:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch has no hints
         pool = torch.cuda.graph_pool_handle()
         if not self._compiled:
+            torch.cuda.synchronize(self.device)  # weights and tables are there for that stream
             with torch.cuda.stream(stream):
                 self._capture_pieces(captured_sizes(max_num_batched_tokens), pool)
         self._capture_decoding(stream, pool)
@@ -277,10 +280,7 @@ class ModelRunner:
             parts = self._parts(_NOTHING, size, 1)
             step = unpack(pack(parts).to(self.device), parts)[:-3]
             example = _metadata(step, self._tables.index_select(0, step[-1]), 1)
-            # This compiles kernels and allocates the libraries' workspaces.
-            self._check(self._forward(step[0], step[1], example), size)
-            torch.cuda.synchronize(self.device)
-            self._pieces.capture(size, self._forward, example, pool)
+            self._pieces.capture(size, self._checked, example, pool)
 
     def _capture_decoding(self, stream: torch.cuda.Stream, pool: Any) -> None:
         """Capture graphs of whole steps that only decode, the largest first."""
@@ -310,6 +310,13 @@ class ModelRunner:
         if sum(len(pages) for _, _, pages in inputs.new_pages) > self._sizes[-1]:
             return None  # after a fork, or when sequences start over or are swapped in
         return self._sizes[bisect_left(self._sizes, len(inputs.input_ids))]
+
+    def _checked(
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        hidden = self._forward(ids, positions, metadata)
+        self._check(hidden, len(ids))
+        return hidden
 
     def _check(self, hidden: object, count: int) -> None:
         if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:

@@ -73,7 +73,7 @@ class Pieces:
         self._captured: dict[int, _Captured] = {}
 
     def capture(self, size: int, forward: Forward, example: AttentionMetadata, pool: Any) -> None:
-        """Capture the graphs of ``size`` tokens on the current stream, after ``forward`` has run.
+        """Capture the graphs of ``size`` tokens on the current stream, after a run without them.
 
         If the model reads the step's metadata itself, no graphs are captured from now on, and the
         log says so.
@@ -85,27 +85,30 @@ class Pieces:
             pool: the memory of all graphs, as ``torch.cuda.graph_pool_handle`` names it.
 
         """
-        if not self.sizes:
-            return
-        metadata = _CaptureMetadata(example, pool)
-        try:
-            metadata.begin()
-            hidden = forward(self._ids[:size], self._positions[:size], metadata)
-            metadata.end()
-        except BaseException as error:
-            with suppress(Exception):  # what a failed capture says hides why it failed
+        # The first run compiles kernels and allocates the libraries' workspaces.
+        for capturing in (False, True):
+            if not self.sizes:
+                return
+            metadata = _CaptureMetadata(example, pool, capturing)
+            try:
+                metadata.begin()
+                hidden = forward(self._ids[:size], self._positions[:size], metadata)
                 metadata.end()
-            if metadata.was_read is None or not isinstance(error, Exception):
-                raise
-        if metadata.was_read is not None:
-            _log.warning(
-                "steps with prompts run without CUDA graphs: the model reads %s of the step's "
-                "metadata, and only what metadata.attend() calls should",
-                metadata.was_read,
-            )
-            self.sizes = []
-            self._captured.clear()
-            return
+            except BaseException as error:
+                with suppress(Exception):  # what a failed capture says hides why it failed
+                    metadata.end()
+                if metadata.was_read is None or not isinstance(error, Exception):
+                    raise
+            torch.cuda.synchronize(self._ids.device)
+            if metadata.was_read is not None:
+                _log.warning(
+                    "steps with prompts run without CUDA graphs: the model reads %s of the step's "
+                    "metadata, and only what metadata.attend() calls should",
+                    metadata.was_read,
+                )
+                self.sizes = []
+                self._captured.clear()
+                return
         metadata.captured.hidden = hidden
         self._captured[size] = metadata.captured
 
@@ -136,7 +139,7 @@ class Pieces:
 
 
 class _CaptureMetadata(AttentionMetadata):
-    """Stands for the metadata of every step while graphs are captured.
+    """Stands for the metadata of every step while graphs are captured, and in the run before.
 
     Attributes:
         captured: the graphs so far.
@@ -148,12 +151,12 @@ class _CaptureMetadata(AttentionMetadata):
     was_read: str | None
     _example: AttentionMetadata
     _pool: Any
+    _capturing: bool
     _open: torch.cuda.CUDAGraph | None
 
-    def __init__(self, example: AttentionMetadata, pool: Any) -> None:
-        vars(self).update(
-            captured=_Captured(), was_read=None, _example=example, _pool=pool, _open=None
-        )
+    def __init__(self, example: AttentionMetadata, pool: Any, capturing: bool) -> None:
+        vars(self).update(captured=_Captured(), was_read=None, _example=example, _open=None)
+        vars(self).update(_pool=pool, _capturing=capturing)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _LAYOUT:
@@ -168,6 +171,8 @@ class _CaptureMetadata(AttentionMetadata):
         return f"{type(self).__name__}()"
 
     def begin(self) -> None:
+        if not self._capturing:
+            return
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool)
         vars(self)["_open"] = graph
@@ -185,6 +190,8 @@ class _CaptureMetadata(AttentionMetadata):
         self.end()
         result = function(*tensors, self._example, **others)
         self.begin()
+        if not self._capturing:
+            return result
         output = torch.empty_like(result)
         shared = [alias(tensor) for tensor in tensors]
         self.captured.calls.append(_Call(function, shared, others, alias(output)))
