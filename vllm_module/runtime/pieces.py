@@ -85,10 +85,10 @@ class Pieces:
             pool: the memory of all graphs, as ``torch.cuda.graph_pool_handle`` names it.
 
         """
+        if not self.sizes:
+            return
         # The first run compiles kernels and allocates the libraries' workspaces.
         for capturing in (False, True):
-            if not self.sizes:
-                return
             metadata = _CaptureMetadata(example, pool, capturing)
             try:
                 metadata.begin()
