@@ -12,6 +12,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from vllm_module.layers import RotaryEmbedding, rows
 from vllm_module.model_source import build_model
 from vllm_module.quantization import rules_for
 from vllm_module.registry import config_class
+from vllm_module.runtime import pieces
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
@@ -161,6 +163,33 @@ class Collectives:
     def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor, group: int) -> None:
         for part in parts:
             part.copy_(tensor)
+
+
+class Graph:
+    """A CUDA graph, which launches nothing that has to be compiled."""
+
+    replays = 0
+
+    def capture_begin(self, pool: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        Graph.replays += 1
+
+
+def no_graphs() -> None:
+    """Let graphs be captured and replayed without a GPU."""
+
+    def nothing(*_: object) -> Any:
+        return nullcontext()
+
+    for name in ("graph", "graph_pool_handle", "Stream", "stream", "synchronize"):
+        setattr(torch.cuda, name, nothing)
+    torch.cuda.CUDAGraph = Graph
+    pieces.alias = lambda tensor: tensor  # there is no memory
 
 
 class Served:
@@ -299,8 +328,10 @@ def variants(
     model = on_meta(entries, torch.bfloat16, quantization=quantization)
     most, rng = LIMITS["max_model_len"], random.Random(0)
     run: Callable[[Any], object]
+    served = None
     if hasattr(model, "compute_logits"):
-        run = Served(model, cache_dtype=getattr(torch, cache_dtype)).run
+        served = Served(model, cache_dtype=getattr(torch, cache_dtype))
+        run = served.run
         longest: Any = step([(most, most)])
         warm_up: Any = warm_up_steps(**LIMITS, page_size=PAGE, num_pages=PAGES, host_pages=0)
         some: Any = some_step
@@ -317,11 +348,18 @@ def variants(
         met.clear()
         for inputs in warm_up:
             run(inputs)
+        if served is not None:
+            served.runner.capture(LIMITS["max_num_batched_tokens"])
         warm = set(met)
         for _ in range(STEPS):
             run(some(rng))
     kernels = Counter(each.split()[0] for each in warm)
-    return {"warm": kernels, "later": sorted(met - warm), "left": len(warm - by_longest)}
+    return {
+        "warm": kernels,
+        "later": sorted(met - warm),
+        "left": len(warm - by_longest),
+        "replays": Graph.replays,
+    }
 
 
 def sees_alignment() -> bool:
@@ -341,6 +379,7 @@ def main() -> None:
     given = json.load(sys.stdin)
     groups.dist = Collectives()
     rows.quantizes_inputs = lambda x: True  # as on a GPU
+    no_graphs()
     json.dump(
         {
             "hosts": hosts(given["configurations"]),

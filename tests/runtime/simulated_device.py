@@ -6,27 +6,32 @@ Pytest's importlib mode has no imports between test files: take it with ``runpy.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vllm_module.runtime import pieces
+
 try:
     from triton.runtime import interpreter  # tests run with Triton's interpreter
 except ImportError:  # Triton exists for Linux alone
     interpreter = None
 
-DEVICE = torch.device("cuda:0")
+DEVICE, POOL = torch.device("cuda:0"), (0, 1)
 # The host waits for the device to know their result, or its size.
 SYNCHRONIZING = (
     "item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose",
     "unique", "unique2", "_unique2", "unique_dim", "unique_consecutive", "bincount",
 )  # fmt: skip
 _KERNELS = "vllm_module.kernels."
+_current = threading.local()  # the device of each thread
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -34,6 +39,7 @@ class OnDevice(torch.Tensor):
     """A tensor whose memory, ``memory`` on the CPU, only operators of the device may use."""
 
     memory: torch.Tensor
+    shards: Any
     is_cpu = False
     is_cuda = True
     device = DEVICE
@@ -80,7 +86,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.copies: list[tuple[int, bool]] = []
         self.pinned: list[torch.Tensor] = []
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] | None = None
-        self.captured = 0  # graphs
+        # Memory that graphs share: what was allocated in captures, and the tensors that use it.
+        self._allocated: dict[int, tuple[torch.Tensor, list[ref[OnDevice]]]] = {}
         self.copied_back = self.waits = 0
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is where, and arrives
 
@@ -91,29 +98,41 @@ class SimulatedDevice(TorchDispatchMode):
         def nothing(*_: Any, **__: Any) -> None:
             pass
 
-        with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), self:
-            patch.setattr(torch.cuda, "CUDAGraph", Graph)
-            patch.setattr(torch.cuda, "graph", self._capture)
+        with pytest.MonkeyPatch.context() as patch, self.taking_part():
+            patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(_current.device))
+            patch.setattr(torch.cuda, "graph", capture)
+            patch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
             patch.setattr(torch.cuda, "Stream", lambda device: "stream")
+            patch.setattr(torch.cuda, "stream", nullcontext)
+            patch.setattr(pieces, "alias", lambda tensor: OnDevice(tensor.memory))
             patch.setattr(torch.cuda, "synchronize", nothing)
-            patch.setattr(torch.cuda, "current_stream", lambda device: Stream(self))
+            patch.setattr(torch.cuda, "current_stream", lambda device: Stream(_current.device))
             patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
             patch.setattr(torch.cuda, "get_device_name", lambda *_: "simulated")
             if interpreter is not None:
                 patch.setattr(interpreter.GridExecutor, "__call__", nothing)
-            patch.setattr(torch.Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+            patch.setattr(torch.Tensor, "pin_memory", lambda tensor: _current.device.pin(tensor))
             yield
 
     @contextmanager
-    def _capture(self, graph: Graph, pool: str | None, stream: str) -> Iterator[None]:
-        assert pool == ("pool" if self.captured else None), "the first graph's pool is for all"
-        self.captured += 1
-        self.calls = []
+    def taking_part(self) -> Iterator[None]:
+        """Be this thread's device, while another is there for the thread that started it."""
+        before = getattr(_current, "device", None)
+        _current.device = self
         try:
-            yield
-            graph.calls = self.calls
+            with torch.inference_mode(), self:
+                yield
         finally:
-            self.calls = None
+            _current.device = before
+
+    def _free(self) -> None:
+        """Let memory that was allocated in captures, and has no tensor any more, be anything."""
+        assert self.calls is not None
+        for memory, tensors in list(self._allocated.values()):
+            if all(tensor() is None for tensor in tensors):
+                del self._allocated[memory.untyped_storage().data_ptr()]
+                garbage = torch.nan if memory.is_floating_point() else 2**30
+                self.calls.append((torch.Tensor.fill_, (memory, garbage), {}, [memory]))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -144,9 +163,12 @@ class SimulatedDevice(TorchDispatchMode):
             self._refuse(f"{function} waits for the device")
         if asked is not None:
             kwargs["device"] = torch.device("cpu")
+        if self.calls is not None:
+            self._free()
         wrappers = {id(x.memory): x for x in ours}
         wrapped, wrapped_kwargs = args, kwargs
         args, kwargs = tree_map(_inner, (args, kwargs))
+        given = {x.memory.untyped_storage().data_ptr() for x in ours}
         result = function(*args, **kwargs)
         if asked is not None and not to_device:
             return self._to_host(result, kwargs.get("non_blocking", False))
@@ -154,12 +176,21 @@ class SimulatedDevice(TorchDispatchMode):
             if function.namespace == "vllm_module":
                 self._launch(f"{name}_triton", wrapped, wrapped_kwargs)
             made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-            self.calls.append((function, args, kwargs, made))
+            if not name.startswith(("empty", "new_empty")):  # memory alone
+                self.calls.append((function, args, kwargs, made))
 
         def outer(value: Any) -> Any:
             if id(value) in wrappers:  # of an operator in place
                 return wrappers[id(value)]
-            return OnDevice(value) if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            wrapper, at = OnDevice(value), value.untyped_storage().data_ptr()
+            if at in self._allocated:
+                self._allocated[at][1].append(ref(wrapper))
+            elif self.calls is not None and at and at not in given:
+                count = value.untyped_storage().nbytes() // value.itemsize
+                self._allocated[at] = value.as_strided((count,), (1,), 0), [ref(wrapper)]
+            return wrapper
 
         return tree_map(outer, result)
 
@@ -201,6 +232,8 @@ class SimulatedDevice(TorchDispatchMode):
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         copied = OnDevice(tensor.detach().clone())
+                        if hasattr(tensor, "shards"):  # an embedding's, which knows its rank
+                            copied.shards = tensor.shards
                         tensors[name] = copied  # type: ignore[assignment]
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -233,7 +266,18 @@ def _inner(value: Any) -> Any:
 class Graph:
     """What torch.cuda.CUDAGraph does: runs the same operators on the same memory again."""
 
-    replays = 0
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device, self.replays = device, 0
+
+    def capture_begin(self, pool: object) -> None:
+        assert self._device.calls is None, "a graph is being captured"
+        assert pool == POOL, "one pool is for all graphs"
+        self._device.calls = []
+
+    def capture_end(self) -> None:
+        assert self._device.calls is not None
+        self._device._free()
+        self.calls, self._device.calls = self._device.calls, None
 
     def replay(self) -> None:
         self.replays += 1
@@ -247,5 +291,12 @@ class Graph:
                 if output.untyped_storage().data_ptr() not in memory:
                     output.copy_(value)
 
-    def pool(self) -> str:
-        return "pool"
+
+@contextmanager
+def capture(graph: Graph, pool: object, stream: str) -> Iterator[None]:
+    """Do what torch.cuda.graph does."""
+    graph.capture_begin(pool)
+    try:
+        yield
+    finally:
+        graph.capture_end()

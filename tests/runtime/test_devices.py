@@ -299,7 +299,7 @@ def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.Monk
 
     class Model:
         def __call__(self, ids: torch.Tensor, *_: object) -> torch.Tensor:
-            return ids
+            return ids.unsqueeze(1)
 
         compute_logits = __call__
 
@@ -308,12 +308,16 @@ def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.Monk
         return contextlib.nullcontext()
 
     captures: list[tuple[object, object]] = []
-    made = SimpleNamespace(pool=lambda: "pool")
+    begun: list[object] = []
+    made = SimpleNamespace(capture_begin=begun.append, capture_end=lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: graph(None, "current", stream))
     device, model = torch.device("meta"), Model()
-    ModelRunner(model, device, 4, 2).capture()  # type: ignore[arg-type]
+    ModelRunner(model, device, 4, 2).capture(20)  # type: ignore[arg-type]
     stream = "stream", device
-    assert captures == [(None, stream), ("pool", stream), ("pool", stream)]
+    assert captures == [("current", stream), *[("pool", stream)] * 3]
+    assert begun == ["pool", "pool"]

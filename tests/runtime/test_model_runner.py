@@ -38,7 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = runpy.run_path(
 class Beside:
     """A model on the CPU that runs without graphs, and the same on a device, with graphs."""
 
-    def __init__(self, model: vLLMModule, sequences: int) -> None:
+    def __init__(self, model: vLLMModule, sequences: int, most_tokens: int = 0) -> None:
         self.device, copied = SimulatedDevice(), deepcopy(model)
         self.plain = ModelRunner(model, CPU, sequences, MOST_PAGES)
         self.caches = [KVCache(model, PAGES, PAGE, CPU, torch.float32)]
@@ -46,7 +46,7 @@ class Beside:
             self.device.take(copied)
             self.caches.append(KVCache(copied, PAGES, PAGE, DEVICE, torch.float32))
             self.graphs = ModelRunner(copied, DEVICE, sequences, MOST_PAGES)
-            self.graphs.capture()
+            self.graphs.capture(most_tokens)
         self.stored = [
             (theirs, ours.memory)
             for theirs, ours in zip(*(each._caches for each in self.caches), strict=True)
@@ -222,7 +222,7 @@ def test_graphs_cover_every_number_of_sequences(most: int, sizes: list[int]) -> 
     with SimulatedDevice().present():
         model = Stub()
         runner = ModelRunner(model, DEVICE, most, 2)  # type: ignore[arg-type]
-        runner.capture()
+        runner.capture(0)
         assert model.calls == [size for size in sizes for _ in range(2)]
         for count in range(1, most + 1):
             rows = list(range(count))
@@ -257,7 +257,7 @@ def test_what_a_graph_may_not_capture_is_found(wrong, message: str) -> None:
         runner = ModelRunner(model, DEVICE, 1, 1)  # type: ignore[arg-type]
         model.wrong = lambda ids: wrong(ids) if device.calls is not None else None
         with pytest.raises(UnsupportedModelError, match=message):
-            runner.capture()
+            runner.capture(0)
 
 
 def test_what_launches_a_kernel_is_captured_too(beside, monkeypatch) -> None:
@@ -270,7 +270,7 @@ def test_what_launches_a_kernel_is_captured_too(beside, monkeypatch) -> None:
     monkeypatch.setattr(act_and_mul, "act_and_mul_triton", wrong)
     device = SimulatedDevice()
     with device.present(), pytest.raises(HostError, match="makes a tensor on the host"):
-        ModelRunner(runner.model, DEVICE, 1, 1).capture()
+        ModelRunner(runner.model, DEVICE, 1, 1).capture(0)
 
 
 WALKED = (

@@ -436,7 +436,7 @@ class Real:
             self.device.take(model)
             KVCache(model, 40, 16, DEVICE, torch.float32)
             self.runner = ModelRunner(model, DEVICE, 8, 4)
-            self.runner.capture()
+            self.runner.capture(0)
         scheduler = Scheduler(PagePool(40, 16), PagePool(0, 16), 8, 100)
         self.engine = Engine(
             self.execute, scheduler, 130, 64, wait=self.wait, async_scheduling=overlapped

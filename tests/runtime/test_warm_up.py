@@ -100,6 +100,7 @@ def test_nothing_is_compiled_while_serving(on_meta: Any, name: str) -> None:
     variants = on_meta["variants"][name]
     assert variants["later"] == []
     assert variants["left"] > 1, "one long prompt compiles everything: the test shows nothing"
+    assert variants["replays"] or name.startswith("encoder")
 
 
 def test_alignment_makes_another_variant(on_meta: Any) -> None:
@@ -177,7 +178,7 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     assert calls[:2] == [([(0, 0)], [(0, 1)], [(0, 0)]), 1]
     assert 9 in calls
     captured = [call for call in calls if isinstance(call, tuple) and call[0] == "capture"]
-    assert captured == ([] if eager else [("capture",)])
+    assert captured == ([] if eager else [("capture", 9)])
     assert eager or calls[-1] == captured[0]
     calls.clear()
     worker.start(num_pages=2, host_pages=1, max_model_len=40)

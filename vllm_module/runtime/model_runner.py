@@ -14,6 +14,7 @@ from vllm_module.messages import shorten
 from vllm_module.module import vLLMModule
 from vllm_module.registry import blamed_on
 from vllm_module.runtime.packing import ALIGNMENT, pack, unpack
+from vllm_module.runtime.pieces import Pieces, captured_sizes
 from vllm_module.runtime.scheduler import Step
 
 
@@ -148,6 +149,9 @@ def next_inputs(step: Step, sampled: list[int], num_sampled: int, page_size: int
     )
 
 
+_NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step of no tokens
+
+
 class ModelRunner:
     """Runs steps on one rank's model, whose attention layers have a cache.
 
@@ -155,7 +159,8 @@ class ModelRunner:
 
     On a GPU, steps that only decode replay CUDA graphs, which :meth:`capture` records for some
     batch sizes. A batch is padded to the next of these sizes with sequences of no tokens: context
-    0, and cache slot -1, where nothing is stored.
+    0, and cache slot -1, where nothing is stored. Other steps of few tokens replay graphs of what
+    is between attention layers, unless torch.compile fuses that.
 
     Args:
         model: this rank's.
@@ -190,6 +195,8 @@ class ModelRunner:
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._sizes: list[int] = []  # of graphs, ascending
+        self._pieces = Pieces(device, [])
+        self._compiled = compiled
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,7 +211,9 @@ class ModelRunner:
 
         """
         count, size = len(inputs.input_ids), self._graph_size(inputs)
-        parts = self._parts(inputs, 0 if size is None else size - count)
+        padded = self._pieces.size_for(count) if size is None else size
+        padding = 0 if padded is None else padded - count
+        parts = self._parts(inputs, padding, 0 if size is None else padding)
         packed = pack(parts)
         if self.device.type == "cuda":
             packed = packed.pin_memory()  # torch reuses this memory once copies of it are done
@@ -222,12 +231,14 @@ class ModelRunner:
             graph, hidden = self._graphs[size]
             graph.replay()
             return self._logits(hidden, rows)
-        hidden = self._compute(step, self._tables_of(inputs, step[-1]), inputs.max_query_len)
-        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:
-            raise UnsupportedModelError(
-                f"{self._cls.__name__}.forward should return hidden states of shape "
-                f"({count}, hidden_size), and returned {described_result(hidden)}"
-            )
+        tables = self._tables_of(inputs, step[-1])
+        if padded is not None:
+            metadata = _metadata(step, tables, inputs.max_query_len)
+            with blamed_on(self._cls):
+                hidden = self._pieces.run(step[0], step[1], metadata)
+            return self._logits(hidden, rows)
+        hidden = self._compute(step, tables, inputs.max_query_len)
+        self._check(hidden, count)
         return self._logits(hidden, rows)
 
     @torch.inference_mode()
@@ -248,19 +259,38 @@ class ModelRunner:
         self._logits(self._compute(step, torch.zeros_like(self._tables)), slice(None))
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture graphs of steps that only decode, the largest first, in one memory pool."""
+    def capture(self, max_num_batched_tokens: int) -> None:
+        """Capture the graphs of steps of so many tokens at most, in one memory pool.
+
+        Those in pieces come first, because they are the largest.
+        """
         # torch's own stream is that of the first capture in the process, maybe on another device.
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch has no hints
+        pool = torch.cuda.graph_pool_handle()
+        if not self._compiled:
+            torch.cuda.synchronize(self.device)  # weights and tables are there for that stream
+            with torch.cuda.stream(stream):
+                self._capture_pieces(captured_sizes(max_num_batched_tokens), pool)
+        self._capture_decoding(stream, pool)
+
+    def _capture_pieces(self, sizes: list[int], pool: Any) -> None:
+        """Capture graphs of what is between attention layers, the largest first."""
+        self._pieces = Pieces(self.device, sizes)
+        for size in reversed(sizes):
+            parts = self._parts(_NOTHING, size, 1)
+            step = unpack(pack(parts).to(self.device), parts)[:-3]
+            example = _metadata(step, self._tables.index_select(0, step[-1]), 1)
+            self._pieces.capture(size, self._checked, example, pool)
+
+    def _capture_decoding(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        """Capture graphs of whole steps that only decode, the largest first."""
         most = len(self._tables)
         sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most]
-        nothing = StepInputs([], [], [], [], [0], [], [], 0, [], 1)
         # No part of a step that replays a graph has more numbers.
-        longest = [(torch.int64, range(most + 1)) for _ in self._parts(nothing, most)]
+        longest = [(torch.int64, range(most + 1)) for _ in self._parts(_NOTHING, most, most)]
         self._static = torch.zeros_like(pack(longest), device=self.device)
-        pool = None
         for size in (most, *reversed(sizes)):
-            parts = self._parts(nothing, size)
+            parts = self._parts(_NOTHING, size, size)
             packed = pack(parts)
             self._static[: len(packed)].copy_(packed)
             step = unpack(self._static, parts)[:-3]
@@ -270,7 +300,6 @@ class ModelRunner:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream):
                 hidden = self._compute(step, self._tables.index_select(0, step[-1]))
-            pool = pool or graph.pool()
             self._graphs[size] = graph, hidden
         self._sizes = sorted(self._graphs)
 
@@ -282,8 +311,27 @@ class ModelRunner:
             return None  # after a fork, or when sequences start over or are swapped in
         return self._sizes[bisect_left(self._sizes, len(inputs.input_ids))]
 
-    def _parts(self, inputs: StepInputs, padding: int) -> list[tuple[torch.dtype, list[int]]]:
-        """Return all numbers that the device needs, and ``padding`` sequences of no tokens."""
+    def _checked(
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        hidden = self._forward(ids, positions, metadata)
+        self._check(hidden, len(ids))
+        return hidden
+
+    def _check(self, hidden: object, count: int) -> None:
+        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:
+            raise UnsupportedModelError(
+                f"{self._cls.__name__}.forward should return hidden states of shape "
+                f"({count}, hidden_size), and returned {described_result(hidden)}"
+            )
+
+    def _parts(
+        self, inputs: StepInputs, padding: int, sequences: int
+    ) -> list[tuple[torch.dtype, list[int]]]:
+        """Return all numbers that the device needs, with ``padding`` tokens that are not stored.
+
+        As many of them as ``sequences`` are one of a sequence of context 0 each.
+        """
         width, tokens = self._tables.shape[1], len(inputs.input_ids)
         entries: list[int] = []
         pages: list[int] = []
@@ -291,14 +339,14 @@ class ModelRunner:
             assert first + len(changed) <= width, "a row of the block tables ends here"
             entries += range(row * width + first, row * width + first + len(changed))
             pages += changed
-        zeros = [0] * padding
+        zeros, none = [0] * padding, [0] * sequences
         return [
             (torch.int64, inputs.input_ids + zeros),
             (torch.int64, inputs.positions + zeros),
             (torch.int64, inputs.slot_mapping + [-1] * padding),
-            (torch.int32, inputs.context_lens + zeros),
-            (torch.int32, [*inputs.query_start_loc, *range(tokens + 1, tokens + padding + 1)]),
-            (torch.int64, inputs.table_rows + zeros),
+            (torch.int32, inputs.context_lens + none),
+            (torch.int32, [*inputs.query_start_loc, *range(tokens + 1, tokens + sequences + 1)]),
+            (torch.int64, inputs.table_rows + none),
             (torch.int64, inputs.rows),
             (torch.int64, entries),
             (torch.int32, pages),
@@ -316,11 +364,8 @@ class ModelRunner:
         self, step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int = 1
     ) -> torch.Tensor:
         """Return the hidden states of a step, whose tensors are in the order of :meth:`_parts`."""
-        ids, positions, slot_mapping, context_lens, query_start_loc = step[:5]
-        metadata = AttentionMetadata(
-            slot_mapping, tables, context_lens, query_start_loc, max_query_len
-        )
-        return self._forward(ids, positions, metadata.laid_out())
+        metadata = _metadata(step, tables, max_query_len)
+        return self._forward(step[0], step[1], metadata.laid_out())
 
     def _forward(self, *arguments: torch.Tensor | AttentionMetadata) -> torch.Tensor:
         with blamed_on(self._cls):
@@ -331,6 +376,13 @@ class ModelRunner:
         with blamed_on(self._cls):
             logits: torch.Tensor = self.model.compute_logits(hidden[rows])
         return logits
+
+
+def _metadata(
+    step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int
+) -> AttentionMetadata:
+    _, _, slot_mapping, context_lens, query_start_loc = step[:5]
+    return AttentionMetadata(slot_mapping, tables, context_lens, query_start_loc, max_query_len)
 
 
 def described_result(value: object) -> str:

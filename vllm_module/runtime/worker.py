@@ -112,7 +112,7 @@ class Worker:
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len
         if on_gpu and not config.enforce_eager:
-            self.runner.capture()
+            self.runner.capture(config.max_num_batched_tokens)
 
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``.

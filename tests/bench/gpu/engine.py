@@ -3,6 +3,9 @@
 A step's floor is the bytes that it must read, weights and the tokens' keys and values, over the
 rate at which the device reads in the same minute. The host gap is the part of a step in which the
 device does nothing: the step's time, less the time in which any kernel or copy ran.
+
+A mixed step has the prompt of a new request, of 100 tokens, beside the requests that decode. With
+``enforce_eager`` it runs without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from gpu.worker import Emit
 from vllm_module import LLM, SamplingParams
 
 PROMPT, STEPS, PROFILED = 512, 24, 6
+NEW_PROMPT, ARRIVING = 100, 8  # of mixed steps; places beside those of the requests that decode
 
 
 def main(emit: Emit, device: Gpu, model: str, options: dict[str, Any], requests: list[int]) -> None:
@@ -35,7 +39,8 @@ def main(emit: Emit, device: Gpu, model: str, options: dict[str, Any], requests:
     begin = time.perf_counter()
     with LLM(
         random_model(model, device.name, small), dtype="bfloat16", skip_tokenizer_init=True,
-        device=device.name, max_num_seqs=max(requests), enable_prefix_caching=False,
+        device=device.name, max_num_seqs=max(requests) + ARRIVING,
+        enable_prefix_caching=False,
         max_num_batched_tokens=64 if small else 8192, **sizes, **options,
     ) as llm:  # fmt: skip
         emit(**what, name=f"{model}, start", seconds=time.perf_counter() - begin)
@@ -59,7 +64,7 @@ def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[
     """Serve requests until all decode, time steps, and look at some more with the profiler."""
     engine = llm.engine
     draw = random.Random(count).randrange
-    tokens = steps + PROFILED + 8
+    tokens = 2 * (steps + PROFILED) + 12
     params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
     prompts = [[draw(engine.vocab_size) for _ in range(prompt)] for _ in range(count)]
     begin = time.perf_counter()
@@ -80,6 +85,22 @@ def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[
         times.append(time.perf_counter() - before)
     contexts = sum(len(s.tokens) for r in engine.requests.values() for s in r.sequences)
     busy, launches = device.busy(lambda: [engine.step() for _ in range(PROFILED)])
+    arrival = SamplingParams(temperature=0, max_tokens=1)
+    new_prompt = min(prompt, NEW_PROMPT)
+
+    def mixed_step() -> float:
+        ids = [draw(engine.vocab_size) for _ in range(new_prompt)]
+        engine.add(f"new {len(mixed)}", ids, arrival)
+        before = time.perf_counter()
+        engine.step()
+        mixed.append(time.perf_counter() - before)
+        return mixed[-1]
+
+    mixed: list[float] = []
+    mixed_step()  # which may have been launched before the request arrived
+    mixed_times = [mixed_step() for _ in range(steps)]
+    mixed_busy, mixed_launches = device.busy(lambda: [mixed_step() for _ in range(PROFILED)])
+    mixed_step_time = statistics.median(mixed_times)
     for request_id in list(engine.requests):
         engine.abort(request_id)
     step = statistics.median(times)
@@ -90,6 +111,11 @@ def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[
         "busy": None if busy is None else busy / PROFILED,
         "host_gap": None if busy is None else step - busy / PROFILED,
         "launches": launches / PROFILED,
+        "mixed": {
+            "step": spread(mixed_times),
+            "host_gap": None if mixed_busy is None else mixed_step_time - mixed_busy / PROFILED,
+            "launches": mixed_launches / PROFILED,
+        },
         "bytes": weights_read(llm) + contexts * token_bytes(llm),
     }
 

@@ -87,11 +87,13 @@ def engine(run: Run, seconds: float) -> None:
                     "requests": requests[:2]}),
         ("engine", {"model": "Qwen3-0.6B", "options": {"enforce_eager": True},
                     "requests": requests[:2]}),
+        ("engine", {"model": "Llama-8B", "options": {"enforce_eager": True},
+                    "requests": requests[:2]}),
     ]  # fmt: skip
     if "eight bits" not in right:
         jobs = [job for job in jobs if "quantization" not in job[1].get("options", {})]
     if run.dry:
-        jobs = [jobs[0], jobs[3]]
+        jobs = [jobs[0], jobs[3], jobs[5]]
     for name, arguments in jobs:
         left = end - time.monotonic()
         if left < 1:

@@ -30,7 +30,10 @@ def report(results: Results) -> list[str]:
 
 
 def _engines(found: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'engine':52} {'step':>9} {'idle':>9} {'first':>9} {'tokens/s':>9}  of the floor"]
+    lines = [
+        f"{'engine':52} {'step':>9} {'idle':>9} {'first':>9} {'tokens/s':>9}  of the floor"
+        f" {'mixed':>9} {'idle':>9}"
+    ]
     for each in found:
         if "step" not in each:
             continue
@@ -43,7 +46,8 @@ def _engines(found: list[dict[str, Any]]) -> list[str]:
             continue
         lines.append(
             f"{each['name']:52} {_ms(step['median'])} {_ms(each['host_gap'] or math.nan)} "
-            f"{_ms(first['median'])} {each['tokens_per_second']:9.0f}  {each['fraction']:.0%}"
+            f"{_ms(first['median'])} {each['tokens_per_second']:9.0f}  {each['fraction']:12.0%}"
+            f" {_ms(each['mixed']['step']['median'])} {_ms(each['mixed']['host_gap'] or math.nan)}"
         )
     return lines
 
