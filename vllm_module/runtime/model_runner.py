@@ -222,7 +222,9 @@ class ModelRunner:
             graph, hidden = self._graphs[size]
             graph.replay()
             return self._logits(hidden, rows)
-        hidden = self._compute(step, self._tables_of(inputs, step[-1]), inputs.max_query_len)
+        longest = inputs.max_query_len
+        fresh = longest > 1 and sum(inputs.context_lens) == count  # no context has other tokens
+        hidden = self._compute(step, self._tables_of(inputs, step[-1]), longest, fresh=fresh)
         if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:
             raise UnsupportedModelError(
                 f"{self._cls.__name__}.forward should return hidden states of shape "
@@ -313,12 +315,17 @@ class ModelRunner:
         return tables.index_select(0, rows)
 
     def _compute(
-        self, step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int = 1
+        self,
+        step: list[torch.Tensor],
+        tables: torch.Tensor,
+        max_query_len: int = 1,
+        *,
+        fresh: bool = False,
     ) -> torch.Tensor:
         """Return the hidden states of a step, whose tensors are in the order of :meth:`_parts`."""
         ids, positions, slot_mapping, context_lens, query_start_loc = step[:5]
         metadata = AttentionMetadata(
-            slot_mapping, tables, context_lens, query_start_loc, max_query_len
+            slot_mapping, tables, context_lens, query_start_loc, max_query_len, fresh=fresh
         )
         return self._forward(ids, positions, metadata.laid_out())
 
