@@ -365,15 +365,24 @@ class Engine:
         self._next = None
 
     @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the engine's lock: other threads wait, and their aborts are done afterwards."""
+        try:
+            with self.lock:
+                yield
+        finally:
+            self._do_aborts()
+
+    @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the engine's lock: other threads wait, and their aborts are done afterwards.
+        """Hold the engine's lock, as :meth:`reading`, to change what it does.
 
         What is launched inside is launched on the engine's stream.
 
         Raises ``RuntimeError`` if this thread holds it already, such as a signal handler that
         interrupts a step.
         """
-        with self.lock:
+        with self.reading():
             if self._busy:
                 raise RuntimeError("the engine is in the middle of a step")
             self._busy = True
@@ -382,10 +391,9 @@ class Engine:
                     yield
             finally:
                 self._busy = False
-        self._do_aborts()
 
     def _do_aborts(self) -> None:
-        """End aborted requests; if the engine is busy, :meth:`alone` does it afterwards."""
+        """End aborted requests; if the lock is held, :meth:`reading` does it afterwards."""
         while self._aborts and self.lock.acquire(blocking=False):
             try:
                 if self._busy:

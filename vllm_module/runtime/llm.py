@@ -421,7 +421,7 @@ class LLM:
             while True:
                 # A step for another stream may have computed tokens of this one, or ended it. With
                 # the lock, no other thread's step adds one between the count and the output.
-                with self.engine.lock:
+                with self.engine.reading():
                     count = sum(len(sequence.tokens) for sequence in request.sequences)
                     is_new = request.finished or count > yielded
                     output = self._output(request) if is_new else None
@@ -588,7 +588,7 @@ class LLM:
             return refused(request_id, text, ids, error)
 
     def _output(self, request: Request) -> RequestOutput:
-        with self.engine.lock:
+        with self.engine.reading():
             output = request_output(request)
         if self.tokenizer is not None:
             decode_logprobs(output, self.tokenizer)
