@@ -68,7 +68,8 @@ SamplingParams(*, n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetitio
 LAYERS = """
 Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=None,
     softcap=None, alibi_slopes=None)
-AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc, max_query_len)
+AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc, max_query_len, *,
+    fresh=False)
 ColumnParallelLinear(input_size, output_size, bias=True, gather_output=False,
     skip_bias_add=False, params_dtype=None, *, output=None)
 EncoderAttention(num_heads, head_size, scale=None)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +17,13 @@ from vllm_module.config import EngineConfig
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.runtime import executor as executors
 from vllm_module.runtime import ranks as rank_module
+from vllm_module.runtime.devices import own_device
+from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.executor import Executor
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.ranks import Ranks, own_device
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.ranks import Ranks
+from vllm_module.runtime.scheduler import Scheduler
 
 DEVICES = 3
 
@@ -269,12 +273,47 @@ def test_what_an_aborted_collective_leaves_is_no_result(
         made.run(step)
 
 
-@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "gloo"])
-@pytest.mark.parametrize("failed", [False, True])
-def test_a_failed_engine_aborts_before_it_destroys(
-    monkeypatch: pytest.MonkeyPatch, backends: str, failed: bool
+@pytest.mark.parametrize("how", ["closed", "lost"])
+def test_a_wait_that_outlasts_the_engine_says_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, cuda: Cuda, how: str
 ) -> None:
-    """Of collectives on a device, destroying a group would wait for the rank that hangs."""
+    """It names the rank that has failed meanwhile, or that another thread has closed the engine."""
+    monkeypatch.setattr(executors, "Worker", StandIn)
+    monkeypatch.setattr(executors, "Ranks", Aborted)
+    made = engine("cuda")
+    ranks: Any = made._ranks
+    ranks.aborts = True
+
+    def fail(*_: object) -> None:
+        raise RankError("rank 1 (pid 7) was killed by signal 9", [1])
+
+    def end() -> bool:
+        if how == "closed":
+            made.close()
+        else:
+            made.worker.run = fail  # type: ignore[method-assign, assignment]
+            with pytest.raises(RankError):
+                made.run(step)
+        return bool(ranks.query())
+
+    step: Any = None
+    event: Any = SimpleNamespace(query=end)
+    expected = "it was closed" if how == "closed" else r"rank 1 \(pid 7\) was killed"
+    with pytest.raises(RuntimeError, match=f"^the engine has ended: {expected}") as caught:
+        made.wait(event)
+    assert getattr(caught.value, "ranks", ()) == (() if how == "closed" else (1,))
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "gloo"])
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_engine_aborts_before_it_destroys(
+    monkeypatch: pytest.MonkeyPatch, backends: str, started: bool, failed: bool
+) -> None:
+    """Of collectives on a device, destroying a group would wait for the rank that hangs or ends.
+
+    Ranks that were started here are killed, maybe in the middle of a step that is launched.
+    """
     done: list[str] = []
     world = SimpleNamespace(abort=lambda: done.append("abort"))
     stand_in = SimpleNamespace(
@@ -287,11 +326,86 @@ def test_a_failed_engine_aborts_before_it_destroys(
     ranks = Ranks(1, torch.device("cpu"), lambda: None, tuple)
     monkeypatch.setattr(rank_module, "dist", stand_in)
     ranks._owns_world = True
+    if started:
+        processes: Any = SimpleNamespace(end=lambda: done.append("end"))
+        ranks._processes = processes
+        monkeypatch.setattr(rank_module, "_leads_world", True)
     if failed:
         ranks.part(ValueError("a step failed"))
     ranks.close()
-    assert done == ["abort"] * (failed and "nccl" in backends) + ["destroy"]
-    assert ranks.aborted == ("abort" in done)
+    aborts = (failed or started) and "nccl" in backends
+    assert done == ["abort"] * aborts + ["end"] * started + ["destroy"]
+    assert ranks.aborted == aborts
+
+
+class Stream:
+    """A stream that notes which others it waits for."""
+
+    device = torch.device("cuda:1")
+
+    def __init__(self, name: str, noted: list[str]) -> None:
+        self.name, self.noted = name, noted
+
+    def wait_stream(self, other: Stream) -> None:
+        self.noted.append(f"{self.name} waits for {other.name}")
+
+
+class Streams:
+    """The current stream of each thread, as torch.cuda has it."""
+
+    def __init__(self, default: Stream) -> None:
+        self._default, self._local = default, threading.local()
+
+    def current_stream(self, device: torch.device) -> Stream:
+        assert device == Stream.device
+        return getattr(self._local, "stream", self._default)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream(Stream.device)
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_with_streams_of_their_own_share_the_engines(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """All that an engine launches is on one stream, between what a thread launches around it."""
+    noted: list[str] = []
+    default, own = Stream("default", noted), Stream("own", noted)
+    streams = Streams(default)
+    for name in ("current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(streams, name))
+
+    def launch() -> None:
+        noted.append(f"launched on {streams.current_stream(Stream.device).name}")
+
+    def work() -> None:
+        with contextlib.suppress(ValueError), engine.alone():
+            launch()
+            if fails:
+                raise ValueError
+
+    def elsewhere() -> None:
+        with streams.stream(own):
+            work()
+            launch()
+
+    scheduler, engines = Scheduler(PagePool(1, 1), PagePool(0, 1), 1, 1), cast(Any, default)
+    engine = Engine(lambda *_: torch.empty(0), scheduler, 1, 1, stream=engines)
+    work()
+    assert noted == ["launched on default"]  # and nothing waits
+    in_thread(elsewhere)
+    assert noted[1:] == [
+        "default waits for own",
+        "launched on default",
+        "own waits for default",
+        "launched on own",
+    ]
 
 
 def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -574,6 +574,40 @@ def test_an_abort_waits_for_nothing() -> None:
     assert kept.sequences[0].output == expected([1, 2, 1], 5)
 
 
+@pytest.mark.parametrize("held", ["read", "add"])
+def test_an_abort_is_done_whatever_the_lock_is_held_for(held: str) -> None:
+    """Another thread takes an output, or adds a request that is refused, and calls nothing more."""
+    setup = Setup(num_pages=20)
+    engine = setup.engine
+    engine.add("gone", [1, 2], greedy(5))
+    holding, aborted = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        holding.set()
+        assert aborted.wait(10)
+        raise ValueError("refused")
+
+    def hold() -> None:
+        with suppress(ValueError):
+            if held == "add":
+                engine.add("refused", [1, 2], greedy(5))
+            else:
+                with engine.reading():
+                    wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_check", wait)
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert holding.wait(10)
+        engine.abort("gone")
+        assert "gone" in engine.requests
+        aborted.set()
+        thread.join()
+    assert not engine.requests
+    setup.assert_all_free()
+
+
 def test_an_interrupted_add_adds_nothing() -> None:
     setup = Setup(num_pages=20)
     add = setup.scheduler.add

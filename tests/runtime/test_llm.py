@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_module import LLM, SamplingParams, WeightLoadError
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, RankError
 from vllm_module.runtime.chat import ChatTemplate
+from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.!?<>"
@@ -210,6 +211,31 @@ def test_a_stream_grows_token_by_token(llm: LLM) -> None:
         assert pieces[-1] == expected[prompt].text
         assert len(pieces) > 3
         assert all(late.startswith(early) for early, late in pairwise(pieces))
+
+
+def test_a_stream_yields_no_output_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output has more tokens than the last, wherever another thread's step comes between."""
+    take = llm._output
+
+    def step() -> None:
+        if llm.engine.lock.acquire(blocking=False):
+            try:
+                llm.engine.step()
+            finally:
+                llm.engine.lock.release()
+
+    def output(request: Any) -> RequestOutput:
+        """Have another thread add a token now, if it can."""
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        return take(request)
+
+    monkeypatch.setattr(llm, "_output", output)
+    outputs = list(llm.stream("fox", greedy(9, ignore_eos=True)))
+    lengths = [len(each.outputs[0].token_ids) for each in outputs]
+    assert lengths == sorted(set(lengths))
+    assert [each.finished for each in outputs] == [length == 9 for length in lengths]
 
 
 def test_a_stream_shows_no_part_of_a_stop_string(llm: LLM) -> None:
@@ -532,13 +558,15 @@ def test_nothing_is_updated_while_it_sleeps(folder: Path, theirs: Any) -> None:
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 
-def test_a_closed_engine_has_no_cache(folder: Path) -> None:
-    """Closing releases the memory, even while the ``LLM`` object exists."""
-    with LLM(folder, **SMALL) as llm:
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_closed_engine_has_no_cache(folder: Path, overlapped: bool) -> None:
+    """Closing releases the memory, even while the ``LLM`` object exists, and gives no token."""
+    with LLM(folder, **SMALL, async_scheduling=overlapped) as llm:
         stream = llm.stream("dog", greedy(8, ignore_eos=True))
         next(stream)
     llm.close()
     assert llm.executor.worker.cache.nbytes == 0
+    assert llm.engine._next is None
     for late in (lambda: next(stream), lambda: llm.generate("fox", use_tqdm=False)):
         with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
             late()
@@ -547,17 +575,18 @@ def test_a_closed_engine_has_no_cache(folder: Path) -> None:
             late()
 
 
-def test_closing_waits_for_a_step_of_another_thread(folder: Path) -> None:
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_closing_waits_for_a_step_of_another_thread(folder: Path, overlapped: bool) -> None:
     """The other thread's call raises that the engine was closed, and no other error."""
     raised: list[BaseException] = []
-    with LLM(folder, **SMALL) as llm:
+    with LLM(folder, **SMALL, async_scheduling=overlapped) as llm:
         begun = threading.Event()
         execute = llm.engine.execute
 
-        def slow(inputs: Any) -> Any:
+        def slow(*inputs: Any) -> Any:
             begun.set()
             time.sleep(0.05)
-            return execute(inputs)
+            return execute(*inputs)
 
         llm.engine.execute = slow
 

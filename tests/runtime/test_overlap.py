@@ -360,6 +360,30 @@ def test_a_request_that_makes_an_early_step_fail_ends_alone() -> None:
     assert run.requests[0].error is None
 
 
+def test_an_early_step_that_cannot_be_repeated_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """Above one rank, the engine has ended: the error comes at once, and no log says it goes on."""
+    run = started(PLENTY, True)
+    engine, pages = run.setup.engine, run.setup.pages
+    engine.repeatable = False
+    calls = []
+
+    def execute(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(inputs.num_sampled)
+        if inputs.num_sampled:
+            raise RuntimeError("rank 1 has ended")
+        return pages(inputs, sampled)  # type: ignore[no-any-return]
+
+    engine.execute = execute
+    requests = [engine.add(name, [1, 2], greedy(9)) for name in ("a", "b")]
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        run.step()
+    assert calls == [0, 2]
+    assert "computed again" not in caplog.text
+    for request in requests:
+        assert request.error == "a step of requests a, b failed: RuntimeError: rank 1 has ended"
+    run.setup.assert_all_free()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_of_an_early_step_ends_all_requests(error: type[BaseException]) -> None:
     """The error is raised, no page is lost, and later requests get their tokens."""

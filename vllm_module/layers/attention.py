@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.fresh_attention import attends_without_pages, fresh_attention
 from vllm_module.kernels.operators import checks_values
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.paged_layout import PagedLayout
@@ -30,6 +31,8 @@ class AttentionMetadata:
         query_start_loc: index of each sequence's first token in this step, and the number of
             tokens at the end, int32 ``[sequences + 1]``.
         max_query_len: most tokens of one sequence in this step; 1 in a step that only decodes.
+        fresh: whether the step has all tokens of each sequence, and stores all of its tokens; the
+            host knows it. If false, it may be so or not.
 
     Attributes:
         layout, slot_bounds: what layers share; ``None`` before :meth:`laid_out`, and not on a CPU.
@@ -41,6 +44,7 @@ class AttentionMetadata:
     context_lens: torch.Tensor
     query_start_loc: torch.Tensor
     max_query_len: int
+    fresh: bool = field(default=False, kw_only=True)
 
     layout: PagedLayout | None = field(default=None, init=False, repr=False)
     slot_bounds: tuple[int, int] | None = field(default=None, init=False, repr=False)
@@ -173,8 +177,11 @@ class Attention(QuantizableKVCache):
         k_cache, v_cache = self.kv_cache
         cache = k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
         bounds = metadata.slot_bounds
+        scores = self.softcap, self.alibi_slopes, sinks
+        alone = metadata.fresh and attends_without_pages(query, key, value, k_cache, *scores)
         same = query.dtype == key.dtype == value.dtype
-        if same and isinstance(rotate, Rotation) and rotate.is_plain(query.dtype):
+        # The one operation stores rotated keys and returns none.
+        if same and not alone and isinstance(rotate, Rotation) and rotate.is_plain(query.dtype):
             cos, sin = rotate.cos_sin
             neox, norms = rotate.rotary_emb.is_neox_style, rotate.norms()
             query = rotate_and_cache(
@@ -184,6 +191,10 @@ class Attention(QuantizableKVCache):
             if rotate is not None:
                 query, key = rotate(query, key)
             reshape_and_cache(key, value, *cache, bounds=bounds)
+        if alone:
+            starts, longest = metadata.query_start_loc, metadata.max_query_len
+            sequences = starts, longest, self.scale, self.sliding_window
+            return fresh_attention(query, key, value, *sequences).flatten(1)
         return paged_attention(
             query,
             k_cache,
@@ -196,9 +207,7 @@ class Attention(QuantizableKVCache):
             self.sliding_window,
             self.k_scale,
             self.v_scale,
-            self.softcap,
-            self.alibi_slopes,
-            sinks,
+            *scores,
             layout=metadata.layout,
         ).flatten(1)
 

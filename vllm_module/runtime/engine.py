@@ -11,6 +11,7 @@ import torch
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error
+from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.downloading import Wait, synchronize
 from vllm_module.runtime.launched import Execute, Launched
 from vllm_module.runtime.model_runner import next_inputs, step_inputs
@@ -47,6 +48,7 @@ class Engine:
         repeatable: whether ``execute`` can be called again after it has raised.
         wait: waits for the device, which may still compute what ``execute`` has returned.
         async_scheduling: whether a step is launched before the tokens of the one before are read.
+        stream: of a GPU, for all that the engine launches, in whichever thread it is called.
 
     Attributes:
         requests: those that have not ended, by id.
@@ -65,11 +67,13 @@ class Engine:
         repeatable: bool = True,
         wait: Wait = synchronize,
         async_scheduling: bool = False,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.execute = execute
         self.repeatable = repeatable
         self.wait = wait
         self.async_scheduling = async_scheduling
+        self.stream = stream
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -134,6 +138,9 @@ class Engine:
         out to have ended with its token: then what is computed for it is dropped. Its page may be
         freed and given to another sequence before this step runs. That sequence's writes are queued
         later on the same stream, so they win.
+
+        If the launch raises, the error is found again when the step is launched in its turn, unless
+        nothing can be launched any more: then it is raised.
         """
         rows = launched.rows_of_next(len(self.scheduler.running))
         sequences = [launched.complete[row] for row in rows]
@@ -146,6 +153,8 @@ class Engine:
         try:
             logits = self.execute(inputs, sampled.tokens)
         except Exception as error:
+            if not self.repeatable:
+                raise
             _log.warning(
                 "a step%s failed, and is computed again after the tokens before it are read: %s",
                 _of_requests(step),
@@ -348,28 +357,43 @@ class Engine:
         What is launched and not finished is computed again.
         """
         self.refusal = None
-        self._next = None
+        self.drop()
         self.scheduler.reset_prefix_cache()
+
+    def drop(self) -> None:
+        """Drop what is launched and not finished, with its memory."""
+        self._next = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the engine's lock: other threads wait, and their aborts are done afterwards."""
+        try:
+            with self.lock:
+                yield
+        finally:
+            self._do_aborts()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the engine's lock: other threads wait, and their aborts are done afterwards.
+        """Hold the engine's lock, as :meth:`reading`, to change what it does.
+
+        What is launched inside is launched on the engine's stream.
 
         Raises ``RuntimeError`` if this thread holds it already, such as a signal handler that
         interrupts a step.
         """
-        with self.lock:
+        with self.reading():
             if self._busy:
                 raise RuntimeError("the engine is in the middle of a step")
             self._busy = True
             try:
-                yield
+                with queued_on(self.stream):
+                    yield
             finally:
                 self._busy = False
-        self._do_aborts()
 
     def _do_aborts(self) -> None:
-        """End aborted requests; if the engine is busy, :meth:`alone` does it afterwards."""
+        """End aborted requests; if the lock is held, :meth:`reading` does it afterwards."""
         while self._aborts and self.lock.acquire(blocking=False):
             try:
                 if self._busy:

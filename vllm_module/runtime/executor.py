@@ -16,9 +16,10 @@ from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.kernels.linear import Products, fastest_products, products
 from vllm_module.messages import describe_error
 from vllm_module.model_source import ModelSource
+from vllm_module.runtime.devices import as_called, current, own_device
 from vllm_module.runtime.embedding import EmbeddingInputs
 from vllm_module.runtime.model_runner import StepInputs
-from vllm_module.runtime.ranks import Ranks, as_called, current, join, meeting_place, own_device
+from vllm_module.runtime.ranks import Ranks, join, meeting_place
 from vllm_module.runtime.worker import Worker
 from vllm_module.waiting import at_most, until
 from vllm_module.weights import Weight, receive_weights, send_weights
@@ -134,6 +135,7 @@ class Executor:
         with self._or_end(), at_most(self._step_timeout):
             until(event.query)  # to synchronize would wait outside of Python
             if self._ranks.aborted:  # then nothing waits for what has not come
+                self.check()
                 raise RankError("another rank ended")
 
     def embed(self, inputs: EmbeddingInputs) -> torch.Tensor:

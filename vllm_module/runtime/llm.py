@@ -196,6 +196,7 @@ class LLM:
         hf_config = self.source.config
         length = hf_config.max_model_len or MAX_MODEL_LEN
         worker, size = self.executor.worker, config.block_size
+        on_gpu = worker.device.type == "cuda"
         # An encoder has no cache. Its engine takes no requests; embeddings use the engine's lock.
         pages, host_pages = (0, 0) if worker.is_encoder else self.executor.start(length)
         scheduler = Scheduler(
@@ -215,9 +216,8 @@ class LLM:
             stop_tokens(self.source.folder),
             repeatable=self.executor.size == 1,
             wait=self.executor.wait,
-            async_scheduling=worker.device.type == "cuda"
-            if config.async_scheduling is None
-            else config.async_scheduling,
+            async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
+            stream=torch.cuda.current_stream(worker.device) if on_gpu else None,
         )
         self._ids = itertools.count()
         self._embedder: Embedder | None = None
@@ -234,7 +234,7 @@ class LLM:
                 config,
                 self.get_tokenizer,
             )
-            if worker.device.type == "cuda":
+            if on_gpu:
                 tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
                 for inputs in warm_up_batches(tokens, sequences, length):
                     self.executor.embed(inputs)
@@ -420,15 +420,18 @@ class LLM:
         yielded = len(request.prompt_token_ids)
         try:
             while True:
-                # A step for another stream may have computed tokens of this one, or ended it.
-                finished = request.finished
-                count = sum(len(sequence.tokens) for sequence in request.sequences)
-                if finished or count > yielded:
-                    yielded = count
-                    yield self._output(request)
-                else:
+                # A step for another stream may have computed tokens of this one, or ended it. With
+                # the lock, no other thread's step adds one between the count and the output.
+                with self.engine.reading():
+                    count = sum(len(sequence.tokens) for sequence in request.sequences)
+                    is_new = request.finished or count > yielded
+                    output = self._output(request) if is_new else None
+                if output is None:
                     self.engine.step()
-                if finished:
+                    continue
+                yielded = count
+                yield output
+                if output.finished:
                     return
         finally:
             self.engine.abort(request.request_id)
@@ -521,6 +524,8 @@ class LLM:
             try:
                 self._templates.close()
                 self.executor.close()
+                if engine is not None and locked:
+                    engine.drop()
             finally:
                 if engine is not None and locked:
                     engine.lock.release()
@@ -584,7 +589,7 @@ class LLM:
             return refused(request_id, text, ids, error)
 
     def _output(self, request: Request) -> RequestOutput:
-        with self.engine.lock:
+        with self.engine.reading():
             output = request_output(request)
         if self.tokenizer is not None:
             decode_logprobs(output, self.tokenizer)

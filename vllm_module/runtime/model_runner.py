@@ -237,7 +237,9 @@ class ModelRunner:
             with blamed_on(self._cls):
                 hidden = self._pieces.run(step[0], step[1], metadata)
             return self._logits(hidden, rows)
-        hidden = self._compute(step, tables, inputs.max_query_len)
+        longest = inputs.max_query_len
+        fresh = longest > 1 and sum(inputs.context_lens) == count  # no context has other tokens
+        hidden = self._compute(step, tables, longest, fresh=fresh)
         self._check(hidden, count)
         return self._logits(hidden, rows)
 
@@ -361,10 +363,15 @@ class ModelRunner:
         return tables.index_select(0, rows)
 
     def _compute(
-        self, step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int = 1
+        self,
+        step: list[torch.Tensor],
+        tables: torch.Tensor,
+        max_query_len: int = 1,
+        *,
+        fresh: bool = False,
     ) -> torch.Tensor:
         """Return the hidden states of a step, whose tensors are in the order of :meth:`_parts`."""
-        metadata = _metadata(step, tables, max_query_len)
+        metadata = _metadata(step, tables, max_query_len, fresh)
         return self._forward(step[0], step[1], metadata.laid_out())
 
     def _forward(self, *arguments: torch.Tensor | AttentionMetadata) -> torch.Tensor:
@@ -379,10 +386,11 @@ class ModelRunner:
 
 
 def _metadata(
-    step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int
+    step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int, fresh: bool = False
 ) -> AttentionMetadata:
     _, _, slot_mapping, context_lens, query_start_loc = step[:5]
-    return AttentionMetadata(slot_mapping, tables, context_lens, query_start_loc, max_query_len)
+    places = slot_mapping, tables, context_lens, query_start_loc
+    return AttentionMetadata(*places, max_query_len, fresh=fresh)
 
 
 def described_result(value: object) -> str:

@@ -7,11 +7,11 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,9 @@ import torch.distributed as dist
 from vllm_module.distributed import ProcessGroup, SimulatedGroup, tensor_parallel_group
 from vllm_module.errors import RankError
 from vllm_module.messages import describe_error
+from vllm_module.runtime.devices import current, own_device
 from vllm_module.runtime.processes import Processes
 from vllm_module.waiting import WaitLimitError, at_most, finish, interruptibly, uninterrupted
-
-T = TypeVar("T")
 
 _FRAME = 1 << 15  # bytes: most steps travel in one message
 _LAST_WORDS = 1 << 12  # bytes of the message that a failing rank sends
@@ -179,7 +178,7 @@ class Ranks:
 
     def _close(self) -> None:
         global _leads_world
-        if self._parted:
+        if self._parted or self._processes is not None:
             self._abort()  # or destroying the group would wait for the others
         if self._processes is not None:
             self._processes.end()
@@ -326,46 +325,6 @@ def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -
     """Make this process rank ``rank`` of a world of ``size``."""
     torch.set_num_threads(threads)  # ranks of one host share its cores
     _init(rank, size, store, device)
-
-
-def own_device(device: torch.device, local_rank: int | None = None) -> torch.device:
-    """Return ``device``; of ``cuda``, the device with index ``local_rank``.
-
-    Without ``local_rank``, that is the one which is current where this is called: threads differ.
-    Raises ``ValueError`` if there are not enough devices.
-    """
-    if str(device) != "cuda":
-        return device
-    if local_rank is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ValueError(
-            f"{local_rank + 1} ranks need a CUDA device each, and there are {count}: lower "
-            "tensor_parallel_size, or use more hosts by torchrun"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one of this thread inside, if it is a CUDA device.
-
-    Streams, events, graphs and synchronization are of the current device, which is the first one in
-    a new thread.
-    """
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def as_called(items: Iterator[T], device: torch.device) -> Iterator[T]:
-    """Yield what ``items`` yields, with ``device`` current while it computes the next."""
-    while True:
-        with current(device):
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-        yield item
-        del item  # or it would be in memory while the next is computed
 
 
 def _init(rank: int, size: int, store: Any, device: torch.device) -> None:

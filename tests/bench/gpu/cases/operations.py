@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gpu.cases.attention import decode, options, prefill
+from gpu.cases.attention import decode, fresh, options, prefill
 from gpu.cases.cache import cache_writes
 from gpu.cases.case import Case
 from gpu.cases.experts import experts
@@ -18,6 +18,7 @@ from gpu.cases.rows import activations, norms, rotary
 OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "decode": decode,
     "prefill": prefill,
+    "fresh prompts": fresh,
     "matmul": products,
     "packed": packed_products,
     "experts": experts,
