@@ -136,9 +136,10 @@ class HttpClient:
                     f"the server answers {asked} with {answer.length} bytes, and not {nbytes}"
                 )
             self._read_body(answer, view[:nbytes])
-            tag = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
+            etag = answer.headers["ETag"]
+            tag = etag or answer.headers["Last-Modified"] or ""
             # A server that compresses for some calls such a tag weak, and for others not.
-            return Answer(nbytes, Version(size, tag.removeprefix("W/")))
+            return Answer(nbytes, Version(size, tag.removeprefix("W/"), bool(etag)))
 
     def _read_body(self, answer: http.client.HTTPResponse, view: memoryview) -> None:
         got = 0

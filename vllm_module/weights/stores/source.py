@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -16,6 +18,7 @@ from vllm_module.weights.formats import SAFETENSORS
 from vllm_module.weights.index import check_against_index, read_index
 from vllm_module.weights.regular_file import MAX_JSON_BYTES, is_there
 from vllm_module.weights.stores import hub_client
+from vllm_module.weights.stores.cache import StoreCache
 from vllm_module.weights.stores.checkpoint import StoredCheckpoint, StoredFile
 from vllm_module.weights.stores.client import Client
 from vllm_module.weights.stores.http_client import web_client
@@ -52,7 +55,8 @@ class StoreSource:
         url: of the folder, or ``hf://owner/name@revision``.
         revision: of the hub.
         load_format: as in ``LoadConfig``; a store is read as safetensors.
-        download_dir: of the hub's small files.
+        download_dir: of the hub's small files, and of ranges of weights, which are kept with it
+            only.
         token: of the hub.
         fetched: the folder of another source of this URL, which keeps it, and the files it listed.
 
@@ -106,7 +110,7 @@ class StoreSource:
             names = sorted(names_in)
         else:
             names = self._files_of_weights()
-        store = Store(self.place, self._client())
+        store = Store(self.place, self._client(), self._cache())
         with ExitStack() as opened:
             opened.callback(store.close)
             files = store.together(partial(StoredFile, store, name) for name in names)
@@ -122,6 +126,18 @@ class StoreSource:
         if self.place.scheme == "hf":
             return hub_client.hub_client(self.place, self._token)
         return web_client(self.place)
+
+    def _cache(self) -> StoreCache | None:
+        folder = self._options["download_dir"]
+        if folder is None:
+            return None
+        # The services' libraries read endpoints there, and a bucket of one is not that of another.
+        endpoints = [
+            (name, value)
+            for name, value in sorted(os.environ.items())
+            if re.fullmatch(r"(AWS|AZURE|GOOGLE|HF)_.*(ENDPOINT|BASE_URL).*", name, re.IGNORECASE)
+        ]
+        return StoreCache(Path(folder), repr(endpoints))
 
     def _fetch_small(self) -> None:
         """Fetch the small files into the folder."""

@@ -21,7 +21,8 @@ class StoredBytes:
     """The bytes of a file in a store, which many threads may read into memory at once.
 
     It offers what ``FileBytes`` does. The first request also tells the size and the version; a
-    later answer with another one is refused.
+    later answer with another one is refused. What the store's cache has of this version is not
+    requested.
     """
 
     remote = True
@@ -34,11 +35,16 @@ class StoredBytes:
         self._bytes_read = 0
         self.requests = 1
         self.bytes_requested = 0
-        first = bytearray(_FIRST_BYTES)
+        cache, url = store.cache, str(self.path)
+        # One byte tells the version, where the header may be in the cache.
+        first = bytearray(1 if cache is not None and cache.knows(url) else _FIRST_BYTES)
         answer = store.read(name, 0, memoryview(first))
         self.version: Version = answer.version
         self._first = bytes(first[: answer.nbytes])
         self.bytes_requested = answer.nbytes
+        self._cached = cache.open(url, self.version) if cache is not None else None
+        if self._cached is not None:
+            self._cached.keep(0, self._first)
 
     @property
     def size(self) -> int:
@@ -95,8 +101,14 @@ class StoredBytes:
             copy_segments(scratch[begin : begin + run.span], run, address)
 
     def _request(self, begin: int, view: memoryview) -> None:
-        """Fill ``view`` with the file's bytes from ``begin`` on."""
+        """Fill ``view`` with the file's bytes from ``begin`` on, which lie inside of it."""
         self.check_unchanged()
+        if self._cached is not None:
+            self._cached.read(begin, view, self._fetch)
+        else:
+            self._fetch(begin, view)
+
+    def _fetch(self, begin: int, view: memoryview) -> None:
         with self._lock:
             self.requests += 1
             self.bytes_requested += len(view)
