@@ -281,6 +281,7 @@ class HttpClient:
         raise RefusedError(said)
 
     def _check_content(self, answer: http.client.HTTPResponse) -> None:
+        self._check_length(answer.headers)
         kind, encoding = answer.headers.get_content_type(), answer.headers["Content-Encoding"]
         if kind in ("text/html", "application/xhtml+xml"):
             raise RefusedError(
@@ -291,6 +292,17 @@ class HttpClient:
             raise RefusedError(
                 f"the server answers with Content-Encoding {shorten(encoding)}, in which ranges "
                 "are not those of the file; switch it off for this folder"
+            )
+
+    def _check_length(self, headers: http.client.HTTPMessage) -> None:
+        """Refuse headers by which the body could end at several places (RFC 9112, section 6.3)."""
+        lengths = {each.strip() for each in headers.get_all("Content-Length", ())}
+        encodings = [each.strip().lower() for each in headers.get_all("Transfer-Encoding", ())]
+        plain = all(each.isascii() and each.isdecimal() for each in lengths)
+        if headers.defects or len(lengths) > 1 or not plain or encodings not in ([], ["chunked"]):
+            raise RefusedError(
+                "the server does not say where its answer ends: expected headers with one "
+                "Content-Length, or Transfer-Encoding chunked; check the server and the proxy"
             )
 
 
@@ -483,7 +495,7 @@ def _seconds(after: str | None) -> float | None:
         return float(after)
     try:
         then = parsedate_to_datetime(after)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if then.tzinfo is None:
         then = then.replace(tzinfo=timezone.utc)

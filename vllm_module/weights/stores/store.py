@@ -59,6 +59,14 @@ class Store:
         except CheckpointFormatError:
             return None
 
+    def has(self, name: str) -> bool:
+        """Tell whether a file can be read. Raises as :meth:`read` does for what is no answer."""
+        try:
+            self.read(name, 0, memoryview(bytearray(1)))
+        except CheckpointFormatError:
+            return False
+        return True
+
     def names(self) -> list[str] | None:
         """List the files of the folder; ``None`` where that cannot be. Raises as :meth:`read`."""
         return self._persist(self.client.names, "", "its files")
