@@ -23,7 +23,7 @@ from vllm_module.weights.stores.checkpoint import StoredCheckpoint, open_file
 from vllm_module.weights.stores.client import Client
 from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.obstore_client import ObstoreClient
-from vllm_module.weights.stores.place import BUCKETS, Place, parse
+from vllm_module.weights.stores.place import BUCKETS, Place, StorePath, parse
 from vllm_module.weights.stores.store import Store
 from vllm_module.weights.written_folder import new_folder, write_file
 
@@ -102,6 +102,11 @@ class StoreSource:
 
     def __repr__(self) -> str:
         return f"StoreSource({str(self.place)!r})"
+
+    @property
+    def path(self) -> StorePath:
+        """A path that stands for the URL, in messages and reports."""
+        return StorePath(str(self.place))
 
     def weights(self) -> StoredCheckpoint:
         """Open the weights: read and check the headers of all files, many at once.
