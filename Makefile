@@ -49,8 +49,8 @@ gpu: $(if $(DRY),.venv/dev.stamp)  ## check and measure on a GPU, into OUT=build
 SECONDS ?= 60
 fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints, for SECONDS=60 in all
 	@mkdir -p build/fuzz
-	for kind in file folder config torch npcache gguf dcp manifest quant_state; do \
-		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 9)) build/fuzz || exit 1; \
+	for kind in file folder config torch npcache gguf dcp manifest quant_state http; do \
+		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 10)) build/fuzz || exit 1; \
 	done
 
 clean:  ## remove builds and caches; .venv stays

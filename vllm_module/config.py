@@ -148,7 +148,9 @@ class ModelConfig(_Closed):
             ``"awq"`` or ``"bitsandbytes"`` only checks that it has this format.
         max_model_len: most tokens of a sequence; the limit of ``config.json`` unless given.
         hf_overrides: entries that replace those of ``config.json``.
-        download_dir: where a model of the hub is kept, instead of the hub's own cache.
+        download_dir: where a model of the hub is kept, instead of the hub's own cache, and where
+            fetched ranges of the weights of a URL are kept for later loads and other processes.
+            Without it, these are not kept.
         hf_token: of the hub, instead of the one that ``hf auth login`` stored.
         model_code: a Python file whose models are used for the architectures of their names. It is
             run once in a process: after an edit, start the process again.

@@ -90,7 +90,7 @@ def find_and_load(
     with ExitStack() as opened, message_group(timeout) as group:
         source, checkpoint = in_step(find, describe_found, timeout, group, demand_alike)
         taken = checkpoint.load_format or "a registered source"
-        _log.info("weights in %s: %s", source.folder, taken)
+        _log.info("weights in %s: %s", source.path, taken)
         model = in_step(build, lambda _: {}, timeout, group, demand_alike)
         weights: OpenWeights | CooperativeCheckpoint = checkpoint
         # Of a sharded state each rank has files of its own, and dummy values it makes itself.

@@ -106,6 +106,12 @@ class ModelSource:
         return self.source.folder
 
     @property
+    def path(self) -> Path:
+        """The folder, the file of a model in one file, or a path that stands for its URL."""
+        found: Path = getattr(self.source, "path", self.folder)
+        return found
+
+    @property
     def revision(self) -> str | None:
         """The commit of a snapshot in the hub's cache; ``None`` for any other folder."""
         return self.folder.name if self.folder.parent.name == "snapshots" else None

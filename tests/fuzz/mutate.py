@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable
 from copy import deepcopy
@@ -37,6 +38,26 @@ NAMES = ["w", "v", "", "__metadata__", "a.b", "\0", "\ud800", "é", "\x1b[2J", "
 FILES = ["a.safetensors", "b.safetensors", "c.safetensors", "../a.safetensors", "/etc/passwd", ""]
 # Text that json.dumps does not write.
 TEXTS = ["-0", "1e3", "NaN", "Infinity", "0x1", "01", "9" * 400, "[" * 2000, "\\ud800", "\\u0000"]
+HEADERS = [
+    b"Transfer-Encoding: chunked",
+    b"Transfer-Encoding: gzip, chunked",
+    b"Content-Encoding: gzip",
+    b"Content-Encoding: ",
+    b"Content-Length: 8",
+    b"Content-Length: 08, 8",
+    b"Content-Length: +8",
+    b"Content-Range: bytes 4-11/20",
+    b"Content-Range: bytes 4-5/6",
+    b"Content-Type: text/html",
+    b"Connection: close",
+    b"Location: /other",
+    b"Location: http://elsewhere/?HIDDEN",
+    b"HTTP/1.1 100 Continue",
+    b"Retry-After: 9" + b"9" * 8,
+    b'ETag: "\x1b[2J\xff"',
+    b" folded",
+    b"4\r\nabcd\r\n0\r\n",
+]
 WIDTHS = {"F64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
 
 Mutate = Callable[[bytes, int], bytes]
@@ -172,6 +193,35 @@ def mutate_json(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
     change(tree, rng)
     text = json.dumps(tree).encode()
     return (rewrite(text, rng) if kind == 1 else text)[:most]
+
+
+def mutate_http(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate answers: a header, a number, a line, or bytes; answers may change places."""
+    rng = Random(seed)
+    parts = data.split(CUT)
+    at = rng.randrange(len(parts))
+    kind = rng.randrange(6)
+    if kind == 0:
+        parts[at] = blind(parts[at], most)
+    elif kind == 1:
+        parts.insert(at, rng.choice(parts))
+    elif kind == 2:
+        parts[at] = rewrite(parts[at], rng)
+    else:
+        lines = parts[at].split(b"\r\n")
+        place = rng.randrange(len(lines))
+        if kind == 3:
+            lines.insert(place + 1, rng.choice(HEADERS))
+        elif kind == 4:
+            lines[place] = rng.choice([b"", lines[place - 1], lines[place] + b" ", b"\t"])
+        else:
+            numbers = list(re.finditer(rb"\d+", lines[place]))
+            if numbers:
+                one = rng.choice(numbers)
+                number = str(rng.choice([*NUMBERS, 4, 5, 11, 12, 13, 20, 206])).encode()
+                lines[place] = lines[place][: one.start()] + number + lines[place][one.end() :]
+        parts[at] = b"\r\n".join(lines)
+    return CUT.join(parts)[:most]
 
 
 def change(tree: Any, rng: Random) -> None:

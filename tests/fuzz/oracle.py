@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -255,4 +256,5 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "dcp": check_dcp,
     "manifest": check_manifest,
     "quant_state": check_quant_state,
+    "http": runpy.run_path(str(Path(__file__).with_name("http_answers.py")))["check_http"],
 }

@@ -130,6 +130,16 @@ ModelCodeOption = Annotated[
         show_default=False,
     ),
 ]
+DownloadDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--download-dir",
+        metavar="DIR",
+        help="Keep here what is fetched: models of the hub, instead of in its cache, and weights "
+        "of URLs, which are not kept without it.",
+        show_default=False,
+    ),
+]
 OutOption = Annotated[
     Path,
     typer.Option(
@@ -228,6 +238,7 @@ def model_config(
     quantization: Quantization | None,
     model_code: Path | None,
     enable_expert_parallel: bool,
+    download_dir: Path | None,
 ) -> ModelConfig:
     """Return the configuration of a model from the options that describe it."""
     from vllm_module.config import ModelConfig
@@ -238,6 +249,7 @@ def model_config(
         "quantization": quantization and quantization.value,
         "model_code": model_code,
         "enable_expert_parallel": enable_expert_parallel,
+        "download_dir": download_dir and str(download_dir),
     }
     return ModelConfig(**entries)
 

@@ -16,6 +16,7 @@ from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
     DeviceOption,
+    DownloadDirOption,
     DType,
     DTypeOption,
     ExpertParallelOption,
@@ -78,6 +79,7 @@ def bench(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -120,6 +122,7 @@ def bench(
         max_num_seqs=concurrency,
         load_format=load_format.value,
         model_code=model_code,
+        download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
     ) as llm:
         results = measure(llm, input_len, output_len, num_prompts, concurrency, seed)
@@ -159,7 +162,7 @@ def measure(
     pool = llm.engine.scheduler.pool
     model_dtype, model_device = built_as(llm)
     return {
-        "checkpoint": str(llm.source.folder),
+        "checkpoint": str(llm.source.path),
         "dtype": model_dtype,
         "device": model_device,
         "tensor_parallel_size": llm.executor.size,

@@ -14,6 +14,7 @@ from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
     DeviceOption,
+    DownloadDirOption,
     DType,
     DTypeOption,
     ExpertParallelOption,
@@ -79,6 +80,7 @@ def chat(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -107,9 +109,10 @@ def chat(
         from vllm_module.runtime.chat import ChatTemplate
         from vllm_module.weights.source import Folder, find_source
 
+        directory = None if download_dir is None else str(download_dir)
         if model_code is not None:  # which may register the source
             load_model_code(model_code)
-        found = find_source(source, load_format=load_format.value)
+        found = find_source(source, load_format=load_format.value, download_dir=directory)
         ChatTemplate(found.folder)
         source = str(found.folder) if isinstance(found, Folder) else source
     cache = kv_cache_dtype.value
@@ -124,6 +127,7 @@ def chat(
         kv_cache_dtype=cache,
         load_format=load_format.value,
         model_code=model_code,
+        download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
     ) as llm:
         params = sampling_params(llm, given, max_tokens=1024)

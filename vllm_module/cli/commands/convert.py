@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from vllm_module.cli.options import (
+    DownloadDirOption,
     DType,
     JsonOption,
     LoadFormat,
@@ -34,6 +35,7 @@ def convert(
     out: OutOption,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a quantized checkpoint.
@@ -45,7 +47,7 @@ def convert(
     written); bytes_read; bytes_written.
     """
     check_out(out)
-    config = model_config(source, DType.auto, quantization, model_code, False)
+    config = model_config(source, DType.auto, quantization, model_code, False, download_dir)
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.
         from vllm_module.export.compressed import convert as write_converted

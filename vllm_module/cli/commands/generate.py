@@ -12,6 +12,7 @@ from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
     DeviceOption,
+    DownloadDirOption,
     DType,
     DTypeOption,
     ExpertParallelOption,
@@ -75,6 +76,7 @@ def generate(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -118,6 +120,7 @@ def generate(
         kv_cache_dtype=cache,
         load_format=load_format.value,
         model_code=model_code,
+        download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
     ) as llm:
         for completion in completions if prompts else ():
@@ -132,7 +135,7 @@ def generate(
             model_dtype, model_device = built_as(llm)
             print_json(
                 {
-                    "checkpoint": str(llm.source.folder),
+                    "checkpoint": str(llm.source.path),
                     "dtype": model_dtype,
                     "device": model_device,
                     "tensor_parallel_size": llm.executor.size,

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from vllm_module.cli.options import (
     AllOption,
+    DownloadDirOption,
     JsonOption,
     LoadFormat,
     LoadFormatOption,
@@ -74,6 +75,7 @@ def inspect(
     ],
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,12 +97,18 @@ def inspect(
     from vllm_module.weights import resolve
     from vllm_module.weights.source import Folder, find_source
 
+    directory = None if download_dir is None else str(download_dir)
     found: Source
     unsupported: str | None = None
     try:
-        found = find_source(source, load_format=load_format.value)  # a download draws its own bars
+        found = find_source(  # a download draws its own bars
+            source, load_format=load_format.value, download_dir=directory
+        )
     except UnsupportedModelError as error:  # the tensors are listed all the same
-        found, unsupported = Folder(resolve(source, None), load_format.value), str(error)
+        found, unsupported = (
+            Folder(resolve(source, None, download_dir=directory), load_format.value),
+            str(error),
+        )
     path: Path = getattr(found, "path", found.folder)
     with working("reading headers"):
         architecture = _architecture(found.folder, unsupported)

@@ -10,6 +10,7 @@ import typer
 
 from vllm_module.cli.options import (
     DeviceOption,
+    DownloadDirOption,
     DType,
     DTypeOption,
     ExpertParallelOption,
@@ -61,6 +62,7 @@ def load(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
     trace: Annotated[
@@ -108,7 +110,9 @@ def load(
     records = trace is not None or plot is not None
     traces: list[RankTrace] = []
     target = rank_device(asked_device)
-    config = model_config(source, dtype, quantization, model_code, enable_expert_parallel)
+    config = model_config(
+        source, dtype, quantization, model_code, enable_expert_parallel, download_dir
+    )
     if under_torchrun():
         with process_group(target):
             model_source, report, loads, traces = _load_own_rank(
@@ -137,7 +141,7 @@ def load(
     if as_json:
         print_json(
             {
-                "checkpoint": str(model_source.folder),
+                "checkpoint": str(model_source.path),
                 "dtype": model_source.dtype,
                 "device": target,
                 "tensor_parallel_size": tp_size,

@@ -12,6 +12,7 @@ from vllm_module.cli.options import (
     AllOption,
     CacheDType,
     CacheDTypeOption,
+    DownloadDirOption,
     DType,
     DTypeOption,
     ExpertParallelOption,
@@ -58,6 +59,7 @@ def plan(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     context_len: Annotated[
         int | None,
@@ -110,7 +112,7 @@ def plan(
             param_hint="--expert-parallel-size",
         )
     ep = expert_parallel_size or (tp if enable_expert_parallel else 1)
-    config = model_config(source, dtype, quantization, model_code, ep == tp > 1)
+    config = model_config(source, dtype, quantization, model_code, ep == tp > 1, download_dir)
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.
         from vllm_module.cli.model_plan import print_plan

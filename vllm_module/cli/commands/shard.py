@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from vllm_module.cli.options import (
+    DownloadDirOption,
     DType,
     DTypeOption,
     ExpertParallelOption,
@@ -27,6 +28,7 @@ def shard(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write what each rank holds after loading.
@@ -39,7 +41,9 @@ def shard(
     """
     assert tp is not None
     check_out(out)
-    config = model_config(source, dtype, quantization, model_code, enable_expert_parallel)
+    config = model_config(
+        source, dtype, quantization, model_code, enable_expert_parallel, download_dir
+    )
     nbytes: list[int] = []
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.

@@ -10,6 +10,7 @@ class Version(NamedTuple):
 
     size: int
     tag: str
+    is_etag: bool
 
 
 class Answer(NamedTuple):

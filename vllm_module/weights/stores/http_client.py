@@ -136,9 +136,10 @@ class HttpClient:
                     f"the server answers {asked} with {answer.length} bytes, and not {nbytes}"
                 )
             self._read_body(answer, view[:nbytes])
-            tag = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
+            etag = answer.headers["ETag"]
+            tag = etag or answer.headers["Last-Modified"] or ""
             # A server that compresses for some calls such a tag weak, and for others not.
-            return Answer(nbytes, Version(size, tag.removeprefix("W/")))
+            return Answer(nbytes, Version(size, tag.removeprefix("W/"), bool(etag)))
 
     def _read_body(self, answer: http.client.HTTPResponse, view: memoryview) -> None:
         got = 0
@@ -280,6 +281,7 @@ class HttpClient:
         raise RefusedError(said)
 
     def _check_content(self, answer: http.client.HTTPResponse) -> None:
+        self._check_length(answer.headers)
         kind, encoding = answer.headers.get_content_type(), answer.headers["Content-Encoding"]
         if kind in ("text/html", "application/xhtml+xml"):
             raise RefusedError(
@@ -290,6 +292,17 @@ class HttpClient:
             raise RefusedError(
                 f"the server answers with Content-Encoding {shorten(encoding)}, in which ranges "
                 "are not those of the file; switch it off for this folder"
+            )
+
+    def _check_length(self, headers: http.client.HTTPMessage) -> None:
+        """Refuse headers by which the body could end at several places (RFC 9112, section 6.3)."""
+        lengths = {each.strip() for each in headers.get_all("Content-Length", ())}
+        encodings = [each.strip().lower() for each in headers.get_all("Transfer-Encoding", ())]
+        plain = all(each.isascii() and each.isdecimal() for each in lengths)
+        if headers.defects or len(lengths) > 1 or not plain or encodings not in ([], ["chunked"]):
+            raise RefusedError(
+                "the server does not say where its answer ends: expected headers with one "
+                "Content-Length, or Transfer-Encoding chunked; check the server and the proxy"
             )
 
 
@@ -343,13 +356,16 @@ class _Request:
         """Go on over this connection, and connect it. Raises OSError if the request was ended."""
         with self._lock:
             self._opened, self._socket = opened, opened.sock
-        if opened.sock is None:
+        connects = opened.sock is None
+        if connects:
             opened.connect()
         with self._lock:
             # http.client forgets it, with the answer still to read, if it is not to be kept open.
             self._socket = opened.sock
             if self.ended is not None:
                 raise OSError(self.ended)
+        if connects and isinstance(opened.sock, ssl.SSLSocket):
+            opened.sock.do_handshake()
 
     def release(self) -> None:
         """Leave the connection alone from now on."""
@@ -368,6 +384,25 @@ class _Request:
                     socket.socket.shutdown(used, socket.SHUT_RDWR)
 
 
+class _TLSConnection(http.client.HTTPSConnection):
+    """A connection whose ``connect`` leaves the handshake to its caller.
+
+    While http.client is at it, no other thread could shut the socket down.
+    """
+
+    def __init__(self, host: str, port: int | None, server_hostname: str, timeout: float) -> None:
+        self._server_hostname, self._tls = server_hostname, ssl.create_default_context()
+        self._tls.set_alpn_protocols(["http/1.1"])
+        super().__init__(host, port, timeout=timeout, context=self._tls)
+
+    def connect(self) -> None:
+        """Connect, through a tunnel if one is set."""
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._tls.wrap_socket(
+            self.sock, server_hostname=self._server_hostname, do_handshake_on_connect=False
+        )
+
+
 class _Connection(NamedTuple):
     """A connection, and headers for a proxy if it leads to one that is asked for whole URLs."""
 
@@ -378,10 +413,9 @@ class _Connection(NamedTuple):
     def to(url: SplitResult) -> _Connection:
         """Return a new connection, by the proxy that the environment names."""
         host, secure = url.hostname or "", url.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         proxy = None if proxy_bypass(host) else getproxies().get(url.scheme)
         if proxy is None:
-            return _Connection(kind(host, url.port, timeout=_STALL_SECONDS))
+            return _Connection(_opened(host, url.port, host if secure else None))
         try:
             via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
             valid = bool(via.hostname) and via.port != 0
@@ -396,7 +430,7 @@ class _Connection(NamedTuple):
         if via.username:
             user, password = unquote(via.username), unquote(via.password or "")
             headers["Proxy-Authorization"] = _basic(user, password)
-        connection = kind(via.hostname or "", via.port, timeout=_STALL_SECONDS)
+        connection = _opened(via.hostname or "", via.port, host if secure else None)
         if not secure:
             return _Connection(connection, headers)
         connection.set_tunnel(host, url.port, headers)
@@ -409,6 +443,13 @@ class _Connection(NamedTuple):
             target, headers = url.geturl(), headers | self.to_proxy
         self.opened.request("GET", target, headers=headers)
         return self.opened.getresponse()
+
+
+def _opened(host: str, port: int | None, secure: str | None) -> http.client.HTTPConnection:
+    """Return a connection that is not made yet; ``secure`` is whose certificate it demands."""
+    if secure is not None:
+        return _TLSConnection(host, port, secure, _STALL_SECONDS)
+    return http.client.HTTPConnection(host, port, timeout=_STALL_SECONDS)
 
 
 def _close(idle: dict[str, list[_Connection]]) -> None:
@@ -454,7 +495,7 @@ def _seconds(after: str | None) -> float | None:
         return float(after)
     try:
         then = parsedate_to_datetime(after)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if then.tzinfo is None:
         then = then.replace(tzinfo=timezone.utc)

@@ -94,7 +94,9 @@ class ObstoreClient:
         if len(data) != end - begin:
             raise BusyError(f"the answer ends after {len(data)} of {end - begin} bytes")
         view[: len(data)] = data
-        return Answer(len(data), Version(meta["size"], meta["e_tag"] or str(meta["last_modified"])))
+        etag = meta["e_tag"]
+        version = Version(meta["size"], etag or str(meta["last_modified"]), bool(etag))
+        return Answer(len(data), version)
 
     def close(self) -> None:
         """Do nothing: the library closes its connections."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -12,26 +14,28 @@ from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, printable_name
-from vllm_module.weights.formats import SAFETENSORS
+from vllm_module.weights.formats import FORMATS, Files
 from vllm_module.weights.index import check_against_index, read_index
 from vllm_module.weights.regular_file import MAX_JSON_BYTES, is_there
 from vllm_module.weights.stores import hub_client
-from vllm_module.weights.stores.checkpoint import StoredCheckpoint, StoredFile
+from vllm_module.weights.stores.cache import StoreCache
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint, open_file
 from vllm_module.weights.stores.client import Client
 from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.obstore_client import ObstoreClient
-from vllm_module.weights.stores.place import BUCKETS, Place, parse
+from vllm_module.weights.stores.place import BUCKETS, Place, StorePath, parse
 from vllm_module.weights.stores.store import Store
 from vllm_module.weights.written_folder import new_folder, write_file
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+# The formats whose files are read by ranges, in the order in which they are looked for.
+_FORMATS = ("safetensors", "pt")
 _CONFIG = "config.json"
 _POOLING = "1_Pooling/config.json"
 # Configuration, index and tokenizer: what is taken of a folder that can be listed.
 _SMALL = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 # What is asked for, file by file, where it cannot.
 _SMALL_NAMES = (
-    _CONFIG, _INDEX, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", _POOLING,
 )  # fmt: skip
@@ -51,8 +55,9 @@ class StoreSource:
     Args:
         url: of the folder, or ``hf://owner/name@revision``.
         revision: of the hub.
-        load_format: as in ``LoadConfig``; a store is read as safetensors.
-        download_dir: of the hub's small files.
+        load_format: as in ``LoadConfig``; a store is read as safetensors or pt.
+        download_dir: of the hub's small files, and of ranges of weights, which are kept with it
+            only.
         token: of the hub.
         fetched: the folder of another source of this URL, which keeps it, and the files it listed.
 
@@ -71,10 +76,11 @@ class StoreSource:
         fetched: tuple[Path, list[str] | None] | None = None,
     ) -> None:
         self.place = parse(url, revision)
-        if load_format not in ("auto", "safetensors", "layered", "dummy"):
+        if load_format not in (*_FORMATS, "auto", "layered", "dummy"):
             raise CheckpointFormatError(
                 f"{printable(str(self.place))}: load_format {load_format!r} is read from a local "
-                "folder only, and safetensors from a store too: download the checkpoint"
+                f"folder only, and {' and '.join(_FORMATS)} from a store too: download the "
+                "checkpoint"
             )
         self._options: dict[str, Any] = {
             "load_format": load_format, "download_dir": download_dir, "token": token,
@@ -97,22 +103,31 @@ class StoreSource:
     def __repr__(self) -> str:
         return f"StoreSource({str(self.place)!r})"
 
+    @property
+    def path(self) -> StorePath:
+        """A path that stands for the URL, in messages and reports."""
+        return StorePath(str(self.place))
+
     def weights(self) -> StoredCheckpoint:
-        """Open the weights: read and check the headers of all files, many at once."""
-        index = self.folder / _INDEX
+        """Open the weights: read and check the headers of all files, many at once.
+
+        As in a local folder, an index is looked for first; safetensors go before pt.
+        """
         names_in: dict[str, set[str]] | None = None
-        if is_there(index):
-            names_in = read_index(index, SAFETENSORS.suffixes)
-            names = sorted(names_in)
-        else:
-            names = self._files_of_weights()
-        store = Store(self.place, self._client())
+        indexes = {name: self.folder / str(_files(name).index) for name in self._formats()}
+        load_format = next((name for name, path in indexes.items() if is_there(path)), None)
+        store = Store(self.place, self._client(), self._cache())
         with ExitStack() as opened:
             opened.callback(store.close)
-            files = store.together(partial(StoredFile, store, name) for name in names)
-            for file in files if names_in is not None else ():
-                check_against_index(index, names_in or {}, file)
-            checkpoint = StoredCheckpoint(store, tuple(files))
+            if load_format is not None:
+                names_in = read_index(indexes[load_format], _files(load_format).suffixes)
+                names = sorted(names_in)
+            else:
+                load_format, names = self._files_of_weights(store)
+            files = store.together(partial(open_file, store, name, load_format) for name in names)
+            for file, _ in files if names_in is not None else ():
+                check_against_index(indexes[load_format], names_in or {}, file)
+            checkpoint = StoredCheckpoint(store, files, load_format)
             opened.pop_all()
         return checkpoint
 
@@ -123,17 +138,29 @@ class StoreSource:
             return hub_client.hub_client(self.place, self._token)
         return web_client(self.place)
 
+    def _cache(self) -> StoreCache | None:
+        folder = self._options["download_dir"]
+        if folder is None:
+            return None
+        # The services' libraries read endpoints there, and a bucket of one is not that of another.
+        endpoints = [
+            (name, value)
+            for name, value in sorted(os.environ.items())
+            if re.fullmatch(r"(AWS|AZURE|GOOGLE|HF)_.*(ENDPOINT|BASE_URL).*", name, re.IGNORECASE)
+        ]
+        return StoreCache(Path(folder), repr(endpoints))
+
     def _fetch_small(self) -> None:
         """Fetch the small files into the folder."""
         store = Store(self.place, self._client())
         try:
             listed = self._listed = store.names()
             if listed is None:
-                names: Iterable[str] = _SMALL_NAMES
+                names: Iterable[str] = (*_SMALL_NAMES, *self._indexes())
             else:
                 wanted = filter(_is_small, listed)
                 others = (name for name in listed if name.endswith(".index.json"))
-                names = [name for name in wanted if name not in {*others} - {_INDEX}]
+                names = [name for name in wanted if name not in {*others} - {*self._indexes()}]
                 if "modules.json" in listed:
                     names.append(_POOLING)
             if listed is not None and _CONFIG not in listed:
@@ -175,20 +202,45 @@ class StoreSource:
     def _keep(self, name: str, data: bytes) -> None:
         write_file(self.folder / name, data, printable(str(self.place)))
 
-    def _files_of_weights(self) -> list[str]:
-        """Return the names of the files of weights, where no index has them."""
+    def _formats(self) -> list[str]:
+        """Return the names of the formats that are looked for."""
+        asked = self._options["load_format"]
+        return [asked] if asked in _FORMATS else [*_FORMATS]
+
+    def _indexes(self) -> list[str]:
+        return [str(_files(name).index) for name in self._formats()]
+
+    def _files_of_weights(self, store: Store) -> tuple[str, list[str]]:
+        """Return the format and the names of the files of weights, where no index has them."""
         listed = self._listed
         if self.place.scheme == "hf":
             listed = hub_client.names(self.place, self._token)
-        if listed is None or _WHOLE in listed:
-            return [_WHOLE]
-        if found := SAFETENSORS.files(map(Path, sorted(listed))):
-            return [path.name for path in found]
-        there = ", ".join(map(printable_name, sorted(listed)[:20]))
+        formats = self._formats()
+        if listed is None:
+            there = [name for name in formats if len(formats) == 1 or store.has(_whole(name))]
+            name = (there or formats)[0]  # which is refused where there is none
+            return name, [_whole(name)]
+        for name in formats:
+            if _whole(name) in listed:
+                return name, [_whole(name)]
+            if found := _files(name).files(map(Path, sorted(listed))):
+                return name, [path.name for path in found]
+        wanted = " or ".join(pattern for name in formats for pattern in _files(name).patterns)
+        names = ", ".join(map(printable_name, sorted(listed)[:20]))
         raise CheckpointFormatError(
-            f"{printable(str(self.place))} holds no *{SAFETENSORS.suffixes[0]} file, the format "
-            f"that is read from a store; there is {there}. Download the checkpoint, or convert it"
+            f"{printable(str(self.place))} holds no {wanted} file, the formats that are read from "
+            f"a store; there is {names}. Download the checkpoint, or convert it"
         )
+
+
+def _files(load_format: str) -> Files:
+    format_ = FORMATS[load_format]
+    assert isinstance(format_, Files)
+    return format_
+
+
+def _whole(load_format: str) -> str:
+    return str(_files(load_format).whole)
 
 
 def _is_small(name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.messages import printable
+from vllm_module.weights.stores.cache import StoreCache
 from vllm_module.weights.stores.client import (
     Answer,
     BusyError,
@@ -31,10 +32,10 @@ T = TypeVar("T")
 
 
 class Store:
-    """The files of a folder in a store, for many threads."""
+    """The files of a folder in a store, for many threads; ``cache`` has what is kept of them."""
 
-    def __init__(self, place: Place, client: Client) -> None:
-        self.place, self.client = place, client
+    def __init__(self, place: Place, client: Client, cache: StoreCache | None = None) -> None:
+        self.place, self.client, self.cache = place, client, cache
         self._executor = ThreadPoolExecutor(UNDER_WAY, thread_name_prefix="store-request")
         self._ended = threading.Event()
 
@@ -57,6 +58,14 @@ class Store:
             return self.fetch(name, most)
         except CheckpointFormatError:
             return None
+
+    def has(self, name: str) -> bool:
+        """Tell whether a file can be read. Raises as :meth:`read` does for what is no answer."""
+        try:
+            self.read(name, 0, memoryview(bytearray(1)))
+        except CheckpointFormatError:
+            return False
+        return True
 
     def names(self) -> list[str] | None:
         """List the files of the folder; ``None`` where that cannot be. Raises as :meth:`read`."""

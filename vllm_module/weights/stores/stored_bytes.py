@@ -15,13 +15,16 @@ from vllm_module.weights.stores.store import Store
 
 # Of the first request. Most headers are shorter.
 _FIRST_BYTES = 128 << 10
+# Of a request for less of a header than this. Archives are read in pieces of a few bytes.
+_LEAST_BYTES = 4 << 10
 
 
 class StoredBytes:
     """The bytes of a file in a store, which many threads may read into memory at once.
 
     It offers what ``FileBytes`` does. The first request also tells the size and the version; a
-    later answer with another one is refused.
+    later answer with another one is refused. What the store's cache has of this version is not
+    requested.
     """
 
     remote = True
@@ -34,11 +37,17 @@ class StoredBytes:
         self._bytes_read = 0
         self.requests = 1
         self.bytes_requested = 0
-        first = bytearray(_FIRST_BYTES)
+        cache, url = store.cache, str(self.path)
+        # One byte tells the version, where the header may be in the cache.
+        first = bytearray(1 if cache is not None and cache.knows(url) else _FIRST_BYTES)
         answer = store.read(name, 0, memoryview(first))
         self.version: Version = answer.version
-        self._first = bytes(first[: answer.nbytes])
+        # What was read of the header: where it begins in the file, and its bytes.
+        self._known = [(0, bytes(first[: answer.nbytes]))]
         self.bytes_requested = answer.nbytes
+        self._cached = cache.open(url, self.version) if cache is not None else None
+        if self._cached is not None:
+            self._cached.keep(0, self._known[0][1])
 
     @property
     def size(self) -> int:
@@ -56,17 +65,20 @@ class StoredBytes:
 
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes that are not counted as weights (the header)."""
-        known = self._first[offset : offset + length]
+        near = (data[offset - at :] for at, data in self._known if at <= offset)
+        known = max(near, key=len, default=b"")[:length]
         if len(known) == length:
             return known
-        data = bytearray(length)
-        data[: len(known)] = known
-        self._request(offset + len(known), memoryview(data)[len(known) :])
-        return bytes(data)
+        begin = offset + len(known)
+        most = max(0, self.size - begin)  # the caller has checked that it asks for no more
+        rest = bytearray(min(most, max(length - len(known), 0 if known else _LEAST_BYTES)))
+        self._request(begin, memoryview(rest))
+        self._known.append((begin, bytes(rest)))
+        return known + bytes(rest[: length - len(known)])
 
-    def forget_first(self) -> None:
-        """Free what the first request has read."""
-        self._first = b""
+    def forget_header(self) -> None:
+        """Free what was read of the header."""
+        self._known = []
 
     def check_unchanged(self) -> None:
         """Raise WeightReadError if the file was closed; each answer is compared by itself."""
@@ -95,8 +107,14 @@ class StoredBytes:
             copy_segments(scratch[begin : begin + run.span], run, address)
 
     def _request(self, begin: int, view: memoryview) -> None:
-        """Fill ``view`` with the file's bytes from ``begin`` on."""
+        """Fill ``view`` with the file's bytes from ``begin`` on, which lie inside of it."""
         self.check_unchanged()
+        if self._cached is not None:
+            self._cached.read(begin, view, self._fetch)
+        else:
+            self._fetch(begin, view)
+
+    def _fetch(self, begin: int, view: memoryview) -> None:
         with self._lock:
             self.requests += 1
             self.bytes_requested += len(view)
