@@ -106,6 +106,11 @@ class ModelSource:
         return self.source.folder
 
     @property
+    def name(self) -> str:
+        """The folder as it is shown; where it was written for a model, what the user named."""
+        return printable(self.folder)
+
+    @property
     def revision(self) -> str | None:
         """The commit of a snapshot in the hub's cache; ``None`` for any other folder."""
         return self.folder.name if self.folder.parent.name == "snapshots" else None

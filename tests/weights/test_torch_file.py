@@ -178,7 +178,7 @@ REFUSED = {
     "a long name": (saved({"a" * 2000: BASE}), "named by a string of at most 1024 characters"),
     "a sparse tensor": (saved({"a": torch.eye(3).to_sparse()}), "asks for .*sparse_tensor', which"),
     "a conjugate": (saved({"a": torch.tensor([1 + 2j]).conj()}), "expected a dense one"),
-    "elements that share memory": (saved({"a": BASE[:1].expand(3, 6)}), "'a': its el.* share memory"),
+    "elements that share memory": (saved({"a": BASE[:1].expand(3, 6)}), "'a': its elements shar"),
     "overlapping rows": (saved({"a": BASE.flatten().as_strided((3, 4), (2, 1))}), "share memory"),
     "compressed members": (
         archive(*unzipped(saved({"a": BASE})), method=zipfile.ZIP_DEFLATED), "is compressed"

@@ -12,7 +12,7 @@ import torch
 
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, LoadFormat, ModelConfig
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
-from vllm_module.messages import describe_error, shorten
+from vllm_module.messages import describe_error, printable, shorten
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.chat import ChatTemplate, Messages
 from vllm_module.runtime.embedder import Embedder
@@ -249,7 +249,7 @@ class LLM:
             f"tokens, {pool.num_pages * worker.page_bytes / 2**20:.1f} MiB)"
         )
         return (
-            f"loaded {self.source.folder} ({self.source.config.architectures[0]}, "
+            f"loaded {printable(self.source.folder)} ({self.source.config.architectures[0]}, "
             f"{str(self.source.dtype).removeprefix('torch.')}) on {worker.device}: {ranks}"
             f"{' with' if self.executor.size == 1 else ''} {nbytes / 2**20:.1f} MiB of weights and "
             f"{cache if pool.num_pages else 'no KV cache'}"

@@ -39,8 +39,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not is_there(path):
             raise CheckpointFormatError(
-                f"{folder} has no tokenizer.json, so text cannot be encoded: give token ids "
-                "instead, or save the tokenizer beside the weights"
+                f"{printable(folder)} has no tokenizer.json, so text cannot be encoded: give "
+                "token ids instead, or save the tokenizer beside the weights"
             )
         data = read_file(path, folder)
         self._path = path
@@ -163,8 +163,8 @@ def stop_tokens(folder: Path) -> set[int]:
                 tokens = eos if isinstance(eos, list) else [eos]
                 if not all(type(token) is int for token in tokens):
                     raise CheckpointFormatError(
-                        f"{path}: eos_token_id should be a token or a list of tokens, and is "
-                        f"{shorten(eos)}"
+                        f"{printable(path)}: eos_token_id should be a token or a list of tokens, "
+                        f"and is {shorten(eos)}"
                     )
                 return set(tokens)
     return set()

@@ -24,6 +24,7 @@ _SIGNATURE = b"PK\x03\x04"
 _MOST_LIST = 1 << 24  # bytes of an archive's list of members, some 100 for each storage
 _LOCAL_HEADER = 30  # bytes of a member's header before its name and extra field
 _VERSIONS = range(1, 11)  # of torch.save's archives, as torch 2.13 reads them
+_ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13  # flags of a member
 _LONGEST_NUMBER = 20  # digits
 SAVE_AGAIN = (
     "Load it with torch.load where you trust it, and save its tensors with "
@@ -150,9 +151,11 @@ def _members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
         refuse(f"its zip archive is broken ({describe_error(error)}). {DAMAGED}")
     for member in listed:
         shown = shorten(member.filename)
-        stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
+        stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & _ENCRYPTED
         if not stored or member.file_size != member.compress_size:
             refuse(f"its member {shown} is compressed or encrypted")
+        if not member.filename.isascii() or member.volume:
+            refuse(f"its member {shown} has a name or a disk that torch does not write. {DAMAGED}")
         begin = member.header_offset + _LOCAL_HEADER
         if not _LOCAL_HEADER <= begin <= file_bytes.size:
             refuse(f"its member {shown} is not where it should be. {DAMAGED}")

@@ -137,7 +137,7 @@ def load(
     if as_json:
         print_json(
             {
-                "checkpoint": str(model_source.folder),
+                "checkpoint": model_source.name,
                 "dtype": model_source.dtype,
                 "device": target,
                 "tensor_parallel_size": tp_size,
