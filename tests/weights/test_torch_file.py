@@ -171,7 +171,7 @@ REFUSED = {
     "what would fill the memory": (saved({"a": Fills()}), r"asks for '\w+\.bytearray', which"),
     "another protocol": (saved({"a": BASE}, pickle_protocol=4), "has FRAME, which torch"),
     "an older file": (saved({"a": BASE}, _use_new_zipfile_serialization=False), "no zip archive"),
-    "a nested dict": (saved({"state_dict": {"a": BASE}}), "'state_dict' is .*, and only tensors"),
+    "a nested dict": (saved({"state_dict": {"a": BASE}}), "'state_dict' is a dict, and only"),
     "a number": (saved({"a": BASE, "epoch": 3}), "'epoch' is 3, and only tensors are read"),
     "a list": (saved([BASE]), "expected a dict of names and tensors"),
     "a name that is none": (saved({1: BASE}), "named by a string of at most 1024 characters"),

@@ -88,7 +88,7 @@ def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, T
         if isinstance(name, str):
             places[name, offset if offset is None else _sizes(offset)] = place
     keys = {
-        key: _path(key, paths)
+        key: _path(key, paths, refuse)
         for key, each in described.items()
         if isinstance(_field(each, "chunks"), list)
     }
@@ -100,12 +100,14 @@ def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, T
     return {name: _tensor(key, described[key], places, refuse) for name, key in weights.items()}
 
 
-def _path(key: Any, paths: Any) -> tuple[Any, ...]:
+def _path(key: Any, paths: Any, refuse: Callable[[str], NoReturn]) -> tuple[Any, ...]:
     """Return the keys that lead to a tensor in what the trainer saved."""
     path = paths.get(key) if isinstance(paths, dict) else None
-    if isinstance(path, tuple) and path and all(isinstance(each, str | int) for each in path):
-        return path
-    return (key,)
+    if not isinstance(path, tuple) or not path:
+        return (key,)
+    if not all(isinstance(each, str | int) for each in path):
+        refuse(f"the keys that lead to {shorten(key)} are no names and numbers. {DAMAGED}")
+    return path
 
 
 def _weights(

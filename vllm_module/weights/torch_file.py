@@ -80,7 +80,7 @@ def _described(value: object) -> str:
     """Return how a value that is no tensor is shown; what a container holds is left out."""
     if value is None or isinstance(value, int | float | str):
         return printable(shorten(value))
-    return f"a {type(value).__name__}"
+    return "a dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
 def unpickled(file_bytes: Bytes, refuse: Refuse) -> tuple[Any, tuple[int, int]]:
