@@ -60,8 +60,8 @@ def check_torch(folder: Path, data: bytes) -> None:
             try:
                 stored = torch.load(path, map_location="cpu", weights_only=True)
             except RuntimeError as error:
-                if "multidisk" in str(error):  # numbers of disks, which Python does not read
-                    return
+                if "failed reading zip archive" in str(error):
+                    return  # it checks numbers in the list of members that Python does not
                 raise
             assert stored.keys() == set(checkpoint), "torch finds other names"
             for name, tensor in stored.items():
