@@ -28,6 +28,15 @@ def own_tensors(model: vLLMModule, weights: Mapping[str, Weight]) -> Mapping[str
     return weights.of_rank(_rank(model, weights)) if isinstance(weights, ShardedState) else weights
 
 
+def number_of_tensors(weights: Mapping[str, Weight]) -> int:
+    """Return how many tensors this rank is loaded from, before its model is built."""
+    if not isinstance(weights, ShardedState):
+        return len(weights)
+    group, ranks = tensor_parallel_group(), weights.manifest.tensor_parallel_size
+    # Another number of ranks is refused when the model is there.
+    return len(weights.of_rank(group.rank if group.size == ranks else 0))
+
+
 def load_from(
     model: vLLMModule,
     weights: Mapping[str, Weight],

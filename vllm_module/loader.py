@@ -20,7 +20,7 @@ from vllm_module.consistency import (
 )
 from vllm_module.cooperative import CooperativeCheckpoint, read_together
 from vllm_module.distributed import message_group, together
-from vllm_module.held import load_from, plan_from
+from vllm_module.held import load_from, number_of_tensors, plan_from
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import OpenWeights
@@ -76,7 +76,7 @@ def find_and_load(
 
     def build() -> vLLMModule:
         device = (device_config or DeviceConfig()).torch_device
-        return source.build(device, len(checkpoint))
+        return source.build(device, number_of_tensors(checkpoint))
 
     def load() -> vLLMModule:
         with ExitStack() as reading:
@@ -90,7 +90,7 @@ def find_and_load(
     with ExitStack() as opened, message_group(timeout) as group:
         source, checkpoint = in_step(find, describe_found, timeout, group, demand_alike)
         taken = checkpoint.load_format or "a registered source"
-        _log.info("weights in %s: %s", source.path, taken)
+        _log.info("weights in %s: %s", source.name, taken)
         model = in_step(build, lambda _: {}, timeout, group, demand_alike)
         weights: OpenWeights | CooperativeCheckpoint = checkpoint
         # Of a sharded state each rank has files of its own, and dummy values it makes itself.

@@ -6,7 +6,7 @@ Names and values are shortened and escaped, so that text from a file cannot rewr
 from __future__ import annotations
 
 import re
-from os import PathLike, fspath
+from os import PathLike, fspath, sep
 from reprlib import Repr
 
 _MOST = 200
@@ -23,9 +23,31 @@ def shorten(value: object) -> str:
     return _cut(_repr.repr(value))
 
 
+_written: dict[str, str] = {}  # folders for temporary files, and what their files are of
+
+
+def show_written(folder: PathLike[str], what: str | None) -> None:
+    """Let :func:`printable` say ``what`` in place of a folder that was written for it.
+
+    ``what`` is printable, such as the name of a model; ``None`` ends it.
+    """
+    if what is None:
+        _written.pop(fspath(folder), None)
+    else:
+        _written[fspath(folder)] = what
+
+
 def printable(text: str | PathLike[str]) -> str:
-    """Return a name or path with control characters and lone surrogates escaped."""
+    """Return a name or path with control characters and lone surrogates escaped.
+
+    A path in a folder of :func:`show_written` is shown as that file "of" what it was written for.
+    """
     text = fspath(text)
+    for folder, what in [*_written.items()]:
+        if text == folder:
+            return what
+        if text.startswith(folder + sep):
+            return f"{printable(text[len(folder) + 1 :])} of {what}"
     return text if text.isprintable() else repr(text)[1:-1]
 
 

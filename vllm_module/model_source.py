@@ -106,10 +106,9 @@ class ModelSource:
         return self.source.folder
 
     @property
-    def path(self) -> Path:
-        """The folder, the file of a model in one file, or a path that stands for its URL."""
-        found: Path = getattr(self.source, "path", self.folder)
-        return found
+    def name(self) -> str:
+        """What the model is called in messages: its URL, its one file, or its folder."""
+        return printable(getattr(self.source, "path", self.folder))
 
     @property
     def revision(self) -> str | None:

@@ -506,13 +506,23 @@ def test_the_commands_write_and_read_it(
     assert run("load", out, "--tp", 2, "--trace", trace)[0] == 0
     assert "read" in trace.read_text()
     assert "its own" in run("plan", out, "--tp", 2)[1]
-    assert run("inspect", out)[0] == 0
+    code, text, _ = run("inspect", out)
+    assert (code, "total of rank 0 of 2: " in text) == (0, True)
+    assert json.loads(run("inspect", out, "--json")[1])["ranks"] == 2
     code, _, error = run("load", out)
     assert code == 1
     assert "sharded for 2" in error
     code, _, error = run("shard", checkpoint("qwen3-moe"), "--out", out)
     assert code == 2
     assert "no empty folder" in error
+
+
+def test_a_rank_opens_its_own_files_alone(copied: Written) -> None:
+    """Another rank's file may be on another machine only."""
+    (copied.folder / "model-rank-0-part-0.safetensors").unlink()
+    copied.load(1)
+    with pytest.raises(CheckpointFormatError, match="lists it for rank 0"):
+        copied.load(0)
 
 
 def test_the_files_are_closed(written: Callable[[str], Written]) -> None:

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import pickle
+import random
+import time
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
@@ -29,6 +31,8 @@ from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.model_source import build_model, read_config
 from vllm_module.weights import open_checkpoint
+from vllm_module.weights.dcp_metadata import Chunk
+from vllm_module.weights.dcp_metadata import _cover as covers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -180,7 +184,10 @@ def test_nothing_in_the_pickle_runs(tmp_path: Path) -> None:
 
     write(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointFormatError, match=r"asks for '(posix|nt)\.system', and nothing"):
+    with pytest.raises(
+        CheckpointFormatError,
+        match=r"asks for '(posix|nt)\.system', which is not",
+    ):
         open_checkpoint(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -208,6 +215,81 @@ def test_damage_inside_a_chunk_is_refused_when_it_is_read(tmp_path: Path) -> Non
         pytest.raises(WeightReadError, match=r"shape \[4, 4\], and .metadata says .*\[2, 8\]"),
     ):
         checkpoint["w"].read()
+
+
+def test_chunks_cover_each_element_once_or_are_refused() -> None:
+    """Boxes of random sizes, some of which are moved or repeated, are counted one by one."""
+    drawn, covered = random.Random(0), 0
+    for _ in range(700):
+        shape = tuple(drawn.randint(1, 4) for _ in range(drawn.randint(0, 3)))
+        boxes = [((0,) * len(shape), shape)]
+        for _ in range(drawn.randint(0, 4) if shape else 0):
+            begins, sizes = boxes.pop(drawn.randrange(len(boxes)))
+            dim = drawn.randrange(len(shape))
+            cut = drawn.randint(0, sizes[dim])
+            for begin, size in ((0, cut), (cut, sizes[dim] - cut)):
+                moved, cut_to = [*begins], [*sizes]
+                moved[dim] += begin
+                cut_to[dim] = size
+                boxes.append((tuple(moved), tuple(cut_to)))
+        if drawn.random() < 0.5:
+            _, sizes = boxes.pop()
+            places = [drawn.randint(0, n - m) for n, m in zip(shape, sizes, strict=True)]
+            boxes.append((tuple(places), sizes))
+        held = torch.zeros(shape, dtype=torch.int64)
+        for begins, sizes in boxes:
+            held[tuple(slice(b, b + n) for b, n in zip(begins, sizes, strict=True))] += 1
+        once = bool((held == 1).all())
+        assert covers([Chunk(*box, "file", 0, 0) for box in boxes], shape) == once
+        covered += once
+    assert 300 < covered < 690
+
+
+def test_many_columns_are_compared_in_linear_time() -> None:
+    """Chunks that all begin in the first row are not compared with each other."""
+    columns = [Chunk((0, at), (5, 1), "file", 0, 0) for at in range(20_000)]
+    begin = time.perf_counter()
+    assert covers(columns, (5, 20_000))
+    assert not covers([*columns[:-1], columns[7]], (5, 20_000))
+    assert time.perf_counter() - begin < 5
+
+
+def share_chunks(metadata: Metadata) -> None:
+    """Let many tensors have one list of chunks, as a small pickle may."""
+    one = metadata.state_dict_metadata["model.model.rows.weight"]
+    for number in range(100):
+        metadata.state_dict_metadata[f"model.other{number}"] = one
+        metadata.planner_data[f"model.other{number}"] = "model", f"other{number}"
+
+
+def nest_path(metadata: Metadata) -> None:
+    path: tuple[Any, ...] = ("model", "w")
+    for _ in range(60):
+        path = (path, path)
+    metadata.planner_data["model.model.whole"] = (path, "w")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (share_chunks, r"its tensors have \d+ chunks, and \d+ are stored"),
+        (nest_path, "keys that lead to 'model.model.whole' are no names"),
+        (
+            lambda m: move(m, relative_path="x" * 300),
+            "xx..., which is not there",
+        ),
+        (lambda m: move(m, relative_path="a\0b"), "which is not there"),
+    ],
+)
+def test_metadata_that_would_take_long_is_refused(
+    tmp_path: Path, change: Callable[[Metadata], Any], message: str
+) -> None:
+    """It ends at once, by name."""
+    metadata = write(tmp_path)
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match=message):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

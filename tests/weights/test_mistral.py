@@ -18,6 +18,8 @@ from vllm_module.errors import (
     ShardingError,
     UnsupportedModelError,
 )
+from vllm_module.model_source import ModelSource
+from vllm_module.runtime.tokenizer import Tokenizer
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.mistral import renamed
 
@@ -191,6 +193,24 @@ def test_what_is_there_instead_of_the_files_is_named(tmp_path: Path) -> None:
     (tmp_path / "consolidated.00.pth").touch()
     with pytest.raises(CheckpointFormatError, match=r"has consolidated\.00\.pth\. Files of Meta's"):
         open_checkpoint(tmp_path)
+
+
+def test_messages_name_the_files_that_the_user_named(
+    dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No message or line of the log shows the folder that was written for them."""
+    own = dense / "own"
+    with caplog.at_level("INFO"):
+        get_model(model_config=ModelConfig(model=str(own)))
+    assert f"weights in {own}: mistral" in caplog.text
+    with pytest.raises(CheckpointFormatError) as refused:
+        ModelSource.find(ModelConfig(model=str(own), hf_overrides={"rms_norm_eps": "small"}))
+    assert str(refused.value).startswith(f"config.json of {own} does not describe a model")
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS))
+    source = ModelSource.find(ModelConfig(model=str(tmp_path), dtype="float32"), "mistral")
+    assert source.name == str(tmp_path)
+    with pytest.raises(CheckpointFormatError, match=f"^{tmp_path} has no tokenizer.json, so text"):
+        Tokenizer(source.folder)
 
 
 def test_dummy_weights_take_the_configuration_of_params(tmp_path: Path) -> None:

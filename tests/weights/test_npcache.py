@@ -329,6 +329,20 @@ def _folder_outside(folder: Path) -> None:
     (folder / "np").symlink_to(folder.parent / "np-outside")
 
 
+def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
+    """The next process removes what one of this host left, and of another host what is old."""
+    ours, other, old = (folder / name for name in (f"{npcache._OURS}-a", ".np-b-c", ".np-d-e"))
+    for each in (ours, other, old):
+        each.mkdir()
+        (each / "w").touch()
+    for path in (old / "w", old):
+        os.utime(path, (0, 0))
+    link = folder / ".np-link"
+    link.symlink_to(folder.parent)
+    assert_tensors(folder, "npcache")
+    assert sorted(os.listdir(folder)) == [".np-b-c", ".np-link", "np", BIN]
+
+
 def _a_folder_inside(folder: Path) -> None:
     (folder / "np" / "scalar").unlink()
     (folder / "np" / "scalar").mkdir()

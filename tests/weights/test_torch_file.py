@@ -162,23 +162,23 @@ def long_list() -> bytes:
 
 
 REFUSED = {
-    "tuples that are long to hash": (nested_key(), "a tuple of more than 256 objects"),
+    "tuples that are long to hash": (nested_key(), "a dict with a key of type tuple"),
     "a memo with a gap": (
         with_member("data.pkl", b"\x80\x02}r\x00\x00\x00\x03."), "number 50331648 into a memo of 0"
     ),
     "a long list of members": (long_list(), "at most 16777216 are accepted"),
-    "what would run": (saved({"a": Runs()}), r"asks for '\w+\.remove', which is no tensor, and no"),
+    "what would run": (saved({"a": Runs()}), r"asks for '\w+\.remove', which is not read, and no"),
     "what would fill the memory": (saved({"a": Fills()}), r"asks for '\w+\.bytearray', which"),
-    "another protocol": (saved({"a": BASE}, pickle_protocol=4), "has STACK_GLOBAL, which"),
+    "another protocol": (saved({"a": BASE}, pickle_protocol=4), "has FRAME, which torch"),
     "an older file": (saved({"a": BASE}, _use_new_zipfile_serialization=False), "no zip archive"),
-    "a nested dict": (saved({"state_dict": {"a": BASE}}), "'state_dict' is .*, and only tensors"),
+    "a nested dict": (saved({"state_dict": {"a": BASE}}), "'state_dict' is a dict, and only"),
     "a number": (saved({"a": BASE, "epoch": 3}), "'epoch' is 3, and only tensors are read"),
     "a list": (saved([BASE]), "expected a dict of names and tensors"),
     "a name that is none": (saved({1: BASE}), "named by a string of at most 1024 characters"),
     "a long name": (saved({"a" * 2000: BASE}), "named by a string of at most 1024 characters"),
     "a sparse tensor": (saved({"a": torch.eye(3).to_sparse()}), "asks for .*sparse_tensor', which"),
     "a conjugate": (saved({"a": torch.tensor([1 + 2j]).conj()}), "expected a dense one"),
-    "elements that share memory": (saved({"a": BASE[:1].expand(3, 6)}), "'a' share memory"),
+    "elements that share memory": (saved({"a": BASE[:1].expand(3, 6)}), "'a': its elements shar"),
     "overlapping rows": (saved({"a": BASE.flatten().as_strided((3, 4), (2, 1))}), "share memory"),
     "compressed members": (
         archive(*unzipped(saved({"a": BASE})), method=zipfile.ZIP_DEFLATED), "is compressed"
@@ -186,14 +186,16 @@ REFUSED = {
     "another byte order": (with_member("byteorder", b"big"), "not little-endian"),
     "a program": (with_member("constants.pkl", b""), "TorchScript archive"),
     "a zip of something else": (archive(("a/b", b"c")), "no data.pkl, or several"),
-    "two pickles": (archive(("a/data.pkl", b""), ("b/data.pkl", b"")), "no data.pkl, or several"),
+    "two pickles": (archive(("a/data.pkl", b""), ("b/data.pkl", b"")), "two members 'b/data.pkl'"),
     "an empty pickle": (with_member("data.pkl", b""), "its pickle is broken"),
     "a storage that is missing": (
         archive(*[m for m in unzipped(saved({"a": BASE})) if m[0] != "archive/data/0"]),
-        "torch.load refuses it|none of the archive's members",
+        "'a': its storage '0' is in none of the archive's members",
     ),
-    "a storage that is cut off": (with_member("data/0", b"0" * 90), r"'a' should have \d+ bytes"),
-    "a longer storage": (longer_storage(), r"'a' should have \d+ bytes, and its member of the"),
+    "a storage that is cut off": (
+        with_member("data/0", b"0" * 90), "'a': its storage '0' should have 96 bytes, .* has 90"
+    ),
+    "a longer storage": (longer_storage(), "'a': its storage '0' should have 480 bytes, .* has 96"),
     "a member elsewhere": (elsewhere(), "is not where it should be|is broken"),
     "no bytes": (b"", "no zip archive"),
 }  # fmt: skip

@@ -76,6 +76,7 @@ def test_one_format_of_the_weights_is_downloaded(present: str, tmp_path: Path, m
         ("safetensors", {"m.safetensors"}),
         ("pt", {"m.bin"}),
         ("npcache", {"m.bin"}),
+        ("dcp", {".metadata", "__0_0.distcp", "__1_0.distcp"}),
         ("dummy", set()),
     ],
 )
@@ -85,7 +86,8 @@ def test_the_format_that_is_asked_for_is_downloaded(
     """Where the hub has several formats, no other one comes; dummy weights need none."""
 
     def download(repo_id: str, allow_patterns: list[str], ignore_patterns: Any, **_: Any) -> str:
-        names = ["config.json", "m.safetensors", "m.bin", "m.pt"]
+        names = ["config.json", "m.safetensors", "m.bin", "m.pt", ".metadata", "__0_0.distcp"]
+        names += ["__1_0.distcp", "big/m.gguf", "big/__0_0.distcp"]
         options: Any = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
         for name in huggingface_hub.utils.filter_repo_objects(names, **options):
             (tmp_path / name).touch()
@@ -94,6 +96,56 @@ def test_the_format_that_is_asked_for_is_downloaded(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     resolve("owner/name", None, load_format=load_format)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json"} | expected
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["m-Q4_0.gguf", "m-Q8_0.gguf"], None),
+        (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "big/m.gguf", "other/m.gguf"], 2),
+        (["m.gguf"], 1),
+        (ConnectionError("offline"), 0),
+    ],
+)
+def test_several_models_in_gguf_files_are_not_downloaded(
+    names: Any, chosen: int | None, tmp_path: Path, monkeypatch
+) -> None:
+    """Quantizations of a model are listed; the parts of one, and what is cached, are taken."""
+
+    def list_files(*_: object, **__: object) -> list[str]:
+        if isinstance(names, Exception):
+            raise names
+        return names
+
+    def download(repo_id: str, allow_patterns: list[str], ignore_patterns: Any, **_: Any) -> str:
+        assert chosen is not None, "the files were listed before"
+        options: Any = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        for name in huggingface_hub.utils.filter_repo_objects(names if chosen else [], **options):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", list_files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    if chosen is None:
+        with pytest.raises(CheckpointFormatError, match=r"several models.*m-Q4_0.gguf, m-Q8_0"):
+            resolve("owner/name", None, load_format="gguf")
+    else:
+        resolve("owner/name", None, load_format="gguf")
+        assert len(list(tmp_path.iterdir())) == chosen
+
+
+def test_a_signature_in_an_error_of_the_hub_is_not_shown(monkeypatch) -> None:
+    """Signed URLs of its storage give access to the file; neither message nor cause has them."""
+
+    def fail(*_: object, **__: object) -> str:
+        raise RuntimeError("403 at https://u:pw@cdn.example/f?X-Amz-Signature=SIG&token=abc")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointFormatError, match=r"failed \(403 at .*cdn.example") as refused:
+        resolve("owner/name", None)
+    assert not any(secret in str(refused.value) for secret in ("SIG", "abc", "u:pw"))
+    assert refused.value.__suppress_context__
+    assert refused.value.__cause__ is None
 
 
 def hub_error(kind: type[Exception]) -> Exception:

@@ -131,13 +131,11 @@ UNSAFE_MODULES = frozenset(
 )
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 UNSAFE_LOADS = {"np.load", "numpy.load", "np.fromfile", "torch.jit.load", "torch.package"}
-# These pickle messages between ranks of one job, which run the same program; no file is read. The
-# last one makes records of a pickle, and calls nothing (tests/weights/test_dcp.py).
+# These pickle messages between ranks of one job, which run the same program; no file is read.
 ELSEWHERE = {
     ("vllm_module/distributed/exchange.py", "pickle"),
     ("vllm_module/model_source.py", "pickle"),
     ("vllm_module/runtime/ranks.py", "pickle"),
-    ("vllm_module/weights/dcp_metadata.py", "pickle"),
 }
 
 

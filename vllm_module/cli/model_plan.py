@@ -96,7 +96,7 @@ class ModelPlan:
         ]
         problems = ("skipped", "missing", "unexpected", "duplicated", "misshapen")
         return {
-            "checkpoint": str(self.source.path),
+            "checkpoint": self.source.name,
             "dtype": self.source.dtype,
             "tensor_parallel_size": self.tp_size,
             "expert_parallel_size": self.ep_size,

@@ -13,7 +13,7 @@ import torch
 
 from vllm_module.cli.output import console, size
 from vllm_module.cli.pictures.load_trace import RankTrace
-from vllm_module.held import load_from
+from vllm_module.held import load_from, number_of_tensors
 from vllm_module.loader import progress
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
@@ -67,7 +67,7 @@ def load_rank(
     """
     err = console(stderr=True)
     with source.open() as checkpoint:
-        model = source.build(device, len(checkpoint))
+        model = source.build(device, number_of_tensors(checkpoint))
         before = _reset_peaks(device)
         show_progress &= err.is_terminal
         recorded = None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import shorten
+from vllm_module.messages import printable, shorten
 from vllm_module.runtime.template_process import TemplateProcess
 from vllm_module.weights import read_file, read_json
 from vllm_module.weights.regular_file import is_there
@@ -37,7 +37,7 @@ class ChatTemplate:
         try:
             self._variables = self._process.names(self._source)
         except (SyntaxError, ValueError) as error:
-            whose = f"of {folder}" if template is None else "that was given"
+            whose = f"of {printable(folder)}" if template is None else "that was given"
             raise CheckpointFormatError(
                 f"the chat template {whose} cannot be read: {error}"
             ) from None
@@ -52,8 +52,9 @@ class ChatTemplate:
             template = read_file(path, self.folder).decode("utf-8", "replace")
         if not isinstance(template, str):
             raise CheckpointFormatError(
-                f"{self.folder} has no chat template, neither chat_template.jinja nor an entry of "
-                "tokenizer_config.json: use generate() with prompts that are formatted already"
+                f"{printable(self.folder)} has no chat template, neither chat_template.jinja nor "
+                "an entry of tokenizer_config.json: use generate() with prompts that are formatted "
+                "already"
             )
         return template
 

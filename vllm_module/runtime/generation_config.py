@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights import read_json
 from vllm_module.weights.regular_file import is_there
@@ -38,6 +39,6 @@ def default_sampling_params(folder: Path) -> SamplingParams:
         ours, problem = re.split(r"\b", str(error).splitlines()[0], maxsplit=2)[1:]
         name = next(name for name, each in _NAMES.items() if each == ours)
         raise CheckpointFormatError(
-            f"{path}: {name}{problem}; correct the file, or pass generation_config='vllm', with "
-            "which it is not read"
+            f"{printable(path)}: {name}{problem}; correct the file, or pass "
+            "generation_config='vllm', with which it is not read"
         ) from None

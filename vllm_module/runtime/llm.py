@@ -250,7 +250,7 @@ class LLM:
             f"tokens, {pool.num_pages * worker.page_bytes / 2**20:.1f} MiB)"
         )
         return (
-            f"loaded {self.source.path} ({self.source.config.architectures[0]}, "
+            f"loaded {self.source.name} ({self.source.config.architectures[0]}, "
             f"{str(self.source.dtype).removeprefix('torch.')}) on {worker.device}: {ranks}"
             f"{' with' if self.executor.size == 1 else ''} {nbytes / 2**20:.1f} MiB of weights and "
             f"{cache if pool.num_pages else 'no KV cache'}"

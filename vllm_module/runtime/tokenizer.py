@@ -42,8 +42,8 @@ class Tokenizer:
             raise CheckpointFormatError(read_file(reason, folder).decode(errors="replace"))
         if not is_there(path):
             raise CheckpointFormatError(
-                f"{folder} has no tokenizer.json, so text cannot be encoded: give token ids "
-                "instead, or save the tokenizer beside the weights"
+                f"{printable(folder)} has no tokenizer.json, so text cannot be encoded: give "
+                "token ids instead, or save the tokenizer beside the weights"
             )
         data = read_file(path, folder)
         self._path = path
@@ -166,8 +166,8 @@ def stop_tokens(folder: Path) -> set[int]:
                 tokens = eos if isinstance(eos, list) else [eos]
                 if not all(type(token) is int for token in tokens):
                     raise CheckpointFormatError(
-                        f"{path}: eos_token_id should be a token or a list of tokens, and is "
-                        f"{shorten(eos)}"
+                        f"{printable(path)}: eos_token_id should be a token or a list of tokens, "
+                        f"and is {shorten(eos)}"
                     )
                 return set(tokens)
     return set()

@@ -22,7 +22,9 @@ from vllm_module.weights.dcp_metadata import Chunk, Tensor, read_metadata
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
 from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry
-from vllm_module.weights.torch_file import check_pickle, entry_of, members, unpickled
+from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.saved_tensors import SavedTensor
+from vllm_module.weights.torch_file import unpickled
 from vllm_module.weights.weight_file import WeightFile
 
 METADATA = ".metadata"
@@ -46,7 +48,6 @@ class _Chunked(WeightFile):
             self._refuse(f"it has {size} bytes: expected at most {MAX_HEADER_BYTES}")
         self._tensors = read_metadata(self._bytes.read_bytes(0, size), self._refuse)
         self._files: dict[str, FileBytes] = {}
-        self._layouts: dict[bytes, Entry] = {}
         self._parts: dict[tuple[str, Chunk], FileHandle] = {}
         self.entries = {}
         try:
@@ -68,7 +69,7 @@ class _Chunked(WeightFile):
                     f"{shorten(chunk.file)}; do not load it unless you trust its author"
                 )
             path = self.path.parent / chunk.file
-            if not path.exists():
+            if not is_there(path, follow_links=True):
                 self._refuse(
                     f"it names {printable_name(chunk.file)}, which is not there. {DAMAGED}"
                 )
@@ -115,35 +116,20 @@ class _Chunked(WeightFile):
                 f"saved from byte {chunk.begin} on: {problem}"
             )
 
-        places = members(window, refuse)
-        begin, end = next(at for member, at in places.items() if member.endswith("/data.pkl"))
-        pickled = window.read_bytes(begin, end - begin)
-        storages = {at for member, at in places.items() if "/data/" in member}
-        if len(storages) != 1:
-            refuse(f"its archive has {len(storages)} storages: expected one. {DAMAGED}")
-        ((begin, end),) = storages
-        entry = self._layouts.get(pickled)
-        if entry is None:  # chunks of the same shape have the same pickle
-            check_pickle(pickled, refuse)
-            held = unpickled(window, refuse)
-            if not isinstance(held, torch.Tensor):
-                refuse(f"it is {shorten(held)}: expected a tensor")
-            entry = entry_of(name, held, {begin: end}, window.size, refuse)
-            entry = entry._replace(begin=entry.begin - begin, end=entry.end - begin)
-            self._layouts[pickled] = entry
-        dtype, shape, first, _, strides = entry
+        held, _ = unpickled(window, refuse)
+        if not isinstance(held, SavedTensor):
+            refuse(f"it is a {type(held).__name__}: expected a tensor")
+        if held.entry is None:
+            refuse(held.problem)
+        dtype, shape, begin, _, strides = held.entry
         if (dtype, shape) != (tensor.dtype, chunk.shape):
             refuse(
                 f"it is {dtype.name} of shape {list(shape)}, and .metadata says "
                 f"{tensor.dtype.name} of shape {list(chunk.shape)}. {DAMAGED}"
             )
-        assert strides is not None
-        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if begin + first + last + dtype.itemsize > end:
-            refuse(f"its storage ends too early. {DAMAGED}")
-        start = chunk.begin + begin + first
+        assert strides is not None, "a chunk has elements"
         as_torch = getattr(torch, dtype.name), torch.Size(shape)
-        return FileHandle(file, name, *as_torch, strides, start, cut=True)
+        return FileHandle(file, name, *as_torch, strides, chunk.begin + begin, cut=True)
 
     def _described(self) -> list[tuple[int, int]]:
         return [(0, self._bytes.size)]

@@ -6,21 +6,27 @@ without behavior stand for these classes, and a pickle that asks for any other i
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
 import re
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from vllm_module.messages import describe_error, shorten
-from vllm_module.weights.header import DAMAGED, DTYPES, MAX_NAME, DType
+from vllm_module.messages import shorten
+from vllm_module.weights.header import DAMAGED, MAX_DIMS, MAX_NAME, DType
+from vllm_module.weights.pickle_records import (
+    NEWER,
+    PLAIN,
+    Name,
+    PickleError,
+    Record,
+    RecordReader,
+)
+from vllm_module.weights.saved_tensors import NAMED_DTYPES
 
-_MAX_DIMS = 64
+_MOST_CUT = 4  # dimensions of a tensor that are cut; a trainer's mesh has not more
 # Where trainers keep what is no weight: the last key above it contains one of these words.
 _NOT_WEIGHTS = re.compile("optim|sched|scaler|rng|dataloader|train_state|ema", re.IGNORECASE)
-_DTYPES = MappingProxyType({dtype.name: dtype for dtype in DTYPES.values()})
 _CLASSES = frozenset(
     {
         "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
@@ -30,6 +36,7 @@ _CLASSES = frozenset(
         "torch.distributed.checkpoint.metadata.StorageMeta",
         "torch.distributed.checkpoint.metadata.TensorProperties",
         "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+        "torch.Size",
         "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.serialization._get_layout",
@@ -68,13 +75,9 @@ def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, T
     the tensors of one of them, named as there. ``refuse`` is called with what is wrong.
     """
     try:
-        held = _Records(io.BytesIO(data)).load()
-    except _ForeignError as error:
-        refuse(f"its pickle asks for {shorten(str(error))}, and nothing of it was run")
-    except MemoryError:
-        raise
-    except Exception as error:  # a broken pickle raises errors of many kinds
-        refuse(f"its pickle is broken ({describe_error(error)}). {DAMAGED}")
+        held = _MetadataReader().read(data)
+    except PickleError as error:
+        refuse(str(error))
     described, stored = _field(held, "state_dict_metadata"), _field(held, "storage_data")
     paths = _field(held, "planner_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
@@ -85,18 +88,26 @@ def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, T
         if isinstance(name, str):
             places[name, offset if offset is None else _sizes(offset)] = place
     keys = {
-        key: _path(key, paths)
+        key: _path(key, paths, refuse)
         for key, each in described.items()
         if isinstance(_field(each, "chunks"), list)
     }
     weights = _weights(keys, refuse)
+    # Lists of chunks may be the same one in a hostile file, and take long for each tensor.
+    listed = sum(len(_field(described[key], "chunks")) for key in weights.values())
+    if listed > len(stored):
+        refuse(f"its tensors have {listed} chunks, and {len(stored)} are stored. {DAMAGED}")
     return {name: _tensor(key, described[key], places, refuse) for name, key in weights.items()}
 
 
-def _path(key: Any, paths: Any) -> tuple[Any, ...]:
+def _path(key: Any, paths: Any, refuse: Callable[[str], NoReturn]) -> tuple[Any, ...]:
     """Return the keys that lead to a tensor in what the trainer saved."""
     path = paths.get(key) if isinstance(paths, dict) else None
-    return path if isinstance(path, tuple) and path else (key,)
+    if not isinstance(path, tuple) or not path:
+        return (key,)
+    if not all(isinstance(each, str | int) for each in path):
+        refuse(f"the keys that lead to {shorten(key)} are no names and numbers. {DAMAGED}")
+    return path
 
 
 def _weights(
@@ -128,7 +139,7 @@ def _tensor(
     key: Any, described: Any, places: Mapping[Any, Any], refuse: Callable[[str], NoReturn]
 ) -> Tensor:
     what = f"tensor {shorten(key)}"
-    dtype = _DTYPES.get(str(_dtype(_field(described, "properties"))))
+    dtype = _dtype(_field(described, "properties"))
     shape = _sizes(_field(described, "size"))
     if dtype is None or shape is None:
         refuse(f"{what} has no dtype and size that are known. {DAMAGED}")
@@ -143,7 +154,7 @@ def _tensor(
                 f"a chunk of {what} at {list(offsets)} of shape {list(sizes)} is outside of its "
                 f"shape {list(shape)}. {DAMAGED}"
             )
-        count = _product(sizes)
+        count = math.prod(sizes)
         elements += count
         if count == 0:
             continue
@@ -155,134 +166,69 @@ def _tensor(
             refuse(f"{what} is compressed or encrypted: save it without extensions")
         chunks.append(Chunk(offsets, sizes, file, begin, length))
     chunks.sort()
-    if elements != _product(shape) or _overlap(chunks):
+    if elements != math.prod(shape) or (elements and not _cover(chunks, shape)):
         refuse(
             f"the chunks of {what} hold {elements} elements and should cover each of "
-            f"{_product(shape)} once. {DAMAGED}"
+            f"{math.prod(shape)} once. {DAMAGED}"
         )
     return Tensor(dtype, shape, tuple(chunks))
 
 
-def _overlap(chunks: list[Chunk]) -> bool:
-    """Tell whether two chunks, sorted by where they begin, share an element."""
-    for at, one in enumerate(chunks):
-        for other in chunks[at + 1 :]:
-            if other.offsets and other.offsets[0] >= one.offsets[0] + one.shape[0]:
-                break  # so do all that follow
-            if all(
-                max(a, b) < min(a + n, b + m)
-                for a, n, b, m in zip(
-                    one.offsets, one.shape, other.offsets, other.shape, strict=True
-                )
-            ):
-                return True
-    return False
+def _cover(chunks: list[Chunk], shape: tuple[int, ...]) -> bool:
+    """Tell whether chunks, which lie inside of ``shape``, cover each element of it once.
 
-
-def _product(sizes: tuple[int, ...]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+    Where several blocks meet, their corners cancel: each has the sign of the number of dimensions
+    in which it is an end. How often an element is covered is the sum of the signs of the corners
+    before it, so chunks cover each once if their corners are those of the whole tensor.
+    """
+    cut = [
+        dim for dim, size in enumerate(shape) if any(chunk.shape[dim] != size for chunk in chunks)
+    ]
+    if len(cut) > _MOST_CUT:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = (0,) * len(shape), shape
+    for (offsets, sizes), sign in [(whole, -1), *((chunk[:2], 1) for chunk in chunks)]:
+        points: list[tuple[tuple[int, ...], int]] = [((), sign)]
+        for dim in cut:
+            begin, end = offsets[dim], offsets[dim] + sizes[dim]
+            points = [
+                ((*point, edge), sign * each)
+                for point, each in points
+                for edge, sign in ((begin, 1), (end, -1))
+            ]
+        for point, each in points:
+            corners[point] += each
+    return not any(corners.values())
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
-    """Return sizes if ``value`` is a tuple of them."""
-    return value if isinstance(value, tuple) and all(map(_is_size, value)) else None
+    """Return sizes if ``value`` is a ``torch.Size`` of them."""
+    if isinstance(value, Record) and value.name == "torch.Size" and len(value.arguments) == 1:
+        (value,) = value.arguments
+    few = isinstance(value, tuple) and len(value) <= MAX_DIMS
+    return value if few and all(map(_is_size, value)) else None
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _dtype(properties: Any) -> Any:
-    """Return the name of the dtype, which is the first entry of a state that is a tuple."""
-    state = properties.state if isinstance(properties, _Record) else None
+def _dtype(properties: Any) -> DType | None:
+    """Return the dtype, which is the first entry of a state that is a tuple."""
+    state = properties.state if isinstance(properties, Record) else None
     named = state[0] if isinstance(state, tuple) and state else _field(properties, "dtype")
-    return getattr(named, "name", named)
+    return NAMED_DTYPES.get(named.path) if isinstance(named, Name) else None
 
 
-class _Record:
-    """What the pickle says of an object: its state. Arguments of its class are not kept."""
+class _MetadataReader(RecordReader):
+    operations = PLAIN | NEWER
 
-    state: Any = None  # of an object without one
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Name(NamedTuple):
-    name: str
-
-
-def _size(values: Any) -> tuple[int, ...]:
-    """Return what torch.Size makes of a tuple of sizes."""
-    if not isinstance(values, tuple | list) or len(values) > _MAX_DIMS:
-        raise _ForeignError("a torch.Size of something else than a few sizes")
-    return tuple(value if _is_size(value) else -1 for value in values)
-
-
-# Operations of pickles: sets, buffers, extensions, persistent objects, older kinds of objects.
-_NEVER_WRITTEN = {
-    pickle.ADDITEMS, pickle.BINPERSID, pickle.BYTEARRAY8, pickle.EMPTY_SET, pickle.EXT1,
-    pickle.EXT2, pickle.EXT4, pickle.FROZENSET, pickle.INST, pickle.NEWOBJ_EX, pickle.NEXT_BUFFER,
-    pickle.OBJ, pickle.PERSID, pickle.READONLY_BUFFER,
-}  # fmt: skip
-
-
-class _ForeignError(Exception):
-    """A name that the pickle may not ask for."""
-
-
-class _Records(pickle._Unpickler):
-    """An unpickler that makes records, tuples and dicts, and calls nothing else.
-
-    It is the one in Python: the one in C allocates what a hostile file says.
-    """
-
-    stack: list[Any]
-    # Without sets, buffers, extensions and older kinds of objects.
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if bytes([code]) not in _NEVER_WRITTEN
-    }
-
-    def _check_keys(self, keys: Any) -> None:
-        """Refuse other keys than names and records: to hash nested tuples may take forever."""
-        if not all(isinstance(key, str | _Record) for key in keys):
-            raise _ForeignError("a dict whose keys are no names")
-
-    def load_setitem(self) -> None:
-        self._check_keys(self.stack[-2:-1])
-        pickle._Unpickler.load_setitem(self)  # type: ignore[attr-defined]
-
-    def load_setitems(self) -> None:
-        self._check_keys(self.stack[::2])
-        pickle._Unpickler.load_setitems(self)  # type: ignore[attr-defined]
-
-    dispatch[pickle.SETITEM[0]] = load_setitem
-    dispatch[pickle.SETITEMS[0]] = load_setitems
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" in _CLASSES:
-            return _Record
-        if (module, name) == ("torch", "Size"):
-            return _size
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name in _DTYPES:
-            return _Name(name)
-        raise _ForeignError(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _ForeignError(f"the persistent object {pid}")
+    def knows(self, path: str) -> bool:
+        return path in _CLASSES or path in NAMED_DTYPES
 
 
 def _field(record: Any, name: str) -> Any:
     """Return an attribute of what a record stands for, ``None`` if it has none."""
-    state = record.state if isinstance(record, _Record) else None
+    state = record.state if isinstance(record, Record) else None
     return state.get(name) if isinstance(state, dict) else None

@@ -145,7 +145,7 @@ FORMATS: dict[str, Files | Unit] = {
         weights=("consolidated*",),
         source="vllm_module.weights.mistral:find_mistral_source",
     ),
-    "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata"),
+    "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata", weights=(".metadata", "*.distcp")),
 }
 UNSUPPORTED = (".ckpt", ".h5", ".msgpack", ".npz", ".pth")  # suffixes of other formats
 

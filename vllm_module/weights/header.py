@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
 DAMAGED = "The file is damaged or incomplete: download it again."
 
 # The format bounds neither. torch's kernels take 64 dimensions, and names appear in messages.
-_MAX_DIMS = 64
+MAX_DIMS = 64
 MAX_NAME = 1024
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -154,8 +154,8 @@ def _entry(where: str, name: str, value: object, start: int) -> Entry:
     dtype = DTYPES[name_of_dtype]
     # Sizes of 0 are left out, because torch multiplies the other ones for the strides.
     nbytes = math.prod(filter(None, shape)) * dtype.itemsize
-    if len(shape) > _MAX_DIMS or nbytes >= 2**63:
-        refuse("shape", f"at most {_MAX_DIMS} sizes, less than 2**63 bytes together", shape)
+    if len(shape) > MAX_DIMS or nbytes >= 2**63:
+        refuse("shape", f"at most {MAX_DIMS} sizes, less than 2**63 bytes together", shape)
     if 0 in shape:
         nbytes = 0
     if offsets[1] - offsets[0] != nbytes:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,20 +18,27 @@ from vllm_module.weights.regular_file import is_there
 SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 
 
-def _patterns(load_format: str) -> list[str]:
-    """Return what files of weights are called, in the order in which they are looked for."""
+_GGUF = ("*.gguf",)
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # of a model that is split
+
+
+def _patterns(load_format: str) -> list[tuple[str, ...]]:
+    """Return what files of weights are called, in the order in which they are looked for.
+
+    Files of each of the patterns in a tuple belong together.
+    """
     formats = [FORMATS[name] for name in formats_of(load_format)]
     made_from = [each.made_from for each in formats if isinstance(each, Unit)]
     files = [each for each in formats if isinstance(each, Files)]
     files += [other for name in made_from if isinstance(other := FORMATS.get(name or ""), Files)]
-    names = [pattern for each in files for pattern in each.patterns]
-    if len(formats) == 1 and isinstance(only := formats[0], Unit):
-        names += only.weights
+    names: list[tuple[str, ...]] = [(pattern,) for each in files for pattern in each.patterns]
+    if len(formats) == 1 and isinstance(only := formats[0], Unit) and only.weights:
+        names.append(only.weights)
     return list(dict.fromkeys(names))
 
 
 _UNWANTED = [
-    "*[!g]/*", *(f"*/{pattern}" for pattern in _patterns("auto")),
+    "*[!g]/*", *(f"*/{name}" for each in FORMATS for names in _patterns(each) for name in names),
     "consolidated*", "training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*",
 ]  # fmt: skip
 
@@ -50,7 +58,7 @@ def resolve(
     is ignored. ``download_dir`` replaces the hub's cache, and ``token`` the one that is stored.
     Of the weights, those of ``load_format`` are downloaded; without ``weights``, or with
     ``"dummy"``, only the small files are. Raises ``CheckpointFormatError``, with advice, if
-    ``model`` neither exists nor can be downloaded.
+    ``model`` neither exists nor can be downloaded, or has several models in GGUF files.
     """
     path = Path(os.path.expanduser(model))
     if is_there(path, follow_links=True):
@@ -64,7 +72,7 @@ def resolve(
 def download(
     model: str,
     revision: str | None,
-    patterns: Sequence[str] = (),
+    patterns: Sequence[tuple[str, ...]] = (),
     *,
     download_dir: str | None,
     token: str | bool | None,
@@ -74,23 +82,37 @@ def download(
     Of the weights, those of the first of ``patterns`` that fits any are downloaded.
     """
     # Imported here because the import is slow, and local folders do not need it.
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import HfApi, errors, snapshot_download
 
     def refusal(reason: str) -> CheckpointFormatError:
         at = f" at revision {revision!r}" if revision else ""
         return CheckpointFormatError(f"{model!r}{at}: {reason}")
 
+    if _GGUF in patterns:
+        try:
+            names = HfApi(token=token).list_repo_files(model, revision=revision)
+        except Exception:  # it may be in the cache; if not, its download fails for the same reason
+            names = []
+        models = dict.fromkeys(
+            _PART.sub("", name) for name in names if name.endswith(".gguf") and "/" not in name
+        )
+        if len(models) > 1:
+            listed = ", ".join(map(printable_name, list(models)[:20]))
+            raise refusal(
+                f"it has several models in GGUF files, and none was downloaded: {listed}. Download "
+                f"the one to load (hf download {model} FILE), and pass its path"
+            )
     try:
-        for pattern in patterns or [""]:
+        for pattern in patterns or [()]:
             folder = snapshot_download(
                 model,
                 revision=revision,
                 cache_dir=download_dir,
                 token=token,
-                allow_patterns=[*filter(None, (pattern,)), *SMALL_FILES],
-                ignore_patterns=[each for each in _UNWANTED if each != pattern],
+                allow_patterns=[*pattern, *SMALL_FILES],
+                ignore_patterns=[each for each in _UNWANTED if each not in pattern],
             )
-            if any(Path(folder).glob(pattern or "*")):
+            if any(any(Path(folder).glob(each)) for each in pattern):
                 break
     except errors.HFValidationError as error:
         raise refusal("neither a folder that exists nor an id of the hub (owner/name)") from error
@@ -113,7 +135,7 @@ def download(
     except Exception as error:  # the hub's HTTP and Xet clients have no narrower common class
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free space, or name another disk in HF_HOME" if full else "try again"
-        raise refusal(
-            f"the download failed ({printable_name(without_secrets(str(error)))}); {advice}"
-        ) from error
+        said = printable_name(without_secrets(str(error)))
+        # Without the error itself, whose message a traceback would show.
+        raise refusal(f"the download failed ({said}); {advice}") from None
     return Path(folder)

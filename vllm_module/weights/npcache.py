@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
@@ -33,6 +33,9 @@ _NO_FILE_NAME = (
 )
 _AGAIN = "Remove the folder np, and load with load_format npcache again to make it anew."
 _POLL = 0.05  # seconds
+_UNFINISHED = ".np-"  # what the folder is called while it is made
+_ABANDONED = 600.0  # seconds after its last write, where another host may be making it
+_OURS = f"{_UNFINISHED}{os.uname().nodename}"
 
 
 def open_npcache(folder: Path) -> Checkpoint:
@@ -104,7 +107,7 @@ def _fingerprint(folder: Path) -> str | None:
 
 def _make(folder: Path) -> None:
     """Write the files beside, and rename their folder when all are there."""
-    with open_checkpoint(folder, "pt") as checkpoint, _alone(folder):
+    with open_checkpoint(folder, "pt") as checkpoint, _alone(folder) as alone:
         if is_there(folder / _FOLDER / _NAMES):  # another process made them meanwhile
             return
         if is_there(folder / _FOLDER):
@@ -124,10 +127,12 @@ def _make(folder: Path) -> None:
                     f"{printable(folder)} too."
                 )
         try:
-            made = Path(tempfile.mkdtemp(prefix=".np-", dir=folder))
+            made = Path(tempfile.mkdtemp(prefix=f"{_OURS}-", dir=folder))
         except OSError as error:
             raise _unwritable(folder, error) from error
         try:
+            if alone:
+                _remove_leftovers(folder, made)
             _write(made, checkpoint)
             made.chmod(0o755)  # mkdtemp lets nobody else in
             made.rename(folder / _FOLDER)
@@ -137,6 +142,21 @@ def _make(folder: Path) -> None:
             raise _unwritable(folder, error) from error
         finally:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path, made: Path) -> None:
+    """Remove what processes that were killed have left, beside ``made``, which is new.
+
+    None of this host writes now, because it would hold the lock; of others the locks may say
+    nothing, so theirs have to be old.
+    """
+    now = made.stat().st_mtime  # by the clock of the disk
+    for each in folder.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):  # removed meanwhile, or not ours to remove
+            written = [path.lstat().st_mtime for path in (each, *each.iterdir())]
+            ours = each.name.rpartition("-")[0] == _OURS
+            if each != made and (ours or max(written) < now - _ABANDONED):
+                shutil.rmtree(each)
 
 
 def _write(made: Path, checkpoint: Checkpoint) -> None:
@@ -155,25 +175,28 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointFormatError:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process of this host is inside, where the file system has locks."""
+def _alone(folder: Path) -> Iterator[bool]:
+    """Wait until no other process of this host is inside; yield whether there are such locks."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise refusal(folder, error, "opened") from error
 
+    has_locks = True
+
     def locked() -> bool:
+        nonlocal has_locks
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_POLL)
             return False
-        except OSError:  # it has none: whoever renames its folder first wins
-            return True
+        except OSError:  # whoever renames its folder first wins
+            has_locks = False
         return True
 
     try:
         until(locked)
-        yield
+        yield has_locks
     finally:
         os.close(descriptor)

@@ -17,14 +17,13 @@ import torch
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
-from vllm_module.weights.header import DAMAGED, DTYPES, DType, Entry
+from vllm_module.weights.header import DAMAGED, DTYPES, MAX_DIMS, DType, Entry
 from vllm_module.weights.weight_file import WeightFile
 
 _SIGNATURE = b"\x93NUMPY"
 _LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # of the header's length, by version
 _MOST_HEADER = 10_000  # bytes, as many as numpy accepts
 _ALIGNMENT = 64  # of the first element
-_MAX_DIMS = 64
 _DESCR = {
     "<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64", "|b1": "BOOL",
     "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8",
@@ -64,7 +63,7 @@ class NpyFile(WeightFile):
         shape = tuple(int(number) for number in re.findall(r"[0-9]+", header["shape"]))
         # Sizes of 0 are left out, because torch multiplies the other ones for the strides.
         most = math.prod(filter(None, shape)) * dtype.itemsize
-        if len(shape) > _MAX_DIMS or most >= 2**63 or max(shape, default=0) >= 2**63:
+        if len(shape) > MAX_DIMS or most >= 2**63 or max(shape, default=0) >= 2**63:
             self._refuse(f"its shape is {shorten(shape)}: expected less than 2**63 bytes")
         nbytes = 0 if 0 in shape else most
         if size - self._start != nbytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.regular_file import is_there, read_file
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.strict_json import parse_object
+from vllm_module.weights.weight_file import WeightFile
 
 MANIFEST = "sharded_state.json"
 FORMAT_VERSION: Literal[1] = 1  # of the manifest, and of how parameters are held
@@ -187,15 +189,24 @@ def _parsed(folder: Path, data: bytes) -> Manifest:
 class ShardedState(Checkpoint):
     """The files of a sharded state. As a mapping, it has the tensors of rank 0.
 
-    The files of a rank are opened, and compared with the manifest, when they are first asked for.
+    The files of a rank are opened, and compared with the manifest, when they are first asked for:
+    so a rank that takes its own tensors alone opens its own files alone.
     """
 
     def __init__(self, folder: Path) -> None:
         data = read_manifest(folder)
         self.folder, self.manifest = folder, _parsed(folder, data)
+        self.load_format = "sharded_state"
         self._digest = hashlib.sha256(data).hexdigest()
         self._of_rank: dict[int, Checkpoint] = {}
-        super().__init__(self.of_rank(0)._files, "sharded_state")
+
+    @cached_property
+    def _files(self) -> tuple[WeightFile, ...]:  # type: ignore[override]
+        return self.of_rank(0)._files
+
+    @cached_property
+    def _owner(self) -> dict[str, WeightFile]:  # type: ignore[override]
+        return self.of_rank(0)._owner
 
     def of_rank(self, rank: int) -> Checkpoint:
         """Return the tensors of one rank by their paths.

@@ -1,38 +1,31 @@
 """Files that ``torch.save`` writes: a zip archive of a pickle and the bytes of each storage.
 
-Layout: torch/serialization.py. A pickle that asks for anything but tensors is refused. Then the
-restricted unpickler of torch reads it under fake tensors: they say where each storage lies, and
-none is read.
+Layout: torch/serialization.py. The pickle is read without running it, and one that asks for
+anything but tensors is refused. It says which storage a tensor is in and where there; the archive
+says where the storage's bytes lie.
 Older files, which are one pickle without an archive, are refused.
 """
 
 from __future__ import annotations
 
 import io
-import re
 import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error, printable, shorten
-from vllm_module.weights.header import DAMAGED, DTYPES, MAX_HEADER_BYTES, MAX_NAME, Entry
-from vllm_module.weights.pickle_operations import operations
+from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, MAX_NAME
+from vllm_module.weights.pickle_records import BrokenPickleError, PickleError
+from vllm_module.weights.saved_tensors import SavedTensor, TensorReader
 from vllm_module.weights.weight_file import WeightFile
 
-TORCH_DTYPES = {getattr(torch, dtype.name): dtype for dtype in DTYPES.values()}
 _SIGNATURE = b"PK\x03\x04"
 _MOST_LIST = 1 << 24  # bytes of an archive's list of members, some 100 for each storage
 _LOCAL_HEADER = 30  # bytes of a member's header before its name and extra field
-# What tensors, parameters and ordered dicts are made of. torch's unpickler allows more, such as
-# bytearray, which a hostile file could make as large as it likes.
-_NEEDED = re.compile(
-    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)"
-    r"|torch\.storage \w+Storage|torch (\w*Storage|b?float\w+|u?int\d+|bool|complex\d+)"
-)
+_VERSIONS = range(1, 11)  # of torch.save's archives, as torch 2.13 reads them
+_ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13  # flags of a member
+_LONGEST_NUMBER = 20  # digits
 SAVE_AGAIN = (
     "Load it with torch.load where you trust it, and save its tensors with "
     "safetensors.torch.save_file."
@@ -57,30 +50,24 @@ class TorchFile(WeightFile):
     """The tensors of one file of ``torch.save``, a dict of names and tensors."""
 
     def _read_entries(self) -> None:
-        places = members(self._bytes, self._refuse)
-        self._pickle = next(place for name, place in places.items() if name.endswith("/data.pkl"))
-        begin, end = self._pickle
-        check_pickle(self._bytes.read_bytes(begin, end - begin), self._refuse)
-        ends = dict(places.values())  # of storages, by where they begin
         self.entries = {}
-        held = unpickled(self._bytes, self._refuse)
+        held, self._pickle = unpickled(self._bytes, self._refuse)
         if not isinstance(held, Mapping):
-            self._refuse(
-                f"it holds {printable(shorten(held))}: expected a dict of names and tensors"
-            )
+            self._refuse(f"it holds {_described(held)}: expected a dict of names and tensors")
         for name, tensor in held.items():
             if not isinstance(name, str) or len(name) > MAX_NAME:
                 self._refuse(
                     f"a tensor should be named by a string of at most {MAX_NAME} characters, got "
                     f"{shorten(name)}"
                 )
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, SavedTensor):
                 self._refuse(
-                    f"{shorten(name)} is {printable(shorten(tensor))}, and only tensors are "
-                    f"read. {SAVE_AGAIN}"
+                    f"{shorten(name)} is {_described(tensor)}, and only tensors are read. "
+                    f"{SAVE_AGAIN}"
                 )
-            size = self._bytes.size
-            self.entries[name] = entry_of(name, tensor, ends, size, self._refuse)
+            if tensor.entry is None:
+                self._refuse(f"tensor {shorten(name)}: {tensor.problem}")
+            self.entries[name] = tensor.entry
 
     def _described(self) -> list[tuple[int, int]]:
         return [self._pickle]
@@ -89,48 +76,28 @@ class TorchFile(WeightFile):
         raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
 
 
-def entry_of(
-    name: str, tensor: torch.Tensor, ends: Mapping[int, int], size: int, refuse: Refuse
-) -> Entry:
-    """Return where the elements of a fake ``tensor`` lie, after checking that they do.
+def _described(value: object) -> str:
+    """Return how a value that is no tensor is shown; what a container holds is left out."""
+    if value is None or isinstance(value, int | float | str):
+        return printable(shorten(value))
+    return "a dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
-    ``ends`` has the ends of storages by where they begin, in a file of ``size`` bytes.
+
+def unpickled(file_bytes: Bytes, refuse: Refuse) -> tuple[Any, tuple[int, int]]:
+    """Return what a file of ``torch.save`` holds, and from where to where its pickle lies.
+
+    Tensors are :class:`SavedTensor`, in storages whose members of the archive are there.
     """
-    dtype = TORCH_DTYPES.get(tensor.dtype)
-    plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    if dtype is None or not plain:
-        refuse(
-            f"tensor {shorten(name)} is {tensor.dtype}, {tensor.layout}: expected a dense one "
-            "of a dtype that safetensors has too"
-        )
-    storage: Any = tensor.untyped_storage()
-    first: Any = tensor.storage_offset()  # no symbol: the pickle has numbers
-    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-    shape = tuple(tensor.shape)
-    start: int = getattr(storage, "_checkpoint_offset", -1)
-    # A tensor that reaches out of its storage has made the fake one as long as it needs.
-    if start in ends and storage.nbytes() != ends[start] - start:
-        refuse(
-            f"the storage of tensor {shorten(name)} should have {storage.nbytes()} bytes, and its "
-            f"member of the archive has {ends[start] - start}. {DAMAGED}"
-        )
-    if not tensor.numel():
-        return Entry(dtype, shape, size, size)
-    if start not in ends:
-        refuse(f"tensor {shorten(name)} is in none of the archive's members. {DAMAGED}")
-    reach = dtype.itemsize  # bytes that the dimensions of smaller strides cover
-    for stride, count in sorted(zip(strides, shape, strict=True)):
-        if count > 1 and stride < reach:
-            refuse(
-                f"elements of tensor {shorten(name)} share memory (shape {list(shape)}, "
-                f"strides {list(tensor.stride())}): clone it and save it again"
-            )
-        reach += stride * (count - 1)
-    begin: int = start + first * dtype.itemsize
-    last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    assert begin + last + dtype.itemsize <= ends[start], "the fake storage was not made longer"
-    nbytes = tensor.numel() * dtype.itemsize
-    return Entry(dtype, shape, begin, begin + nbytes, strides)
+    places = _members(file_bytes, refuse)
+    begin, end = places["data.pkl"]
+    data = file_bytes.read_bytes(begin, end - begin)
+    try:
+        held = TensorReader(places, file_bytes.size).read(data)
+    except BrokenPickleError as error:
+        refuse(str(error))
+    except PickleError as error:
+        refuse(f"{error}. {SAVE_AGAIN}")
+    return held, (begin, end)
 
 
 class _Reader(io.RawIOBase):
@@ -168,85 +135,58 @@ class _Reader(io.RawIOBase):
         return len(data)
 
 
-def members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
-    """Return from where to where the bytes of each member of the archive lie, by its name."""
+def _members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
+    """Return from where to where each member of the archive lies, by its name in the one folder."""
     if file_bytes.read_bytes(0, min(4, file_bytes.size)) != _SIGNATURE:
         refuse(
             "it is no zip archive, as torch.save has written since torch 1.6. An older file is "
             f"one pickle, of which no part can be read alone. {SAVE_AGAIN}"
         )
     places: dict[str, tuple[int, int]] = {}
+    folders = set()
     try:
         with zipfile.ZipFile(_Reader(file_bytes, _MOST_LIST)) as archive:
-            for member in archive.infolist():
-                stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
-                if not stored or member.file_size != member.compress_size:
-                    refuse(f"its member {shorten(member.filename)} is compressed or encrypted")
-                header = file_bytes.read_bytes(member.header_offset, _LOCAL_HEADER)
-                lengths = (
-                    int.from_bytes(header[26:28], "little"),
-                    int.from_bytes(header[28:], "little"),
-                )
-                begin = member.header_offset + _LOCAL_HEADER + sum(lengths)
-                end = begin + member.file_size
-                if header[:4] != _SIGNATURE or end > file_bytes.size:
-                    refuse(
-                        f"its member {shorten(member.filename)} is not where it should be. "
-                        f"{DAMAGED}"
-                    )
-                if member.filename in places:
-                    refuse(f"it has two members {shorten(member.filename)}. {DAMAGED}")
-                places[member.filename] = begin, end
-            order = next((name for name in places if name.endswith("/byteorder")), None)
-            if order is not None and not _is_little(archive, order):
-                refuse(f"its numbers are not little-endian. {SAVE_AGAIN}")
+            listed = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
-        if isinstance(error, CheckpointFormatError):
-            raise
         refuse(f"its zip archive is broken ({describe_error(error)}). {DAMAGED}")
-    if any(name.endswith("/constants.pkl") for name in places):
+    for member in listed:
+        shown = shorten(member.filename)
+        stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & _ENCRYPTED
+        if not stored or member.file_size != member.compress_size:
+            refuse(f"its member {shown} is compressed or encrypted")
+        if not member.filename.isascii() or member.volume:
+            refuse(f"its member {shown} has a name or a disk that torch does not write. {DAMAGED}")
+        begin = member.header_offset + _LOCAL_HEADER
+        if not _LOCAL_HEADER <= begin <= file_bytes.size:
+            refuse(f"its member {shown} is not where it should be. {DAMAGED}")
+        header = file_bytes.read_bytes(member.header_offset, _LOCAL_HEADER)
+        begin += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:], "little")
+        end = begin + member.file_size
+        if header[:4] != _SIGNATURE or end > file_bytes.size:
+            refuse(f"its member {shown} is not where it should be. {DAMAGED}")
+        folder, _, name = member.filename.partition("/")
+        folders.add(folder)
+        if name in places:
+            refuse(f"it has two members {shown}. {DAMAGED}")
+        places[name] = begin, end
+    if "constants.pkl" in places:
         refuse("it is a TorchScript archive, which holds a program and not a dict of tensors")
-    pickles = [name for name in places if name.endswith("/data.pkl")]
-    if len(pickles) != 1:
+    if "data.pkl" not in places or len(folders) != 1:
         refuse("its zip archive has no data.pkl, or several: torch.save did not write it")
-    begin, end = places[pickles[0]]
+    begin, end = places["data.pkl"]
     if end - begin > MAX_HEADER_BYTES:
         refuse(f"its pickle has {end - begin} bytes: expected at most {MAX_HEADER_BYTES}")
+
+    def text(name: str) -> str:
+        begin, end = places[name]
+        return file_bytes.read_bytes(begin, min(end - begin, _LONGEST_NUMBER)).decode("latin-1")
+
+    if "byteorder" in places and text("byteorder") != "little":
+        refuse(f"its numbers are not little-endian. {SAVE_AGAIN}")
+    version = text("version").strip() if "version" in places else ""
+    if not version.isdecimal() or int(version) not in _VERSIONS:
+        refuse(
+            f"its version is {shorten(version)}: expected one of {_VERSIONS[0]} to {_VERSIONS[-1]}."
+            f" {DAMAGED}"
+        )
     return places
-
-
-def _is_little(archive: zipfile.ZipFile, order: str) -> bool:
-    expected = b"little"
-    return archive.getinfo(order).file_size == len(expected) and archive.read(order) == expected
-
-
-def check_pickle(data: bytes, refuse: Refuse) -> None:
-    """Refuse a pickle that asks for anything but tensors, before it is read as one."""
-    try:
-        for operation, argument in operations(data, refuse):
-            if operation == "GLOBAL" and not _NEEDED.fullmatch(str(argument)):
-                asked = str(argument).replace(" ", ".")
-                refuse(
-                    f"its pickle asks for {shorten(asked)}, which is no tensor, and nothing of it "
-                    f"was run. {SAVE_AGAIN}"
-                )
-            if operation == "STACK_GLOBAL":
-                refuse(f"its pickle has {operation}, which torch.save does not write")
-    except (CheckpointFormatError, WeightReadError, MemoryError):
-        raise
-    except Exception as error:  # pickletools raises several kinds for bytes that are no pickle
-        refuse(f"its pickle is broken ({describe_error(error)}). {DAMAGED}")
-
-
-def unpickled(file_bytes: Bytes, refuse: Refuse) -> Any:
-    """Return what the file's pickle holds: fake tensors, which say where their storages lie."""
-    try:
-        with FakeTensorMode():
-            reader: Any = _Reader(file_bytes)  # torch calls no more of a file than it has
-            held = torch.load(reader, map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # of the unpickler, the archive's reader, or a rebuilt tensor
-        reason = describe_error(error).partition("\n")[0]
-        refuse(f"torch.load refuses it, and nothing of it was run: {reason}. {SAVE_AGAIN}")
-    return held

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable
+from vllm_module.messages import printable, show_written
 
 # What is taken from beside the weights, if it is there.
 TAKEN = (
@@ -28,7 +28,7 @@ def write_folder(files: Mapping[str, bytes], what: str) -> Path:
     """Write ``files`` to a new folder for temporary files, removed when this process ends.
 
     Ranks in other processes, which this one starts, find it there. ``what`` names the model in
-    messages. Raises ``CheckpointFormatError`` if it cannot be written.
+    messages, of this folder too. Raises ``CheckpointFormatError`` if it cannot be written.
     """
     folder = new_folder(what)
     for name, data in files.items():
@@ -44,6 +44,7 @@ def new_folder(what: str, owner: object = None) -> Path:
         atexit.register(_remove, folder, os.getpid())
     else:
         weakref.finalize(owner, _remove, folder, os.getpid())
+    show_written(folder, what)
     return folder
 
 
@@ -66,5 +67,6 @@ def _refusal(what: str) -> Iterator[None]:
 
 
 def _remove(folder: Path, process: int) -> None:
+    show_written(folder, None)
     if os.getpid() == process:  # and not a fork of it
         shutil.rmtree(folder, ignore_errors=True)

@@ -162,7 +162,7 @@ def measure(
     pool = llm.engine.scheduler.pool
     model_dtype, model_device = built_as(llm)
     return {
-        "checkpoint": str(llm.source.path),
+        "checkpoint": llm.source.name,
         "dtype": model_dtype,
         "device": model_device,
         "tensor_parallel_size": llm.executor.size,

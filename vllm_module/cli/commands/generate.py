@@ -135,7 +135,7 @@ def generate(
             model_dtype, model_device = built_as(llm)
             print_json(
                 {
-                    "checkpoint": str(llm.source.path),
+                    "checkpoint": llm.source.name,
                     "dtype": model_dtype,
                     "device": model_device,
                     "tensor_parallel_size": llm.executor.size,

@@ -81,10 +81,12 @@ def inspect(
 ) -> None:
     """List the tensors of a checkpoint. Only headers are read.
 
-    JSON keys: checkpoint; load_format (or null); architecture (supported and entries of
-    config.json; null if there is no config.json); tensors (name, dtype, shape, bytes, file and
-    byte_range in the file, or null); files and dtypes (tensors and bytes of each); total (tensors,
-    elements, bytes).
+    Of a sharded state, the tensors of rank 0 are listed.
+
+    JSON keys: checkpoint; load_format (or null); ranks (of a sharded state, or null); architecture
+    (supported and entries of config.json; null if there is no config.json); tensors (name, dtype,
+    shape, bytes, file and byte_range in the file, or null); files and dtypes (tensors and bytes of
+    each); total (tensors, elements, bytes).
     """
     if load_format is LoadFormat.dummy:
         raise typer.BadParameter(
@@ -115,6 +117,7 @@ def inspect(
         with _opened(found) as checkpoint:
             tensors, taken = _tensors(checkpoint), checkpoint.load_format
         elements = sum(math.prod(tensor.shape) for tensor in tensors)
+        of_ranks = getattr(getattr(checkpoint, "manifest", None), "tensor_parallel_size", None)
     total = {"tensors": len(tensors), "elements": elements, "bytes": sum(t.bytes for t in tensors)}
     by_file, by_dtype = _totals(tensors, "file"), _totals(tensors, "dtype")
     if as_json:
@@ -122,6 +125,7 @@ def inspect(
             {
                 "checkpoint": str(path),
                 "load_format": taken,
+                "ranks": of_ranks,
                 "architecture": architecture,
                 "tensors": tensors,
                 "files": by_file,
@@ -152,7 +156,8 @@ def inspect(
     count, nbytes = plural(total["tensors"], "tensor"), size(total["bytes"])
     out.print()
     in_format = "" if taken is None else f", in the format {taken}"
-    print_text(out, f"total: {count}, {total['elements']:,} elements, {nbytes}{in_format}")
+    whose = "" if of_ranks is None else f" of rank 0 of {of_ranks}"
+    print_text(out, f"total{whose}: {count}, {total['elements']:,} elements, {nbytes}{in_format}")
 
 
 def _architecture(folder: Path, unsupported: str | None) -> dict[str, Any] | None:
@@ -208,6 +213,7 @@ def _tensors(checkpoint: OpenWeights) -> list[Tensor]:
     from vllm_module.weights import Checkpoint
 
     if isinstance(checkpoint, Checkpoint):
+        chunked = checkpoint.load_format == "dcp"  # a tensor is in several places of other files
         tensors = [
             Tensor(
                 name,
@@ -215,7 +221,7 @@ def _tensors(checkpoint: OpenWeights) -> list[Tensor]:
                 list(entry.shape),
                 entry.end - entry.begin,
                 file.name,
-                (entry.begin, entry.end),
+                None if chunked else (entry.begin, entry.end),
             )
             for name, file, entry in checkpoint.headers()
         ]

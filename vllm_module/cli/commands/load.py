@@ -141,7 +141,7 @@ def load(
     if as_json:
         print_json(
             {
-                "checkpoint": str(model_source.path),
+                "checkpoint": model_source.name,
                 "dtype": model_source.dtype,
                 "device": target,
                 "tensor_parallel_size": tp_size,

@@ -35,8 +35,8 @@ def plan_page(plan: ModelPlan) -> str:
     end = 1.04 * max(*needed, MEMORY_LINES[-1] * 1e9)  # of the scale of memory, in bytes
     header, reads = tensor_rows(ranks[0].plans, every=False)
     return environment.from_string(page).render(
-        name=printable_name(plan.source.folder.name),
-        folder=printable_name(str(plan.source.folder)),
+        name=printable_name(plan.source.name.rpartition("/")[2]),
+        folder=printable_name(plan.source.name),
         dtype=str(plan.source.dtype).removeprefix("torch."),
         tp=len(ranks),
         ranks=ranks,
