@@ -1,0 +1,96 @@
+"""What operations with a recurrent state share: whose tokens are whose, and where states are.
+
+The tokens of a step's sequences lie end to end. A sequence whose tokens of this step are its first
+starts from zeros, whatever its place holds; so no place has to be cleared. The place of padding is
+-1: nothing is read or stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.operators import checks_values, expect, expect_writable
+
+Operands = tuple[torch.Tensor | None, ...]
+
+
+def check_state(
+    tokens: torch.Tensor,
+    state: torch.Tensor | None,
+    shape: tuple[int, ...],
+    state_slots: torch.Tensor | None,
+    query_start_loc: torch.Tensor | None,
+    context_lens: torch.Tensor | None,
+) -> None:
+    """Raise ``ValueError`` unless the arguments say where the sequences of ``tokens`` are.
+
+    Args:
+        tokens: ``[tokens, ...]``.
+        state: ``[slots, *shape]``; ``None``, and with it the others, if the tokens are one whole
+            sequence whose state is not kept.
+        shape: of one sequence's state.
+        state_slots: int64 ``[sequences]``; -1 for padding.
+        query_start_loc: int32 ``[sequences + 1]``.
+        context_lens: int32 ``[sequences]``.
+
+    """
+    others = {
+        "state_slots": state_slots,
+        "query_start_loc": query_start_loc,
+        "context_lens": context_lens,
+    }
+    if state is None:
+        given = [name for name, tensor in others.items() if tensor is not None]
+        if given:
+            raise ValueError(f"{given[0]} is given, and state is not")
+        return
+    missing = [name for name, tensor in others.items() if tensor is None]
+    if missing:
+        raise ValueError(f"state is given, and {missing[0]} is not")
+    assert state_slots is not None
+    assert query_start_loc is not None
+    assert context_lens is not None
+    count = len(state_slots)
+    expect("state", state, (None, *shape), FLOATS, tokens)
+    expect_writable("state", state)
+    expect("state_slots", state_slots, (count,), (torch.int64,), tokens)
+    expect("query_start_loc", query_start_loc, (count + 1,), (torch.int32,), tokens)
+    expect("context_lens", context_lens, (count,), (torch.int32,), tokens)
+    if count and checks_values(state_slots):
+        used = state_slots[state_slots >= 0]
+        if len(used) and int(used.max()) >= len(state):
+            raise ValueError(f"a state slot is {int(used.max())}, and there are {len(state)}")
+        if len(used.unique()) < len(used):
+            raise ValueError("two sequences have the same state slot")
+
+
+def each_sequence(
+    query_start_loc: torch.Tensor, context_lens: torch.Tensor, state_slots: torch.Tensor
+) -> Iterator[tuple[slice, int, bool]]:
+    """Yield each sequence's tokens, its state slot, and whether it has earlier tokens."""
+    starts, contexts = query_start_loc.tolist(), context_lens.tolist()
+    for index, slot in enumerate(state_slots.tolist()):
+        begin, end = starts[index], starts[index + 1]
+        if slot >= 0 and begin < end:
+            yield slice(begin, end), slot, contexts[index] > end - begin
+
+
+def loaded_states(
+    state: torch.Tensor, state_slots: torch.Tensor, context_lens: torch.Tensor
+) -> torch.Tensor:
+    """Return the states, in float32, before a step of one token of each sequence.
+
+    Padding gets zeros, as does a sequence without earlier tokens.
+    """
+    states = state.index_select(0, state_slots.clamp(min=0)).float()
+    keeps = (context_lens > 1) & (state_slots >= 0)
+    return torch.where(keeps.view(-1, *[1] * (states.dim() - 1)), states, 0.0)
+
+
+def store_states(state: torch.Tensor, state_slots: torch.Tensor, new: torch.Tensor) -> None:
+    """Store the states of all sequences that are no padding."""
+    used = state_slots >= 0
+    state.index_copy_(0, state_slots[used], new[used].to(state.dtype))

@@ -1,0 +1,287 @@
+"""Operations with a recurrent state, against their recurrences written out in float64."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from vllm_module.kernels import causal_conv1d as conv
+from vllm_module.kernels import gated_delta_rule as delta
+from vllm_module.kernels import mamba2_scan as mamba
+
+SLOTS = 6
+
+
+class Operation(NamedTuple):
+    """One operation.
+
+    Attributes:
+        call: with inputs, a state and places; ``None`` for what is left out.
+        runs: both implementations, called like ``call``.
+        inputs: draws the inputs of some tokens.
+        state: the shape of a sequence's state.
+        exactly: one sequence's outputs and last state, from its inputs and the state before, in
+            whose dtype all is computed.
+        name: of the operator.
+        fixed: how many of the inputs are not of tokens, at the end.
+
+    """
+
+    call: Callable[..., torch.Tensor]
+    runs: tuple[Callable[..., torch.Tensor], ...]
+    inputs: Callable[[int, torch.dtype], list[torch.Tensor]]
+    state: tuple[int, ...]
+    exactly: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    name: str
+    fixed: int
+
+
+def convolution(channels: int = 21, width: int = 4) -> Operation:
+    def inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        x = torch.randn(2 * tokens, 2 * channels).to(dtype)[::2, 1::2]
+        return [x, torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)]
+
+    def exactly(x, weight, bias, state) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, bias = (each.to(state.dtype) for each in (x, weight, bias))
+        window = torch.cat([state, x.t()], 1)
+        rows = [(window[:, t : t + width] * weight).sum(1) for t in range(len(x))]
+        return F.silu(torch.stack(rows) + bias), window[:, 1 - width :]
+
+    def run(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args: by(*args, True)
+
+    runs = run(conv.causal_conv1d_reference), run(conv.causal_conv1d_triton)
+    shape = channels, width - 1
+    return Operation(conv.causal_conv1d, runs, inputs, shape, exactly, "causal_conv1d", 2)
+
+
+def scan(heads: int = 2, groups: int = 2, features: int = 19, n: int = 10) -> Operation:
+    limits = 0.01, 1.5
+
+    def inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        x = torch.randn(tokens, 2, heads, features).to(dtype)[:, 1]
+        dt, (b, c) = torch.randn(tokens, heads), torch.randn(2, tokens, groups, n)
+        a, d, bias = -4 * torch.rand(heads), torch.randn(heads), torch.randn(heads)
+        return [x, dt.to(dtype), b.to(dtype), c.to(dtype), a, d.to(dtype), bias.to(dtype)]
+
+    def exactly(x, dt, b, c, a, d, bias, state) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = F.softplus(dt.to(state.dtype) + bias.to(state.dtype)).clamp(*limits)
+        return mamba.mamba2_recurrence(x, steps, a, b, c, d, state)
+
+    def run(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda x, dt, b, c, a, d, bias, *places: by(
+            x, dt, a, b, c, d, bias, *places, *limits
+        )
+
+    runs = run(mamba.mamba2_scan_reference), run(mamba.mamba2_scan_triton)
+    shape = heads, features, n
+    return Operation(run(mamba.mamba2_scan), runs, inputs, shape, exactly, "mamba2_scan", 3)
+
+
+def rule(heads: int = 2, key_heads: int = 1, dk: int = 12, dv: int = 21) -> Operation:
+    def inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k = torch.randn(tokens, 2, key_heads, dk).to(dtype).unbind(1)
+        v, beta = torch.randn(tokens, heads, dv), torch.rand(tokens, heads)
+        return [q, k, v.to(dtype), -2 * torch.rand(tokens, heads), beta.to(dtype)]
+
+    def exactly(q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = (x.to(state.dtype).repeat_interleave(heads // key_heads, 1) for x in (q, k))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        return delta.gated_delta_recurrence(q * dk**-0.5, k, v, g, beta, state)
+
+    def run(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args: by(*args, dk**-0.5, True)
+
+    runs = run(delta.gated_delta_rule_reference), run(delta.gated_delta_rule_triton)
+    shape = heads, dk, dv
+    return Operation(delta.gated_delta_rule, runs, inputs, shape, exactly, "gated_delta_rule", 0)
+
+
+OPERATIONS = {"convolution": convolution(), "scan": scan(), "delta rule": rule()}
+EACH = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a few tokens fill several chunks."""
+    monkeypatch.setattr(conv, "_TOKENS", 4)
+    monkeypatch.setattr(conv, "_CHANNELS", 16)
+    for module in (mamba, delta):
+        monkeypatch.setattr(module, "CHUNK", 8)
+        monkeypatch.setattr(module, "_TOKENS", 16)
+    monkeypatch.setattr(mamba, "_FEATURES", 16)
+    monkeypatch.setattr(delta, "_COLUMNS", 16)
+
+
+def places(slots: list[int], counts: list[int], before: list[int]) -> tuple[Any, ...]:
+    """Return the places of sequences with ``counts`` tokens, after others."""
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    contexts = torch.tensor([c + b for c, b in zip(counts, before, strict=True)]).int()
+    return torch.tensor(slots), starts, contexts, max(counts)
+
+
+sequences = st.lists(
+    st.tuples(st.integers(1, 20), st.sampled_from([0, 0, 1, 40])), min_size=1, max_size=3
+)
+
+
+@EACH
+@settings(max_examples=8)
+@given(sequences, st.booleans(), st.permutations(range(SLOTS)), st.booleans(), st.booleans())
+def test_each_sequence_continues_from_its_own_state(
+    operation, as_accurate, drawn, half, slots, single, padded
+) -> None:
+    """Outputs and states are those of each sequence by itself; a first token starts from zeros.
+
+    States of other places stay, and so do all if a sequence is padding, whatever the places hold.
+    """
+    counts, before = [1 if single else count for count, _ in drawn], [b for _, b in drawn]
+    dtype = torch.float16 if half else torch.float32
+    inputs = operation.inputs(sum(counts), dtype)
+    per_token = len(inputs) - operation.fixed
+    chosen = [*slots[: len(counts)]]
+    state = torch.randn(SLOTS, *operation.state)
+    for slot, earlier in zip(chosen, before, strict=True):
+        if not earlier:
+            state[slot] = torch.nan
+    if padded:
+        chosen[-1] = -1
+    where = places(chosen, counts, before)
+    for run in (operation.call, *operation.runs):
+        held = state.clone()
+        y = run(*inputs, held, *where)
+        begin, used = 0, []
+        for slot, count, earlier in zip(chosen, counts, before, strict=True):
+            rows = slice(begin, begin := begin + count)
+            if slot < 0:
+                continue
+            used.append(slot)
+            own = [x[rows] for x in inputs[:per_token]] + inputs[per_token:]
+            first = state[slot] if earlier else torch.zeros(operation.state)
+            exact, last = operation.exactly(*own, first.double())
+            as_accurate(y[rows], exact, operation.exactly(*own, first)[0].to(dtype))
+            # Chunks subtract sums of decays, which a recurrence does not.
+            torch.testing.assert_close(held[slot].double(), last, rtol=1e-4, atol=1e-5)
+        others = [slot for slot in range(SLOTS) if slot not in used]
+        assert torch.equal(held[others].nan_to_num(7.0), state[others].nan_to_num(7.0))
+
+
+@EACH
+def test_a_sequence_without_a_place_is_whole(operation) -> None:
+    """Without a state, the tokens are one sequence that starts from zeros."""
+    inputs = operation.inputs(21, torch.float32)
+    exact, _ = operation.exactly(*inputs, torch.zeros(operation.state).double())
+    for run in operation.runs:
+        y = run(*inputs, None, None, None, None, 0)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+    called = operation.call(*inputs, None, None, None, None, 0)
+    torch.testing.assert_close(called.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@EACH
+def test_no_tokens_and_no_sequences(operation) -> None:
+    """A step of nothing returns nothing and leaves states alone."""
+    inputs, state = operation.inputs(0, torch.float32), torch.randn(SLOTS, *operation.state)
+    before = state.clone()
+    nowhere = torch.zeros(0).long(), torch.zeros(1).int(), torch.zeros(0).int(), 1
+    for run in (operation.call, *operation.runs):
+        assert len(run(*inputs, state, *nowhere)) == 0
+    assert torch.equal(state, before)
+
+
+@EACH
+def test_strides_beyond_32_bits(operation) -> None:
+    """A state's place is found where its offset has more than 32 bits."""
+    inputs = operation.inputs(3, torch.float32)
+    step = 2**29 + 64
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * (4 * step + 4096)), dtype=torch.float16)
+    strides = torch.empty(operation.state).stride()
+    state = memory.as_strided((5, *operation.state), (step, *strides))
+    slots, starts, contexts, longest = places([4], [3], [5])
+    state[4] = 0.5
+    expected = operation.runs[0](*inputs, state[4:].clone(), slots - 4, starts, contexts, longest)
+    y = operation.runs[1](*inputs, state, slots, starts, contexts, longest)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_chunk_of_equal_keys_is_stable() -> None:
+    """Keys that are all the same make the worst triangular system, in both implementations."""
+    operation = rule()
+    inputs = operation.inputs(32, torch.float32)
+    inputs[1][:] = inputs[1][:1].clone()
+    inputs[3][:], inputs[4][:] = 0.0, 1.0
+    exact, _ = operation.exactly(*inputs, torch.zeros(operation.state).double())
+    for run in operation.runs:
+        y = run(*inputs, None, None, None, None, 0)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_small_steps_are_not_rounded_away() -> None:
+    """The softplus of a very negative number is its exponential, and not zero."""
+    operation = scan()
+    inputs = operation.inputs(4, torch.float32)
+    inputs[1][:], inputs[-1][:] = -17.0, 0.0
+    x, dt, b, c, a, _, bias = inputs
+    outputs = [
+        run(x, dt, a, b, c, None, bias, None, None, None, None, 0, 0.0, torch.inf)
+        for run in (mamba.mamba2_scan_reference, mamba.mamba2_scan_triton)
+    ]
+    assert float(outputs[0].abs().max()) > 0
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-12)
+
+
+@EACH
+def test_bad_input(operation) -> None:
+    """Places that do not fit each other, are shared or are not there are refused by name."""
+    inputs, state = operation.inputs(4, torch.float32), torch.zeros(SLOTS, *operation.state)
+    slots, starts, contexts, longest = places([1, 0], [2, 2], [0, 0])
+
+    def refused(match: str, *args: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            operation.call(*inputs, *args)
+
+    rest = starts, contexts, longest
+    refused("state is given, and state_slots is not", state, None, *rest)
+    refused("state_slots is given, and state is not", None, slots, *rest)
+    refused("query_start_loc must have the shape", state, slots, starts[1:], contexts, longest)
+    refused("context_lens must be torch.int32", state, slots, starts, contexts.long(), longest)
+    refused("state must have the shape", state[:, 1:], slots, *rest)
+    refused("share memory", state[:1].expand_as(state), slots, *rest)
+    refused("two sequences have the same state slot", state, slots * 0, *rest)
+    refused(f"a state slot is {SLOTS}, and there are {SLOTS}", state, slots + SLOTS - 1, *rest)
+
+
+def test_other_shapes_are_refused() -> None:
+    """Heads that are no multiple, and convolutions of another width, are refused with numbers."""
+    x = torch.randn(3, 4)
+    for width in (1, 9):
+        with pytest.raises(ValueError, match=f"2 to 8 weights of each channel, got {width}"):
+            conv.causal_conv1d(x, torch.randn(4, width))
+    heads, shared = torch.randn(3, 4, 2), torch.randn(3, 3, 2)
+    with pytest.raises(ValueError, match="4 heads, no multiple of the 3 groups"):
+        mamba.mamba2_scan(heads, x, torch.zeros(4), shared, shared)
+    with pytest.raises(ValueError, match="4 heads, no multiple of the 3 heads"):
+        delta.gated_delta_rule(shared, shared, heads, torch.zeros(3, 4), torch.zeros(3, 4))
+
+
+@EACH
+def test_the_operator_is_one(operation) -> None:
+    """It has a schema and a fake, works with meta tensors, and states are written in place."""
+    inputs, state = operation.inputs(4, torch.float32), torch.randn(SLOTS, *operation.state)
+    where = places([1, 0], [2, 2], [0, 3])
+    called: list[tuple[Any, ...]] = []
+    op = getattr(torch.ops.vllm_module, operation.name).default
+    module = {"causal_conv1d": conv, "mamba2_scan": mamba}.get(operation.name, delta)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, f"_{operation.name}", lambda *args: called.append(args) or args[0])
+        operation.call(*inputs, state, *where)
+    torch.library.opcheck(op, called[0])
+    meta = [x.to("meta") for x in (*inputs, state, *where[:3])]
+    assert operation.call(*meta, where[3]).device.type == "meta"
