@@ -1,0 +1,186 @@
+"""Every causal language model of transformers, tiny, in the wrapper: right, refused or wrong.
+
+``python tests/models/sweep.py --out results.json`` tries all types, or those that it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_module.config import ModelConfig
+from vllm_module.distributed import run_ranks
+from vllm_module.errors import WeightLoadError
+from vllm_module.held import load_from
+from vllm_module.model_source import ModelSource
+
+VOCABULARY, TOKENS = 128, 12
+TOLERANCE = 1e-4  # of logits in float32
+
+# Sizes by the names that configurations have for them.
+_SIZES: dict[str, Any] = {
+    64: ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "embedding_size", "emb_dim"),
+    2: (
+        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers",
+        "encoder_layers", "num_key_value_heads", "num_experts_per_tok", "num_experts_per_token",
+        "moe_topk", "moe_k", "top_k_experts", "num_kv_heads",
+    ),
+    4: (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+        "encoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts",
+        "moe_num_experts", "sliding_window", "attention_window_size",
+    ),
+    16: ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "global_head_dim"),
+    32: ("qk_head_dim", "kv_lora_rank", "q_lora_rank", "moe_intermediate_size",
+         "shared_expert_intermediate_size", "expert_ffn_hidden_size", "hidden_size_per_layer_input"),
+    96: (
+        "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim",
+        "ffn_hidden_size", "intermediate_size_mlp", "dense_intermediate_size",
+    ),
+    128: ("vocab_size", "vocab_size_per_layer_input"),
+    256: ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"),
+    1: ("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "bos_token_id"),
+    0: ("pad_token_id", "num_nextn_predict_layers"),
+}  # fmt: skip
+SIZES = {name: size for size, names in _SIZES.items() for name in names} | {"eos_token_id": 2}
+
+
+def types() -> list[str]:
+    """Return every model type that transformers has a causal language model for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(cls: Any) -> Any:
+    """Return a configuration of ``cls`` with its defaults, but for small sizes."""
+    default = cls().to_dict()
+    given = {name: SIZES[name] for name, value in default.items()
+             if name in SIZES and value is not None}  # fmt: skip
+    for name, part in getattr(cls, "sub_configs", {}).items():
+        if isinstance(default.get(name), dict) and hasattr(part, "model_type"):
+            given[name] = tiny_config(part).to_dict()
+    layers = given.get("num_hidden_layers")
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = default.get(name)
+        if isinstance(kinds, list) and layers and len(kinds) >= layers:
+            chosen = list(dict.fromkeys(kinds))  # one layer of each type, at least
+            given[name] = (chosen * layers)[: max(layers, len(chosen))]
+            given["num_hidden_layers"] = len(given[name])
+    return cls(**given)
+
+
+def tiny_model(kind: str) -> Any:
+    """Return a random model of type ``kind``, of transformers, whose matrices have std 0.1."""
+    import transformers
+
+    config = tiny_config(transformers.CONFIG_MAPPING[kind])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+    return model.float().eval()
+
+
+def try_type(kind: str, sizes: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
+    """Return what comes of a tiny model of type ``kind``, for each tensor-parallel size."""
+    try:
+        library = tiny_model(kind)
+        ids = (torch.arange(TOKENS) * 37 + 5) % (VOCABULARY - 3) + 3
+        with torch.no_grad():
+            expected = library(input_ids=ids[None], use_cache=False).logits[0]
+    except Exception as error:  # of transformers, or of a configuration that is not well made
+        return {"outcome": "not built", "reason": _line(error)}
+    with tempfile.TemporaryDirectory() as folder:
+        library.save_pretrained(folder)
+        tried = {str(size): _try_size(Path(folder), expected, ids, size) for size in sizes}
+    first = tried.pop(str(sizes[0]))
+    plan = bool(getattr(library, "_tp_plan", None))
+    return {"class": type(library).__name__, "plan": plan, **first, "sizes": tried}
+
+
+def _try_size(folder: Path, expected: torch.Tensor, ids: torch.Tensor, size: int) -> dict[str, Any]:
+    config = ModelConfig(
+        model=str(folder), model_impl="transformers", dtype="float32", max_model_len=64
+    )
+
+    def run(rank: int) -> torch.Tensor:
+        model: Any = source.build(torch.device("cpu"))
+        with source.open() as checkpoint:
+            load_from(model, checkpoint)
+        model.check()
+        with torch.inference_mode():
+            return model.compute_logits(model(ids, torch.arange(len(ids))))
+
+    try:
+        source = ModelSource.find(config)
+        logits = run_ranks(size, run)[0]
+    except WeightLoadError as error:
+        return {"outcome": "refused", "reason": _line(error)}
+    except Exception as error:  # which is a mistake of ours
+        return {"outcome": "failed", "reason": f"{type(error).__name__}: {_line(error)}"}
+    if logits.shape != expected.shape:
+        return {"outcome": "wrong", "reason": f"shape {tuple(logits.shape)}"}
+    distance = float((logits - expected).abs().max())
+    right = distance <= TOLERANCE * max(1.0, float(expected.abs().max()))
+    return {"outcome": "right" if right else "wrong", "distance": distance}
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _stop(*_: object) -> None:
+    raise TimeoutError("it takes longer than two minutes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    asked = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _stop)
+    results = {}
+    for kind in asked.types or types():
+        signal.alarm(120)
+        begin = time.monotonic()
+        try:
+            results[kind] = try_type(kind, tuple(asked.sizes))
+        except Exception as error:
+            results[kind] = {"outcome": "failed", "reason": _line(error)}
+        signal.alarm(0)
+        each = results[kind]
+        more = {size: one["outcome"] for size, one in each.get("sizes", {}).items()}
+        detail = each.get("reason", each.get("distance"))
+        print(f"{kind:28} {each['outcome']:9} {more or ''} {time.monotonic() - begin:.1f} s {detail}",
+              flush=True)  # fmt: skip
+        if asked.out:
+            asked.out.write_text(json.dumps(results, indent=1))
+    print(Counter(each["outcome"] for each in results.values()))
+    print("TP", Counter(
+        each["outcome"] for result in results.values() for each in result.get("sizes", {}).values()
+    ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The entries of ``config.json`` for a model of transformers, which reads the file itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import model_validator
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.hf_config import HFConfig
+from vllm_module.messages import describe_error, printable_name
+from vllm_module.wrapped.library import library
+
+# What others here read of a configuration, where transformers' has it.
+_LIFTED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim",
+    "max_position_embeddings",
+)  # fmt: skip
+# Entries of the file that are kept as they are.
+_KEPT = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "max_model_len",
+    "model_impl",
+)
+
+
+class TransformersConfig(HFConfig):
+    """A configuration that transformers checks; only what others here read is checked by us.
+
+    Attributes:
+        entries: all of the file, with overrides.
+
+    """
+
+    entries: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_by_transformers(cls, entries: Any) -> Any:
+        if not isinstance(entries, Mapping) or "entries" in entries:
+            return entries
+        text = config_of(entries).get_text_config(decoder=True)
+        lifted = {name: getattr(text, name, None) for name in _LIFTED}
+        lifted = {name: value for name, value in lifted.items() if type(value) is int}
+        kept = {name: entries[name] for name in _KEPT if name in entries}
+        return {**lifted, **kept, "entries": dict(entries)}
+
+
+def config_of(entries: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of ``entries``.
+
+    Raises ``UnsupportedModelError`` if there is no such model type, or transformers refuses one.
+    """
+    mapping = library("models.auto.configuration_auto").CONFIG_MAPPING
+    kind = entries.get("model_type")
+    if not isinstance(kind, str) or kind not in mapping:
+        made_by = entries.get("transformers_version")
+        newer = f"; config.json was written by {printable_name(str(made_by))}" if made_by else ""
+        raise UnsupportedModelError(
+            f"transformers {library().__version__} knows no model_type {printable_name(str(kind))} "
+            f"of config.json{newer}"
+        )
+    try:
+        return mapping[kind].from_dict(dict(entries))
+    except Exception as error:  # code from outside
+        raise UnsupportedModelError(
+            f"transformers refuses config.json of model_type {printable_name(kind)}: "
+            f"{describe_error(error)}"
+        ) from error

@@ -1,0 +1,177 @@
+"""Any causal language model of transformers, as a model of ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.load import Load, Weights
+from vllm_module.module import vLLMModule
+from vllm_module.weights import Weight
+from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepping
+from vllm_module.wrapped.build import build
+from vllm_module.wrapped.check import check
+from vllm_module.wrapped.config import TransformersConfig, config_of
+from vllm_module.wrapped.names import Names
+from vllm_module.wrapped.probe import Call, probe
+from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
+from vllm_module.wrapped.replace import Replacing
+
+_log = logging.getLogger(__name__)
+
+
+class TransformersForCausalLM(vLLMModule):
+    """A model of transformers with our linear layers, embeddings, experts and attention.
+
+    Its children are those of transformers' model, under the same names.
+
+    Attributes:
+        dtype: torch's default one when it was built.
+        library_name: the name of transformers' class.
+
+    Raises ``UnsupportedModelError`` for a model that would not be computed right.
+
+    """
+
+    config_class = TransformersConfig
+
+    def __init__(self, config: TransformersConfig) -> None:
+        super().__init__()
+        register()
+        self.config = config
+        self.dtype = torch.get_default_dtype()
+        library_config = config_of(config.entries)
+        model = build(library_config, config.architectures[0])
+        refuse_architecture(model)
+        base = model.base_model
+        if base is model:
+            raise UnsupportedModelError(
+                f"transformers' {type(model).__name__} has no base model below its head"
+            )
+        self._names = Names(model)
+        replacing = Replacing(model, self._names)
+        replacing.replace_experts()
+        found, output = probe(model, base, masks=True)
+        calls = {found.paths[module]: each for module, each in found.calls.items()}
+        refuse_calls(model, calls, config.max_model_len)
+        replacing.replace_others(calls)
+        # The replaced model, without masks, as it will run: shapes are this rank's.
+        held, _ = probe(model, base, masks=False)
+        _add_attention(calls, held.calls, held.paths, type(model).__name__)
+        model.config._attn_implementation = NAME
+        self._output_class = type(output)
+        # Not a child: its children are this module's.
+        self._library = (model,)
+        self.library_name = type(model).__name__
+        self._modules.update(model._modules)
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
+        self._base_name = next(name for name, each in model._modules.items() if each is base)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """Map token ids and positions, ``[tokens]`` each, to hidden states.
+
+        Without ``metadata`` the tokens are one whole sequence.
+        """
+        base: Any = self._modules[self._base_name]
+        with stepping(Running(metadata)):
+            output = base(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                use_cache=False,
+            )
+        hidden: torch.Tensor = output[0]
+        return hidden[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states ``[tokens, hidden_size]`` to logits ``[tokens, vocab_size]``.
+
+        It runs transformers' class, which may scale or cap logits, on a base model that returns
+        ``hidden``.
+        """
+        (model,) = self._library
+        head = object.__new__(type(model))
+        vars(head).update(vars(model))
+        given = _Given(self._output_class(hidden[None]))
+        vars(head)["_modules"] = {**self._modules, self._base_name: given}
+        vars(head).update(_parameters=self._parameters, _buffers=self._buffers)
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: torch.Tensor = head.forward(input_ids=ids, use_cache=False).logits
+        return logits[0]
+
+    def check(self) -> None:
+        """Raise ``UnsupportedModelError`` if the loaded model computes batches wrong."""
+        check(self, self.dtype, self.config.vocab_size)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load a checkpoint, whose names and layout transformers' rules say."""
+        pairs: Any = weights
+        streamed = iter(pairs) is pairs
+        renamed = self._renamed(pairs)
+        return super().load_weights(renamed if streamed else list(renamed))
+
+    def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        for name, weight in pairs:
+            parts = self._names.of(name, weight)
+            if parts is None:
+                Load.current().skip(name, "transformers ignores it")
+            else:
+                yield from parts
+
+
+class _Given(nn.Module):
+    """Stands for a base model: returns what it was built with."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.output
+
+
+def _add_attention(
+    calls: dict[str, list[Call]],
+    held: dict[nn.Module, list[Call]],
+    paths: Any,
+    owner: str,
+) -> None:
+    """Give each module that attends the layers of its calls, with the heads of this rank."""
+    size = tensor_parallel_group().size
+    if [*calls] != [paths[module] for module in held]:
+        raise UnsupportedModelError(f"{owner} calls attention in another order without masks")
+    for module, own in held.items():
+        whole = calls[paths[module]]
+        layers = nn.ModuleList()
+        for all_ranks, call in zip(whole, own, strict=True):
+            shares = (all_ranks.heads, all_ranks.kv_heads), (call.heads, call.kv_heads)
+            cut = all_ranks.heads // size, max(1, all_ranks.kv_heads // size)
+            if shares[1] not in (shares[0], cut):
+                raise UnsupportedModelError(
+                    f"{paths[module]} attends with {shares[1]} heads of query and key on this rank "
+                    f"of {size}, and with {shares[0]} on one rank: expected {cut}, or all"
+                )
+            layers.append(
+                Attention(
+                    call.heads,
+                    max(call.head_size, call.value_size),
+                    all_ranks.scale,
+                    call.kv_heads,
+                    all_ranks.rule.window,
+                    all_ranks.softcap,
+                )
+            )
+        module.add_module(LAYERS, layers)
