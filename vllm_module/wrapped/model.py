@@ -20,9 +20,10 @@ from vllm_module.wrapped.build import build
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.config import TransformersConfig, config_of
 from vllm_module.wrapped.names import Names
-from vllm_module.wrapped.probe import Call, probe
+from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
 from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
 from vllm_module.wrapped.replace import Replacing
+from vllm_module.wrapped.trunk import find_trunk, logits_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,30 +51,24 @@ class TransformersForCausalLM(vLLMModule):
         library_config = config_of(config.entries)
         model = build(library_config, config.architectures[0])
         refuse_architecture(model)
-        base = model.base_model
-        if base is model:
-            raise UnsupportedModelError(
-                f"transformers' {type(model).__name__} has no base model below its head"
-            )
         self._names = Names(model)
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
-        found, output = probe(model, base, masks=True)
+        self._trunk, found = find_trunk(model)
         calls = {found.paths[module]: each for module, each in found.calls.items()}
         refuse_calls(model, calls, config.max_model_len)
         replacing.replace_others(calls)
         # The replaced model, without masks, as it will run: shapes are this rank's.
-        held, _ = probe(model, base, masks=False)
+        held = probe_of(model)
+        run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
         _add_attention(calls, held.calls, held.paths, type(model).__name__)
         model.config._attn_implementation = NAME
-        self._output_class = type(output)
         # Not a child: its children are this module's.
         self._library = (model,)
         self.library_name = type(model).__name__
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
-        self._base_name = next(name for name, each in model._modules.items() if each is base)
 
     def forward(
         self,
@@ -85,9 +80,9 @@ class TransformersForCausalLM(vLLMModule):
 
         Without ``metadata`` the tokens are one whole sequence.
         """
-        base: Any = self._modules[self._base_name]
+        trunk = self.get_submodule(self._trunk.path)
         with stepping(Running(metadata)):
-            output = base(
+            output = trunk(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
                 attention_mask=None,
@@ -99,18 +94,10 @@ class TransformersForCausalLM(vLLMModule):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states ``[tokens, hidden_size]`` to logits ``[tokens, vocab_size]``.
 
-        It runs transformers' class, which may scale or cap logits, on a base model that returns
-        ``hidden``.
+        It runs transformers' class, which may scale or cap them, on a trunk that returns ``hidden``.
         """
         (model,) = self._library
-        head = object.__new__(type(model))
-        vars(head).update(vars(model))
-        given = _Given(self._output_class(hidden[None]))
-        vars(head)["_modules"] = {**self._modules, self._base_name: given}
-        vars(head).update(_parameters=self._parameters, _buffers=self._buffers)
-        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        logits: torch.Tensor = head.forward(input_ids=ids, use_cache=False).logits
-        return logits[0]
+        return logits_of(self, model, self._trunk, hidden[None])[0]
 
     def check(self) -> None:
         """Raise ``UnsupportedModelError`` if the loaded model computes batches wrong."""
@@ -130,17 +117,6 @@ class TransformersForCausalLM(vLLMModule):
                 Load.current().skip(name, "transformers ignores it")
             else:
                 yield from parts
-
-
-class _Given(nn.Module):
-    """Stands for a base model: returns what it was built with."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
 
 
 def _add_attention(

@@ -62,11 +62,13 @@ class Probe:
 
     Attributes:
         calls: by module, in order.
+        order: the modules that attend, once for each call.
 
     """
 
     paths: Mapping[nn.Module, str]
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    order: list[nn.Module] = field(default_factory=list)
 
     def attend(  # noqa: D102 # of Step
         self,
@@ -109,6 +111,7 @@ class Probe:
             rule = known
         call = Call(heads, kv_heads, size, value.shape[-1], float(scale), rule, softcap or None)
         self.calls.setdefault(module, []).append(call)
+        self.order.append(module)
         return query.new_empty(1, tokens, heads, value.shape[-1])
 
 
@@ -129,14 +132,18 @@ class _GroupOnMeta:
         return torch.cat([tensor] * self.size, dim)
 
 
-def probe(model: Any, base: Any, *, masks: bool) -> tuple[Probe, Any]:
-    """Run ``base``, the part of ``model`` without the head, on meta.
+def probe_of(model: nn.Module) -> Probe:
+    """Return a probe of ``model`` that has recorded nothing."""
+    return Probe({module: path for path, module in model.named_modules()})
 
-    Return what it asked of attention, and its output. With ``masks``, the model makes masks.
+
+def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
+    """Run ``part`` of ``model`` on meta; ``found`` gets its calls of attention.
+
+    With ``masks``, the model makes masks.
 
     Raises ``UnsupportedModelError`` if it fails, or for what we do not compute.
     """
-    found = Probe({module: path for path, module in model.named_modules()})
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     mask = torch.ones(1, TOKENS, dtype=torch.int64, device="meta") if masks else None
     name = type(model).__name__
@@ -147,7 +154,7 @@ def probe(model: Any, base: Any, *, masks: bool) -> tuple[Probe, Any]:
         stack.enter_context(stepping(found))
         stack.enter_context(torch.device("meta"))
         try:
-            output = base(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+            part(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{name}: {error}") from None
         except Exception as error:  # code from outside
@@ -155,7 +162,6 @@ def probe(model: Any, base: Any, *, masks: bool) -> tuple[Probe, Any]:
                 f"{name} does not run on tensors without values, by which its attention is found: "
                 f"{describe_error(error)}"
             ) from error
-    return found, output
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,17 +12,10 @@ from vllm_module.wrapped.probe import Call
 def refuse_architecture(model: Any) -> None:
     """Raise ``UnsupportedModelError`` for a kind of model that the wrapper does not run."""
     name, config = type(model).__name__, model.config
-    text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or _has_cross_attention(model):
         raise UnsupportedModelError(f"{name} is part of an encoder-decoder, or attends across")
-    if getattr(text, "is_decoder", None) is False and hasattr(text, "add_cross_attention"):
-        pass
     if model._is_stateful:
         raise UnsupportedModelError(f"{name} keeps recurrent state, not keys and values")
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise UnsupportedModelError(
-            f"{name} takes no position_ids, so sequences of one batch would get wrong positions"
-        )
     for path, module in model.named_modules():
         rope = getattr(module, "rope_type", None)
         kinds = set(map(str, rope.values() if isinstance(rope, dict) else [rope]))
