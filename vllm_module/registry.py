@@ -273,9 +273,12 @@ def _target(architecture: str) -> type[vLLMModule] | str | None:
 def _of_transformers() -> frozenset[str]:
     """Return the names of transformers' causal language models."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    names: dict[str, str | tuple[str, ...]] = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    classes = ((each,) if isinstance(each, str) else each for each in names.values())
-    return frozenset(name for each in classes for name in each)
+    classes: list[str | tuple[str, ...]] = [
+        *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+    ]
+    names = ((each,) if isinstance(each, str) else each for each in classes)
+    return frozenset(name for each in names for name in each)
 
 
 @cache

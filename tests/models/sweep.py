@@ -25,6 +25,7 @@ from vllm_module.held import load_from
 from vllm_module.model_source import ModelSource
 
 VOCABULARY, TOKENS = 128, 12
+TOKEN_IDS = (torch.arange(TOKENS) * 37 + 5) % (VOCABULARY - 3) + 3
 TOLERANCE = 1e-4  # of logits in float32
 
 # Sizes by the names that configurations have for them.
@@ -62,29 +63,66 @@ def types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(cls: Any) -> Any:
-    """Return a configuration of ``cls`` with its defaults, but for small sizes."""
+# Tried in turn, until a model can be built and run; each adds to the sizes above.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": 16},
+    {"rotary_dim": 16, "num_key_value_heads": None},
+    {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    {
+        "n_routed_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 4,
+        "num_group": 1,
+    },
+    {"layer_types": None},
+    {"num_key_value_heads": 4, "layer_types": None, "first_k_dense_replace": 0},
+    {"num_key_value_heads": None, "head_dim": None, "layer_types": None, "sliding_window": None},
+)
+
+
+def tiny_config(cls: Any, **changes: Any) -> Any:
+    """Return a configuration of ``cls`` with its defaults, but for small sizes.
+
+    ``changes`` go before them: an entry that is ``None`` keeps its default.
+    """
+    import transformers
+
     default = cls().to_dict()
     given = {name: SIZES[name] for name, value in default.items()
              if name in SIZES and value is not None}  # fmt: skip
+    given |= {name: value for name, value in changes.items() if name in default}
     for name, part in getattr(cls, "sub_configs", {}).items():
-        if isinstance(default.get(name), dict) and hasattr(part, "model_type"):
-            given[name] = tiny_config(part).to_dict()
+        if not isinstance(default.get(name), dict):
+            continue
+        if not hasattr(part, "model_type"):  # AutoConfig: the type is an entry
+            part = transformers.CONFIG_MAPPING.get(default[name].get("model_type"))
+        if part is not None:
+            given[name] = tiny_config(part, **changes).to_dict()
     layers = given.get("num_hidden_layers")
     for name in ("layer_types", "mlp_layer_types"):
         kinds = default.get(name)
-        if isinstance(kinds, list) and layers and len(kinds) >= layers:
+        if name not in changes and isinstance(kinds, list) and layers and len(kinds) >= layers:
             chosen = list(dict.fromkeys(kinds))  # one layer of each type, at least
             given[name] = (chosen * layers)[: max(layers, len(chosen))]
             given["num_hidden_layers"] = len(given[name])
-    return cls(**given)
+    kept = {name for name, value in changes.items() if value is None}
+    return cls(**{name: value for name, value in given.items() if name not in kept})
 
 
-def tiny_model(kind: str) -> Any:
-    """Return a random model of type ``kind``, of transformers, whose matrices have std 0.1."""
+def tiny_model(kind: str, **changes: Any) -> Any:
+    """Return a random model of type ``kind``, of transformers, whose matrices have std 0.1.
+
+    ``changes`` are entries of its configuration.
+    """
     import transformers
 
-    config = tiny_config(transformers.CONFIG_MAPPING[kind])
+    config = tiny_config(transformers.CONFIG_MAPPING[kind], **changes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
@@ -96,13 +134,17 @@ def tiny_model(kind: str) -> Any:
 
 def try_type(kind: str, sizes: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
     """Return what comes of a tiny model of type ``kind``, for each tensor-parallel size."""
-    try:
-        library = tiny_model(kind)
-        ids = (torch.arange(TOKENS) * 37 + 5) % (VOCABULARY - 3) + 3
-        with torch.no_grad():
-            expected = library(input_ids=ids[None], use_cache=False).logits[0]
-    except Exception as error:  # of transformers, or of a configuration that is not well made
-        return {"outcome": "not built", "reason": _line(error)}
+    ids, reasons = TOKEN_IDS, []
+    for changes in _VARIANTS:
+        try:
+            library = tiny_model(kind, **changes)
+            with torch.no_grad():
+                expected = library(input_ids=ids[None], use_cache=False).logits[0]
+            break
+        except Exception as error:  # of transformers, or of sizes that do not fit together
+            reasons.append(_line(error))
+    else:
+        return {"outcome": "not built", "reason": reasons[0]}
     with tempfile.TemporaryDirectory() as folder:
         library.save_pretrained(folder)
         tried = {str(size): _try_size(Path(folder), expected, ids, size) for size in sizes}

@@ -17,30 +17,29 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import describe_error
+from vllm_module.messages import describe_error, printable_name
 from vllm_module.wrapped.library import library
 
 _hook_lock = threading.Lock()  # the hook belongs to the process, and ranks may be threads
 
 
 def build(config: Any, architecture: str) -> Any:
-    """Return the model of ``config``, a configuration of transformers, with tied weights tied.
+    """Return the causal language model of ``config``, with tied weights tied.
 
+    ``config`` is a configuration of transformers; of a multimodal model, its text model is built.
     ``architecture`` is the name in ``config.json``.
 
     Raises ``UnsupportedModelError`` if transformers has no causal language model for it, if its
     code fails, or if a buffer that no checkpoint stores has no values.
     """
-    cls = causal_lm_class(config, architecture)
-    try:
-        with _parameters_on_meta():
-            model = cls(config)
-            model.tie_weights()
-    except Exception as error:  # code from outside
+    text = text_config(config)
+    cls = _class_of(text, architecture if text is config else "")
+    if cls is None:
         raise UnsupportedModelError(
-            f"transformers' {cls.__name__} cannot be built from config.json: "
-            f"{describe_error(error)}"
-        ) from error
+            f"transformers {library().__version__} has no causal language model for "
+            f"{architecture} (model_type {config.model_type!r})"
+        )
+    model = _built(cls, text)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
@@ -51,17 +50,50 @@ def build(config: Any, architecture: str) -> Any:
     return model.eval()
 
 
-def causal_lm_class(config: Any, architecture: str) -> Any:
-    """Return transformers' class for ``config``."""
+def build_whole(config: Any, architecture: str) -> Any:
+    """Return the multimodal model of ``config``, all of it on meta; ``None`` if it has no others.
+
+    Raises ``UnsupportedModelError`` if transformers has no such class, or its code fails.
+    """
+    if text_config(config) is config:
+        return None
+    cls = getattr(library(), architecture, None)
+    if cls is None:
+        raise UnsupportedModelError(
+            f"transformers {library().__version__} has no {printable_name(architecture)}"
+        )
+    with torch.device("meta"):
+        return _built(cls, config)
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of ``config`` that a causal language model is built from, maybe all of it."""
+    text = config.get_text_config(decoder=True)
+    return config if text is config or _class_of(text, "") is None else text
+
+
+def _class_of(config: Any, architecture: str) -> Any:
+    """Return the class for ``config``, or the one of this name; ``None`` if there is none."""
     known = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
     try:
         cls = known[type(config)]
     except KeyError:
-        raise UnsupportedModelError(
-            f"transformers {library().__version__} has no causal language model for "
-            f"{architecture} (model_type {config.model_type!r})"
-        ) from None
+        named = getattr(library(), architecture, None) if "CausalLM" in architecture else None
+        return named if getattr(named, "config_class", None) is type(config) else None
     return cls[0] if isinstance(cls, (list, tuple)) else cls
+
+
+def _built(cls: Any, config: Any) -> Any:
+    try:
+        with _parameters_on_meta():
+            model = cls(config)
+            model.tie_weights()
+    except Exception as error:  # code from outside
+        raise UnsupportedModelError(
+            f"transformers' {cls.__name__} cannot be built from config.json: "
+            f"{describe_error(error)}"
+        ) from error
+    return model
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -10,11 +10,12 @@ from pydantic import model_validator
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.messages import describe_error, printable_name
+from vllm_module.wrapped.build import text_config
 from vllm_module.wrapped.library import library
 
 # What others here read of a configuration, where transformers' has it.
 _LIFTED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
 # Entries of the file that are kept as they are.
@@ -43,9 +44,12 @@ class TransformersConfig(HFConfig):
     def _read_by_transformers(cls, entries: Any) -> Any:
         if not isinstance(entries, Mapping) or "entries" in entries:
             return entries
-        text = config_of(entries).get_text_config(decoder=True)
+        text = text_config(config_of(entries))
         lifted = {name: getattr(text, name, None) for name in _LIFTED}
-        lifted = {name: value for name, value in lifted.items() if type(value) is int}
+        # Models of recurrent layers have no heads, and are refused when they are built.
+        lifted = {"num_attention_heads": 1} | {
+            name: value for name, value in lifted.items() if type(value) is int and value > 0
+        }
         kept = {name: entries[name] for name in _KEPT if name in entries}
         return {**lifted, **kept, "entries": dict(entries)}
 
@@ -65,7 +69,8 @@ def config_of(entries: Mapping[str, Any]) -> Any:
             f"of config.json{newer}"
         )
     try:
-        return mapping[kind].from_dict(dict(entries))
+        config_class = mapping[kind]
+        return config_class.from_dict(config_class._decode_special_floats(dict(entries)))
     except Exception as error:  # code from outside
         raise UnsupportedModelError(
             f"transformers refuses config.json of model_type {printable_name(kind)}: "

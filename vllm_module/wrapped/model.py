@@ -16,7 +16,7 @@ from vllm_module.load import Load, Weights
 from vllm_module.module import vLLMModule
 from vllm_module.weights import Weight
 from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepping
-from vllm_module.wrapped.build import build
+from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.config import TransformersConfig, config_of
 from vllm_module.wrapped.names import Names
@@ -50,8 +50,9 @@ class TransformersForCausalLM(vLLMModule):
         self.dtype = torch.get_default_dtype()
         library_config = config_of(config.entries)
         model = build(library_config, config.architectures[0])
+        whole = build_whole(library_config, config.architectures[0])
         refuse_architecture(model)
-        self._names = Names(model)
+        self._names = Names(model, whole)
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
         self._trunk, found = find_trunk(model)
@@ -94,7 +95,7 @@ class TransformersForCausalLM(vLLMModule):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states ``[tokens, hidden_size]`` to logits ``[tokens, vocab_size]``.
 
-        It runs transformers' class, which may scale or cap them, on a trunk that returns ``hidden``.
+        transformers' class computes them, which may scale or cap them, from its trunk's output.
         """
         (model,) = self._library
         return logits_of(self, model, self._trunk, hidden[None])[0]
@@ -113,8 +114,8 @@ class TransformersForCausalLM(vLLMModule):
     def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         for name, weight in pairs:
             parts = self._names.of(name, weight)
-            if parts is None:
-                Load.current().skip(name, "transformers ignores it")
+            if isinstance(parts, str):
+                Load.current().skip(name, parts)
             else:
                 yield from parts
 

@@ -23,11 +23,15 @@ class Names:
     """The names of one model, whose modules are transformers' own yet.
 
     Args:
-        model: of transformers, with parameters on meta.
+        text: a causal language model of transformers, with parameters on meta.
+        whole: the multimodal model that it is the text part of, if a checkpoint is that of one.
+
+    Raises ``UnsupportedModelError`` if ``whole`` has no such part.
 
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, text: Any, whole: Any = None) -> None:
+        model = text if whole is None else whole
         mapping = library("conversion_mapping")
         self._rules = library("core_model_loading")
         transforms = mapping.get_model_conversion_mapping(model)
@@ -39,6 +43,9 @@ class Names:
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
         self._owner = type(model).__name__
+        self._parts = {"": ""}  # from the beginning of a name in the whole model to ours
+        if whole is not None:
+            self._parts = _parts_of(text, whole)
 
     def stored(self, path: str) -> tuple[str, ...]:
         """Return the names that a checkpoint has in place of the parameter at ``path``.
@@ -49,33 +56,55 @@ class Names:
             if not _kinds(converter) <= _MERGING or len(converter.target_patterns) != 1:
                 continue
             back = converter.reverse_transform()
-            name, pattern = back.rename_source_key(path)
+            name, pattern = back.rename_source_key(self._there(path))
             if pattern is not None:
                 first, *_ = targets = back.target_patterns
-                return tuple(name.replace(first, target, 1) for target in targets)
+                names = (name.replace(first, target, 1) for target in targets)
+                return tuple(self._here(each) or each for each in names)
         return ()
 
-    def of(self, name: str, weight: Weight) -> Iterator[tuple[str, Weight]] | None:
-        """Return what the tensor ``name`` of a checkpoint is here; ``None`` if it is not loaded.
+    def of(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
+        """Return what the tensor ``name`` of a checkpoint is here, or why it is not loaded.
 
         Raises ``UnsupportedModelError`` if a rule applies that is no declaration.
         """
+        pairs = self._converted(name, weight)
+        if isinstance(pairs, str):
+            return pairs
+        here = [(self._here(each), part) for each, part in pairs]
+        known = [(each, part) for each, part in here if each is not None]
+        return known or f"it is no part of the text model of {self._owner}"
+
+    def _here(self, name: str) -> str | None:
+        """Return our name of what the whole model calls ``name``; ``None`` if it is not here."""
+        for there, here in self._parts.items():
+            if name.startswith(there):
+                return here + name[len(there) :]
+        return None
+
+    def _there(self, name: str) -> str:
+        for there, here in self._parts.items():
+            if name.startswith(here):
+                return there + name[len(here) :]
+        return name
+
+    def _converted(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
         renamed = self._rules.apply_renamings(name, self._renamings)
         target, pattern = self._rules.apply_converters(renamed, self._converters)
         if pattern is None:
             target = self._with_prefix(renamed)
             if target not in self._shapes and any(each.search(name) for each in self._ignored):
-                return None
-            return iter([(target, weight)])
+                return f"transformers' {self._owner} ignores it"
+            return [(target, weight)]
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         kinds = _kinds(converter)
         if kinds <= _MERGING:
             # A slot of the parameter: the layer declares the name.
             whole = self._with_prefix(target)
             added = len(whole) - len(target)
-            return iter([(whole[:added] + renamed if added >= 0 else renamed[-added:], weight)])
+            return [(whole[:added] + renamed if added >= 0 else renamed[-added:], weight)]
         if kinds <= _SPLITTING and len(converter.operations) == 1:
-            return self._split(converter, self._with_prefix(target), weight)
+            return list(self._split(converter, self._with_prefix(target), weight))
         raise UnsupportedModelError(
             f"{name}: transformers converts it for {self._owner} by {converter.operations}, which "
             "cannot be done to the part of a rank: expected stacking, concatenation or splitting"
@@ -102,3 +131,24 @@ class Names:
 
 def _kinds(converter: Any) -> set[str]:
     return {type(operation).__name__ for operation in converter.operations}
+
+
+def _parts_of(text: Any, whole: Any) -> dict[str, str]:
+    """Return where the children of ``text`` are in ``whole``: their paths there and here."""
+    parts = {}
+    for name, child in text.named_children():
+        found = [
+            path
+            for path, module in whole.named_modules()
+            if type(module) is type(child) and _shapes(module) == _shapes(child)
+        ]
+        if not found:
+            raise UnsupportedModelError(
+                f"{type(whole).__name__} has no part like {name} of {type(text).__name__}"
+            )
+        parts[f"{found[0]}."] = f"{name}."
+    return parts
+
+
+def _shapes(module: Any) -> list[tuple[str, Any]]:
+    return [(name, tensor.shape) for name, tensor in module.state_dict().items()]

@@ -37,10 +37,11 @@ def refuse_calls(
     """Raise ``UnsupportedModelError`` for what the calls of attention show."""
     name = type(model).__name__
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(calls) < layers:
+    total = sum(map(len, calls.values()))
+    if total < layers:
         raise UnsupportedModelError(
-            f"{name} calls attention through transformers' interface in {len(calls)} modules, and "
-            f"has {layers} layers: the others compute it themselves, or keep another state"
+            f"{name} calls attention through transformers' interface {total} times, and has "
+            f"{layers} layers: the others compute it themselves, or keep another state"
         )
     for path, each in calls.items():
         for call in each:

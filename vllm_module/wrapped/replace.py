@@ -96,12 +96,9 @@ class Replacing:
             return self._linear(path, module)
         style = self.plan.style(path)
         if self.group.size > 1 and style in (EXPERTS, ALL_REDUCE) and not loads_itself(module):
-            module.register_forward_hook(self._summed)
+            vars(module)["tp_group"] = self.group
+            module.register_forward_hook(_summed)
         return module
-
-    def _summed(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        group = getattr(module, "tp_group", self.group)
-        return group.all_reduce(output)
 
     def _experts(self, path: str, module: Any) -> nn.Module:
         packed = "gate_up_proj" if module.has_gate else "up_proj"
@@ -136,7 +133,7 @@ class Replacing:
             names=slots,
         )  # fmt: skip
         if style == ALL_REDUCE and self.group.size > 1:
-            layer.register_forward_hook(self._summed)
+            layer.register_forward_hook(_summed)
         return _like(layer, module)
 
     def _tied(self, path: str, module: nn.Linear, others: list[str]) -> nn.Module:
@@ -184,6 +181,12 @@ class Replacing:
             assert parameter is not None
             group = self.group
             module._parameters[name] = parameter_of(style, parameter, full, group.rank, group.size)
+
+
+def _summed(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Sum what ``module`` returns over its ranks; a hook after its forward pass."""
+    summed: torch.Tensor = module.tp_group.all_reduce(output)
+    return summed
 
 
 def _like(layer: LinearBase, linear: nn.Linear) -> LinearBase:
