@@ -111,6 +111,12 @@ def tiny_config(cls: Any, **changes: Any) -> Any:
             chosen = list(dict.fromkeys(kinds))  # one layer of each type, at least
             given[name] = (chosen * layers)[: max(layers, len(chosen))]
             given["num_hidden_layers"] = len(given[name])
+    if default.get("per_layer_config") is not None:  # layers with heads of another size
+        given["per_layer_config"] = {
+            f"{layer:02}": {"head_dim": 32}
+            for layer, layer_type in enumerate(given.get("layer_types", ()))
+            if layer_type == "full_attention"
+        }
     kept = {name for name, value in changes.items() if value is None}
     return cls(**{name: value for name, value in given.items() if name not in kept})
 

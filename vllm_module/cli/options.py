@@ -56,6 +56,14 @@ else:
     LoadFormat = Enum("LoadFormat", {name: name for name in _names}, type=str)
 
 
+class ModelImpl(str, Enum):
+    """Whose model is built."""
+
+    auto = "auto"
+    native = "native"
+    transformers = "transformers"
+
+
 class CacheDType(str, Enum):
     """The dtypes of the keys and values in the KV cache."""
 
@@ -196,6 +204,15 @@ CacheDTypeOption = Annotated[
 ]
 
 
+ModelImplOption = Annotated[
+    ModelImpl,
+    typer.Option(
+        "--model-impl",
+        help="Whose model is built: ours, transformers', or ours where there is one.",
+    ),
+]
+
+
 ExpertParallelOption = Annotated[
     bool,
     typer.Option(
@@ -221,6 +238,7 @@ def model_config(
     quantization: Quantization | None,
     model_code: Path | None,
     enable_expert_parallel: bool,
+    model_impl: ModelImpl = ModelImpl.auto,
 ) -> ModelConfig:
     """Return the configuration of a model from the options that describe it."""
     from vllm_module.config import ModelConfig
@@ -231,6 +249,7 @@ def model_config(
         "quantization": quantization and quantization.value,
         "model_code": model_code,
         "enable_expert_parallel": enable_expert_parallel,
+        "model_impl": model_impl.value,
     }
     return ModelConfig(**entries)
 

@@ -45,11 +45,10 @@ class TransformersConfig(HFConfig):
         if not isinstance(entries, Mapping) or "entries" in entries:
             return entries
         text = text_config(config_of(entries))
-        lifted = {name: getattr(text, name, None) for name in _LIFTED}
+        named = {name: getattr(text, name, None) for name in _LIFTED}
+        lifted = {name: value for name, value in named.items() if type(value) is int and value > 0}
         # Models of recurrent layers have no heads, and are refused when they are built.
-        lifted = {"num_attention_heads": 1} | {
-            name: value for name, value in lifted.items() if type(value) is int and value > 0
-        }
+        lifted.setdefault("num_attention_heads", 1)
         kept = {name: entries[name] for name in _KEPT if name in entries}
         return {**lifted, **kept, "entries": dict(entries)}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.paged_attention import MAX_HEAD_SIZE
 from vllm_module.wrapped.probe import Call
 
 
@@ -45,6 +46,12 @@ def refuse_calls(
         )
     for path, each in calls.items():
         for call in each:
+            size = max(call.head_size, call.value_size)
+            if size > MAX_HEAD_SIZE:
+                raise UnsupportedModelError(
+                    f"{path} of {name} has heads of {size} features, and paged attention computes "
+                    f"at most {MAX_HEAD_SIZE}"
+                )
             chunk = call.rule.chunk
             if chunk is not None and (max_model_len is None or max_model_len > chunk):
                 raise UnsupportedModelError(

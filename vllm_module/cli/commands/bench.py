@@ -23,6 +23,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SizeOption,
     Source,
@@ -78,6 +80,7 @@ def bench(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -121,6 +124,7 @@ def bench(
         load_format=load_format.value,
         model_code=model_code,
         enable_expert_parallel=enable_expert_parallel,
+        model_impl=model_impl.value,
     ) as llm:
         results = measure(llm, input_len, output_len, num_prompts, concurrency, seed)
         if plot is not None:

@@ -21,6 +21,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SeedOption,
     SizeOption,
@@ -79,6 +81,7 @@ def chat(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -125,6 +128,7 @@ def chat(
         load_format=load_format.value,
         model_code=model_code,
         enable_expert_parallel=enable_expert_parallel,
+        model_impl=model_impl.value,
     ) as llm:
         params = sampling_params(llm, given, max_tokens=1024)
         refused = _converse(llm, params, system_messages)

@@ -10,6 +10,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     OutOption,
     Quantization,
     Source,
@@ -34,6 +36,7 @@ def convert(
     out: OutOption,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Write a quantized checkpoint.
@@ -45,7 +48,7 @@ def convert(
     written); bytes_read; bytes_written.
     """
     check_out(out)
-    config = model_config(source, DType.auto, quantization, model_code, False)
+    config = model_config(source, DType.auto, quantization, model_code, False, model_impl)
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.
         from vllm_module.export.compressed import convert as write_converted

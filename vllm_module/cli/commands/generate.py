@@ -20,6 +20,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SeedOption,
     SizeOption,
@@ -75,6 +77,7 @@ def generate(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -119,6 +122,7 @@ def generate(
         load_format=load_format.value,
         model_code=model_code,
         enable_expert_parallel=enable_expert_parallel,
+        model_impl=model_impl.value,
     ) as llm:
         for completion in completions if prompts else ():
             if llm.tokenizer is None:

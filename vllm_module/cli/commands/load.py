@@ -17,6 +17,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SizeOption,
     Source,
@@ -61,6 +63,7 @@ def load(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
     trace: Annotated[
@@ -108,7 +111,9 @@ def load(
     records = trace is not None or plot is not None
     traces: list[RankTrace] = []
     target = rank_device(asked_device)
-    config = model_config(source, dtype, quantization, model_code, enable_expert_parallel)
+    config = model_config(
+        source, dtype, quantization, model_code, enable_expert_parallel, model_impl
+    )
     if under_torchrun():
         with process_group(target):
             model_source, report, loads, traces = _load_own_rank(

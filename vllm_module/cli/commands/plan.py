@@ -19,6 +19,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SizeOption,
     Source,
@@ -58,6 +60,7 @@ def plan(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     context_len: Annotated[
         int | None,
@@ -110,7 +113,7 @@ def plan(
             param_hint="--expert-parallel-size",
         )
     ep = expert_parallel_size or (tp if enable_expert_parallel else 1)
-    config = model_config(source, dtype, quantization, model_code, ep == tp > 1)
+    config = model_config(source, dtype, quantization, model_code, ep == tp > 1, model_impl)
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.
         from vllm_module.cli.model_plan import print_plan

@@ -8,6 +8,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     OutOption,
     QuantizationOption,
     SizeOption,
@@ -27,6 +29,7 @@ def shard(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Write what each rank holds after loading.
@@ -39,7 +42,9 @@ def shard(
     """
     assert tp is not None
     check_out(out)
-    config = model_config(source, dtype, quantization, model_code, enable_expert_parallel)
+    config = model_config(
+        source, dtype, quantization, model_code, enable_expert_parallel, model_impl
+    )
     nbytes: list[int] = []
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.
