@@ -12,7 +12,6 @@ import signal
 import tempfile
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +63,27 @@ def types() -> list[str]:
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
+
+# Entries that only one type needs, for a small configuration that fits together.
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "layer_types": ["full_attention"] * 2,
+    },
+    "dots3_note_text": {"num_key_value_heads": 4, "adapter_in_dim": 64},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0, "num_hidden_layers": 2, "intermediate_size": [96, 96],
+        "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
+}  # fmt: skip
 
 # Tried in turn, until a model can be built and run; each adds to the sizes above.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -145,7 +165,7 @@ def try_type(kind: str, sizes: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
     ids, reasons = TOKEN_IDS, []
     for changes in _VARIANTS:
         try:
-            library = tiny_model(kind, **changes)
+            library = tiny_model(kind, **{**changes, **_OWN.get(kind, {})})
             with torch.no_grad():
                 expected = library(input_ids=ids[None], use_cache=False).logits[0]
             break
@@ -192,6 +212,37 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+# What reasons have in common, and what they are called in the table.
+_REASONS = {
+    "recurrent state": "recurrent state",
+    "encoder-decoder": "part of an encoder-decoder, or cross attention",
+    "is_causal is false": "an encoder: tokens attend to later ones",
+    " 0 times": "computes attention itself, not through the interface",
+    "takes no position_ids": "takes no position_ids",
+    "a mask of its own": "a mask of its own",
+    " indices in the call": "attention to chosen tokens only (indices)",
+    "without values": "branches on values, so that it cannot be probed",
+}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Return the outcomes in Markdown: how many types, and which."""
+    rows: dict[str, list[str]] = {}
+    for kind, result in sorted(results.items()):
+        outcome, sizes = result["outcome"], result.get("sizes", {})
+        if outcome == "right":
+            ranks = [size for size, each in sizes.items() if each["outcome"] == "right"]
+            wrong = [size for size, each in sizes.items() if each["outcome"] != "refused"]
+            name = f"right on {', '.join(['1', *ranks])} ranks"
+            name += "" if ranks == wrong else "; WRONG on others"
+        else:
+            known = (text for part, text in _REASONS.items() if part in result["reason"])
+            name = f"{outcome}: {next(known, result['reason'][:100])}"
+        rows.setdefault(name, []).append(kind)
+    lines = [f"| {name} | {len(kinds)} | {', '.join(kinds)} |" for name, kinds in rows.items()]
+    return "\n".join(["| outcome | types | which |", "|---|---|---|", *sorted(lines)])
+
+
 class _TooLong(BaseException):  # no error that a model's code could handle
     pass
 
@@ -214,7 +265,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _stop)
-    results = {}
+    results = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {}
     for kind in asked.types or types():
         signal.alarm(60)
         begin = time.monotonic()
@@ -230,10 +281,7 @@ def main() -> None:
         print(f"{kind:28} {each['outcome']:9} {more or ''} {seconds} {detail}", flush=True)
         if asked.out:
             asked.out.write_text(json.dumps(results, indent=1))
-    print(Counter(each["outcome"] for each in results.values()))
-    for size in asked.sizes[1:]:
-        tried = [each["sizes"][str(size)] for each in results.values() if "sizes" in each]
-        print(f"{size} ranks: {Counter(each['outcome'] for each in tried)}")
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ def build(config: Any, architecture: str) -> Any:
     code fails, or if a buffer that no checkpoint stores has no values.
     """
     text = text_config(config)
+    if text is not config:  # the whole model says which weights are tied
+        text.tie_word_embeddings = config.tie_word_embeddings
     cls = _class_of(text, architecture if text is config else "")
     if cls is None:
         raise UnsupportedModelError(

@@ -33,19 +33,23 @@ class Names:
     def __init__(self, text: Any, whole: Any = None) -> None:
         model = text if whole is None else whole
         mapping = library("conversion_mapping")
-        self._rules = library("core_model_loading")
+        rules = library("core_model_loading")
         transforms = mapping.get_model_conversion_mapping(model)
-        converter = self._rules.WeightConverter
+        converter = rules.WeightConverter
         self._renamings = [each for each in transforms if not isinstance(each, converter)]
         self._converters = [each for each in transforms if isinstance(each, converter)]
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._prefix = f"{model.base_model_prefix}."
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
+        self._rename, self._convert = rules.apply_renamings, rules.apply_converters
         self._owner = type(model).__name__
         self._parts = {"": ""}  # from the beginning of a name in the whole model to ours
         if whole is not None:
             self._parts = _parts_of(text, whole)
+        # Names that only our tree has: those of made-up weights, or from a trainer.
+        ours, theirs = _beginnings(text), _beginnings(model)
+        self._ours = tuple(sorted(ours - theirs))
 
     def stored(self, path: str) -> tuple[str, ...]:
         """Return the names that a checkpoint has in place of the parameter at ``path``.
@@ -68,6 +72,8 @@ class Names:
 
         Raises ``UnsupportedModelError`` if a rule applies that is no declaration.
         """
+        if self._ours and name.startswith(self._ours):
+            return [(name, weight)]
         pairs = self._converted(name, weight)
         if isinstance(pairs, str):
             return pairs
@@ -89,8 +95,8 @@ class Names:
         return name
 
     def _converted(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
-        renamed = self._rules.apply_renamings(name, self._renamings)
-        target, pattern = self._rules.apply_converters(renamed, self._converters)
+        renamed = self._rename(name, self._renamings)
+        target, pattern = self._convert(renamed, self._converters)
         if pattern is None:
             target = self._with_prefix(renamed)
             if target not in self._shapes and any(each.search(name) for each in self._ignored):
@@ -152,3 +158,12 @@ def _parts_of(text: Any, whole: Any) -> dict[str, str]:
 
 def _shapes(module: Any) -> list[tuple[str, Any]]:
     return [(name, tensor.shape) for name, tensor in module.state_dict().items()]
+
+
+def _beginnings(model: Any) -> set[str]:
+    """Return the paths of the children of children of ``model``, each with a dot."""
+    return {
+        f"{name}.{below}."
+        for name, child in model.named_children()
+        for below, _ in child.named_children()
+    }
