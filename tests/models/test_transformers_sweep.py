@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from vllm_module import LLM, ModelConfig, SamplingParams
-from vllm_module.distributed import tensor_parallel
+from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.mask import MaskRule, rule_of
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
 try_type: Callable[..., dict[str, Any]] = _sweep["try_type"]
+TOKEN_IDS: torch.Tensor = _sweep["TOKEN_IDS"]
 tiny_model: Callable[..., Any] = _sweep["tiny_model"]
 
 # Dense, windows and soft caps, experts stored apart and packed, shared K/V, sinks, a tied head.
@@ -93,6 +94,7 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
     ("entries", "expected"),
     [
         ({"model_type": "of_next_year"}, "knows no model_type of_next_year"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}, "code of the checkpoint"),
         ({"architectures": ["NoSuchForCausalLM"], "model_type": "t5"}, "no causal language model"),
         ({"num_attention_heads": "four"}, "refuses config.json"),
         (
@@ -118,6 +120,108 @@ def test_heads_that_do_not_divide_are_refused(llama: Path) -> None:
         _source(llama).build(torch.device("cpu"))
 
 
+def _loaded(folder: Path, rank: int = 0, **settings: Any) -> tuple[Any, int]:
+    """Return this rank's model, loaded, and the bytes that were read."""
+    source = _source(folder, **settings)
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        model.load_weights(checkpoint)
+        return model, checkpoint.bytes_read
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.compute_logits(model(TOKEN_IDS, torch.arange(len(TOKEN_IDS))))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mixtral, saved by transformers: each expert apart, under other names."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    tiny_model("mixtral").save_pretrained(folder)
+    return folder
+
+
+def test_experts_are_read_by_the_rank_that_keeps_them(experts: Path) -> None:
+    """Cut or whole, a rank of two reads half of the experts, and logits are those of one rank."""
+    alone, all_bytes = _loaded(experts)
+    for settings in ({}, {"enable_expert_parallel": True}):
+
+        def run(rank: int, settings: dict[str, Any] = settings) -> tuple[torch.Tensor, int]:
+            model, read = _loaded(experts, rank, **settings)
+            return _logits(model), read
+
+        for logits, read in run_ranks(2, run):
+            torch.testing.assert_close(logits, _logits(alone), rtol=0, atol=1e-4)
+            assert read < 0.51 * all_bytes
+
+
+def test_updates_stay_in_place(experts: Path, tmp_path: Path) -> None:
+    """An update under transformers' names changes the values and keeps the memory."""
+    model, _ = _loaded(experts)
+    changed = tiny_model("mixtral")
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.5)
+        expected = changed(input_ids=TOKEN_IDS[None], use_cache=False).logits[0]
+    changed.save_pretrained(tmp_path)
+    memory = [parameter.data_ptr() for parameter in model.parameters()]
+    with _source(tmp_path).open() as checkpoint:
+        model.update_weights(iter(checkpoint.items()))
+    torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-4)
+    assert memory == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_layers_and_experts_are_quantized_online(experts: Path) -> None:
+    """Linear layers and experts of a wrapped model take FP8, and logits stay near."""
+    model, _ = _loaded(experts, quantization="fp8_per_channel")
+    kinds = {name for name, each in model.named_parameters() if each.dtype == torch.float8_e4m3fn}
+    assert {"model.layers.0.mlp.experts.w13.weight", "model.layers.1.self_attn.q_proj.weight"} <= (
+        kinds
+    )
+    exact = _logits(_loaded(experts)[0])
+    assert (_logits(model) - exact).norm() < 0.15 * exact.norm()
+
+
+def test_what_is_missing_is_named(experts: Path) -> None:
+    """A checkpoint without one projection of one expert is refused by its name, on meta."""
+    source = _source(experts)
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        pairs = {k: v for k, v in checkpoint.items() if "layers.1" not in k or "3.w1" not in k}
+        assert len(pairs) == len(checkpoint) - 1
+        with pytest.raises(WeightLoadError, match=r"model\.layers\.1\.mlp\.experts\.3\.w1\.weight"):
+            model.load_weights(pairs)
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """The text model is loaded from the whole checkpoint; the rest is skipped and reported."""
+    library = tiny_model("gemma3")
+    library.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = library(input_ids=TOKEN_IDS[None]).logits[0]
+    model, _ = _loaded(tmp_path)
+    torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-4)
+    assert any("vision_tower" in name for name in str(model.load_report).split())
+
+
+def test_a_batch_that_differs_from_its_sequences_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that ignores its positions is refused by the check of the loaded model."""
+    model, _ = _loaded(llama)
+    model.check()
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    monkeypatch.setattr(
+        rotary,
+        "forward",
+        lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None]),
+    )
+    with pytest.raises(UnsupportedModelError, match="differently than alone"):
+        model.check()
+
+
 def test_native_is_not_replaced(llama: Path) -> None:
     """With auto, a model of ours is taken where there is one; with native no other is."""
     source = ModelSource.find(ModelConfig(model=str(llama)))
@@ -140,6 +244,6 @@ def test_masks_are_recognized_by_their_values() -> None:
     assert rule_of(lambda b, h, q, k: k >= 0, None) is None
 
 
-def _source(folder: Path) -> ModelSource:
-    config = ModelConfig(model=str(folder), model_impl="transformers", dtype="float32")
+def _source(folder: Path, **settings: Any) -> ModelSource:
+    config = ModelConfig(model=str(folder), model_impl="transformers", dtype="float32", **settings)
     return ModelSource.find(config)

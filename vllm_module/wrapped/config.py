@@ -61,6 +61,12 @@ def config_of(entries: Mapping[str, Any]) -> Any:
     mapping = library("models.auto.configuration_auto").CONFIG_MAPPING
     kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in mapping:
+        if "auto_map" in entries:
+            raise UnsupportedModelError(
+                f"model_type {printable_name(str(kind))} is defined by code of the checkpoint "
+                "(auto_map of config.json), as trust_remote_code runs it elsewhere: here no code "
+                "of a checkpoint is run. Expected a model_type of the transformers library"
+            )
         made_by = entries.get("transformers_version")
         newer = f"; config.json was written by {printable_name(str(made_by))}" if made_by else ""
         raise UnsupportedModelError(

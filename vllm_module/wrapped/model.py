@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import Attention, AttentionMetadata
 from vllm_module.load import Load, Weights
 from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Weight
 from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepping
 from vllm_module.wrapped.build import build, build_whole
@@ -36,6 +38,7 @@ class TransformersForCausalLM(vLLMModule):
     Attributes:
         dtype: torch's default one when it was built.
         library_name: the name of transformers' class.
+        replicated: which part of the parameters each rank holds whole, by number of elements.
 
     Raises ``UnsupportedModelError`` for a model that would not be computed right.
 
@@ -67,9 +70,15 @@ class TransformersForCausalLM(vLLMModule):
         # Not a child: its children are this module's.
         self._library = (model,)
         self.library_name = type(model).__name__
+        self.replicated = _replicated(model)
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
+        _log.info("model_impl: transformers, the class %s", self.library_name)
+        ranks = tensor_parallel_group().size
+        if ranks > 1:
+            share = f"{self.replicated:.0%}"
+            _log.info("each of the %d ranks holds %s of the parameters whole", ranks, share)
 
     def forward(
         self,
@@ -118,6 +127,17 @@ class TransformersForCausalLM(vLLMModule):
                 Load.current().skip(name, parts)
             else:
                 yield from parts
+
+
+def _replicated(model: nn.Module) -> float:
+    whole = total = 0
+    for parameter in model.parameters():
+        count = parameter.numel()
+        if isinstance(parameter, BasevLLMParameter):
+            count = math.prod(dim.size for dim in parameter.dims)
+        total += count
+        whole += count if parameter.numel() >= count else 0
+    return whole / max(total, 1)
 
 
 def _add_attention(
