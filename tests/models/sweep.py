@@ -120,10 +120,12 @@ def tiny_config(cls: Any, **changes: Any) -> Any:
              if name in SIZES and value is not None}  # fmt: skip
     given |= {name: value for name, value in changes.items() if name in default}
     for name, part in getattr(cls, "sub_configs", {}).items():
-        if not isinstance(default.get(name), dict):
+        is_default = default.get(name) is None and name == "vision_config"
+        if not (isinstance(default.get(name), dict) or is_default):
             continue
         if not hasattr(part, "model_type"):  # AutoConfig: the type is an entry
-            part = transformers.CONFIG_MAPPING.get(default[name].get("model_type"))
+            kind = (default[name] or {"model_type": "siglip_vision_model"})["model_type"]
+            part = transformers.CONFIG_MAPPING.get(kind)
         if part is not None:
             given[name] = tiny_config(part, **changes).to_dict()
     layers = given.get("num_hidden_layers")

@@ -96,6 +96,7 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
         ({"model_type": "of_next_year"}, "knows no model_type of_next_year"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}, "code of the checkpoint"),
         ({"architectures": ["NoSuchForCausalLM"], "model_type": "t5"}, "no causal language model"),
+        ({"architectures": ["RwkvForCausalLM"]}, "names the architecture RwkvForCausalLM"),
         ({"num_attention_heads": "four"}, "refuses config.json"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

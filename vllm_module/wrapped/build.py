@@ -41,6 +41,11 @@ def build(config: Any, architecture: str) -> Any:
             f"transformers {library().__version__} has no causal language model for "
             f"{architecture} (model_type {config.model_type!r})"
         )
+    if text is config and cls.__name__ != architecture:
+        raise UnsupportedModelError(
+            f"config.json names the architecture {printable_name(architecture)}, and its "
+            f"model_type {config.model_type!r} is that of {cls.__name__}: expected both of one model"
+        )
     model = _built(cls, text)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
