@@ -78,6 +78,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
@@ -125,7 +126,8 @@ def tiny_config(cls: Any, **changes: Any) -> Any:
             continue
         if not hasattr(part, "model_type"):  # AutoConfig: the type is an entry
             kind = (default[name] or {"model_type": "siglip_vision_model"})["model_type"]
-            part = transformers.CONFIG_MAPPING.get(kind)
+            known = transformers.CONFIG_MAPPING
+            part = known[kind] if kind in known else None
         if part is not None:
             given[name] = tiny_config(part, **changes).to_dict()
     layers = given.get("num_hidden_layers")
@@ -222,7 +224,7 @@ _REASONS = {
     " 0 times": "computes attention itself, not through the interface",
     "takes no position_ids": "takes no position_ids",
     "a mask of its own": "a mask of its own",
-    " indices in the call": "attention to chosen tokens only (indices)",
+    "indices in the call": "attention to chosen tokens only (indices)",
     "without values": "branches on values, so that it cannot be probed",
 }
 
