@@ -44,7 +44,7 @@ def build(config: Any, architecture: str) -> Any:
     if text is config and cls.__name__ != architecture:
         raise UnsupportedModelError(
             f"config.json names the architecture {printable_name(architecture)}, and its "
-            f"model_type {config.model_type!r} is that of {cls.__name__}: expected both of one model"
+            f"model_type {config.model_type!r} is that of {cls.__name__}: expected both of one"
         )
     model = _built(cls, text)
     for path, module in model.named_modules():
