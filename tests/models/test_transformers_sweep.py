@@ -108,7 +108,7 @@ def test_a_configuration_that_is_not_understood_is_refused(
     llama: Path, tmp_path: Path, entries: dict[str, Any], expected: str
 ) -> None:
     """A type, an entry or a rope that the wrapper cannot serve is named."""
-    with pytest.raises(WeightLoadError, match=expected):
+    with pytest.raises(UnsupportedModelError, match=expected):
         _source(_changed(llama, tmp_path, **entries)).build(torch.device("cpu"))
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from pydantic import model_validator
+from typing import TYPE_CHECKING, Any
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
@@ -39,18 +37,23 @@ class TransformersConfig(HFConfig):
 
     entries: dict[str, Any]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_by_transformers(cls, entries: Any) -> Any:
-        if not isinstance(entries, Mapping) or "entries" in entries:
-            return entries
-        text = text_config(config_of(entries))
-        named = {name: getattr(text, name, None) for name in _LIFTED}
-        lifted = {name: value for name, value in named.items() if type(value) is int and value > 0}
-        # Models of recurrent layers have no heads, and are refused when they are built.
-        lifted.setdefault("num_attention_heads", 1)
-        kept = {name: entries[name] for name in _KEPT if name in entries}
-        return {**lifted, **kept, "entries": dict(entries)}
+    if not TYPE_CHECKING:
+
+        @classmethod
+        def model_validate(cls, entries: Any, **options: Any) -> Any:
+            """Read the entries of a file; not in a validator, whose errors pydantic wraps."""
+            return super().model_validate(_lifted(entries), **options)
+
+
+def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what others here read of ``entries``, and all of them."""
+    text = text_config(config_of(entries))
+    named = {name: getattr(text, name, None) for name in _LIFTED}
+    lifted = {name: value for name, value in named.items() if type(value) is int and value > 0}
+    # Models of recurrent layers have no heads, and are refused when they are built.
+    lifted.setdefault("num_attention_heads", 1)
+    kept = {name: entries[name] for name in _KEPT if name in entries}
+    return {**lifted, **kept, "entries": dict(entries)}
 
 
 def config_of(entries: Mapping[str, Any]) -> Any:
