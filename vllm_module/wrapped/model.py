@@ -79,6 +79,8 @@ class TransformersForCausalLM(vLLMModule):
         if ranks > 1:
             share = f"{self.replicated:.0%}"
             _log.info("each of the %d ranks holds %s of the parameters whole", ranks, share)
+            if unused := replacing.plan.unused:  # such as experts that this size of it has not
+                _log.info("the plan of the class names what is not there: %s", ", ".join(unused))
 
     def forward(
         self,
