@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test laws lint docs wheel bench gpu fuzz clean
+.PHONY: help demo test laws lint docs wheel bench gpu sweep fuzz clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s%s\n", $$1, $$2}' Makefile
@@ -47,6 +47,10 @@ gpu: $(if $(DRY),.venv/dev.stamp)  ## check and measure on a GPU, into OUT=build
 		$(if $(COMPUTE_SANITIZER),--sanitize) $(ARGS)
 
 SECONDS ?= 60
+sweep: .venv/dev.stamp  ## try every causal language model of transformers, tiny; TYPES="llama opt" chooses
+	@mkdir -p build
+	$(BIN)/python -P tests/models/sweep.py --sizes 1 2 4 --out build/sweep.json $(TYPES)
+
 fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints, for SECONDS=60 in all
 	@mkdir -p build/fuzz
 	for kind in file folder config torch npcache gguf dcp manifest quant_state http; do \

@@ -31,6 +31,7 @@ EXTRAS = {
     ("vllm_module.testing", "hypothesis"): "testing",
     ("vllm_module.quantization.compressed_rules", "compressed_tensors"): "compressed-tensors",
     ("vllm_module.cli.demo.checks", "transformers"): "demo",
+    ("vllm_module.registry", "transformers"): "transformers",
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
 }

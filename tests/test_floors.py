@@ -24,7 +24,7 @@ FLOORS = (
     {"module"},
     {"held", "quantization"},
     {"layers"},
-    {"models"},
+    {"models", "wrapped"},
     {"consistency", "cooperative", "registry"},
     {"model_source"},
     {"export", "loader"},

@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["GPTNeoXForCausalLM"]}, ["GPTNeoXForCausalLM", "supported: ", "Qwen3"]),
+        ({"architectures": ["NoSuchForCausalLM"]}, ["NoSuchForCausalLM", "supported: ", "Qwen3"]),
         ({"architectures": []}, ["architectures", "at least 1"]),
         ({"hidden_size": None}, ["hidden_size", "got None"]),
         ({"hidden_size": 10**30}, ["hidden_size"]),

@@ -45,7 +45,7 @@ vLLMModule.sleep(self)
 vLLMModule.process_weights_after_loading(self)
 LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None,
     hf_overrides=None, model_code=None, download_dir=None, hf_token=None,
-    enable_expert_parallel=False, tokenizer=None, tokenizer_revision=None,
+    enable_expert_parallel=False, model_impl='auto', tokenizer=None, tokenizer_revision=None,
     skip_tokenizer_init=False, seed=None, max_logprobs=-1, generation_config='auto',
     device='auto', load_format=None, load_config=None, **engine)
 LLM.get_tokenizer(self)

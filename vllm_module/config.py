@@ -108,6 +108,9 @@ OnlineScheme = Literal[
 ]
 
 
+ModelImpl = Literal["auto", "native", "transformers"]
+
+
 class QuantizationConfig(_Closed):
     """How a full-precision checkpoint is quantized while it is loaded.
 
@@ -156,6 +159,9 @@ class ModelConfig(_Closed):
             run once in a process: after an edit, start the process again.
         enable_expert_parallel: each rank holds whole experts of mixture-of-experts layers, instead
             of its tensor-parallel part of every expert.
+        model_impl: ``"native"`` is a model of this package, or one that was registered;
+            ``"transformers"`` is the class of the transformers library, with our layers in it.
+            ``"auto"`` is native where there is one.
 
     """
 
@@ -182,6 +188,7 @@ class ModelConfig(_Closed):
     hf_overrides: dict[str, Any] = Field(default_factory=dict)
     model_code: Path | None = None
     enable_expert_parallel: _Flag = False
+    model_impl: ModelImpl = "auto"
 
 
 class LoadConfig(_Closed):

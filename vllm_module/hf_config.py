@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -68,6 +68,7 @@ class HFConfig(BaseModel):
         max_model_len: the most tokens of a sequence that the model is built for. It is not an
             entry of the file: :class:`~vllm_module.config.ModelConfig` has it. Unless given there,
             it is the length that the file declares.
+        model_impl: whose model is built. It is not an entry of the file either.
 
     """
 
@@ -94,6 +95,7 @@ class HFConfig(BaseModel):
     dtype: str | None = None
     torch_dtype: str | None = None
     max_model_len: Size | None = None
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
 
     @model_validator(mode="before")
     @classmethod

@@ -170,7 +170,8 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     """
     path = folder / "config.json"
     entries = read_entries(folder, model_config.hf_overrides)
-    config_class = registry.config_class(architectures_of(entries, path))
+    entries["model_impl"] = model_config.model_impl
+    config_class = registry.config_class(architectures_of(entries, path), model_config.model_impl)
     if model_config.max_model_len is not None:
         entries["max_model_len"] = model_config.max_model_len
     config = parse_config(config_class, entries, path)
@@ -194,8 +195,8 @@ def build_model(
 
     For ``tensors``, see :meth:`ModelSource.build`.
     """
-    build: Any = model_class(config.architectures)
-    config_class = registry.config_class(config.architectures)
+    build: Any = model_class(config.architectures, config.model_impl)
+    config_class = registry.config_class(config.architectures, config.model_impl)
     if not isinstance(config, config_class):
         config = config_class(**config.model_dump(exclude_unset=True))
     with _default_dtype_lock:
@@ -260,7 +261,7 @@ def _secondary_sources(
     model_config: ModelConfig, config: HFConfig
 ) -> tuple[tuple[str, Source], ...]:
     """Find the sources that the model's ``secondary_weights`` names, and the paths they are for."""
-    cls = model_class(config.architectures)
+    cls = model_class(config.architectures, config.model_impl)
     declared: Any = getattr(cls, "secondary_weights", None)
     if declared is None:
         return ()

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vllm_module.config import ModelImpl
 from vllm_module.errors import (
     ModelNotReadyError,
     RankError,
@@ -69,6 +71,7 @@ _OURS = {
     "XLMRobertaForMaskedLM": "vllm_module.models.roberta:RobertaModel",
     "XLMRobertaModel": "vllm_module.models.roberta:RobertaModel",
 }
+_WRAPPER = "vllm_module.wrapped.model:TransformersForCausalLM"
 _GROUP = "vllm_module.models"  # of entry points
 _FAILURES = (Exception, SystemExit)  # of code from outside, which may call sys.exit
 # What the layers in a model raise about a checkpoint, other ranks or this host; and the modules
@@ -180,25 +183,38 @@ def supported_architectures() -> list[str]:
     return sorted({*_OURS, *_announced(), *of_files, *registered.by_call})
 
 
-def model_class(architectures: Sequence[str]) -> type[vLLMModule]:
+def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -> type[vLLMModule]:
     """Return the class of the first known architecture.
+
+    ``model_impl`` is that of :class:`~vllm_module.config.ModelConfig`: ``"auto"`` takes the class
+    that runs the transformers library where no other model is known.
 
     Raises ``UnsupportedModelError`` if none is known, or its class cannot be imported.
     """
+    if model_impl == "transformers":
+        return _import(architectures[0], _WRAPPER)
     for architecture in architectures:
         if (target := _target(architecture)) is not None:
             return _import(architecture, target) if isinstance(target, str) else target
+    elsewhere = "that library is not installed: pip install 'vllm-module[transformers]'"
+    if model_impl == "native":
+        elsewhere = "model_impl is 'native'"
+    elif find_spec("transformers") is not None:
+        if any(name in _of_transformers() for name in architectures):
+            return _import(architectures[0], _WRAPPER)
+        elsewhere = "it has none of that name"
     named = ", ".join(map(printable_name, architectures[:8]))
     raise UnsupportedModelError(
         f"architectures of config.json: no model here implements {named}; supported: "
         f"{', '.join(supported_architectures())}. "
-        "Add a model of your own with register_model, or with --model-code on the command line."
+        "Add a model of your own with register_model, or with --model-code on the command line. "
+        f"A causal language model of transformers was not looked for further: {elsewhere}."
     )
 
 
-def config_class(architectures: Sequence[str]) -> type[HFConfig]:
+def config_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -> type[HFConfig]:
     """Return the class that checks and reads the configuration of the first known architecture."""
-    cls = model_class(architectures)
+    cls = model_class(architectures, model_impl)
     config_cls: Any = getattr(cls, "config_class", HFConfig)
     if not (isinstance(config_cls, type) and issubclass(config_cls, HFConfig)):
         raise UnsupportedModelError(
@@ -251,6 +267,18 @@ def _target(architecture: str) -> type[vLLMModule] | str | None:
             "choose one with register_model"
         )
     return targets[0] if targets else _OURS.get(architecture)
+
+
+@cache
+def _of_transformers() -> frozenset[str]:
+    """Return the names of transformers' causal language models."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    classes: list[str | tuple[str, ...]] = [
+        *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+    ]
+    names = ((each,) if isinstance(each, str) else each for each in classes)
+    return frozenset(name for each in names for name in each)
 
 
 @cache

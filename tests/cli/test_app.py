@@ -93,8 +93,8 @@ def test_checkpoints_that_cannot_be_used_are_1(
     no_config = edited()
     (no_config / "config.json").unlink()
     assert "has no config.json" in refused(no_config)
-    unknown = refused(edited(architectures=["RwkvForCausalLM"]))
-    assert "no model here implements RwkvForCausalLM; supported: " in unknown
+    unknown = refused(edited(architectures=["UnknownForCausalLM"]))
+    assert "no model here implements UnknownForCausalLM; supported: " in unknown
     missing = refused(edited(lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight")))
     assert "model.layers.2.mlp.up_proj.weight: expected shape [48, 32]" in missing
     cut = edited()

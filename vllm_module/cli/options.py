@@ -57,6 +57,14 @@ else:
     LoadFormat = Enum("LoadFormat", {name: name for name in _names}, type=str)
 
 
+class ModelImpl(str, Enum):
+    """Whose model is built."""
+
+    auto = "auto"
+    native = "native"
+    transformers = "transformers"
+
+
 class CacheDType(str, Enum):
     """The dtypes of the keys and values in the KV cache."""
 
@@ -213,6 +221,15 @@ CacheDTypeOption = Annotated[
 ]
 
 
+ModelImplOption = Annotated[
+    ModelImpl,
+    typer.Option(
+        "--model-impl",
+        help="Whose model is built: ours, transformers', or ours where there is one.",
+    ),
+]
+
+
 ExpertParallelOption = Annotated[
     bool,
     typer.Option(
@@ -239,6 +256,7 @@ def model_config(
     model_code: Path | None,
     enable_expert_parallel: bool,
     download_dir: Path | None,
+    model_impl: ModelImpl = ModelImpl.auto,
 ) -> ModelConfig:
     """Return the configuration of a model from the options that describe it."""
     from vllm_module.config import ModelConfig
@@ -250,6 +268,7 @@ def model_config(
         "model_code": model_code,
         "enable_expert_parallel": enable_expert_parallel,
         "download_dir": download_dir and str(download_dir),
+        "model_impl": model_impl.value,
     }
     return ModelConfig(**entries)
 

@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, LoadFormat, ModelConfig
+from vllm_module.config import (
+    DeviceConfig,
+    EngineConfig,
+    LoadConfig,
+    LoadFormat,
+    ModelConfig,
+    ModelImpl,
+)
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
 from vllm_module.messages import describe_error, shorten
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
@@ -54,7 +61,8 @@ class LLM:
         model: a folder, a GGUF file, a hub id or a URL, as in
             :class:`~vllm_module.config.ModelConfig`.
         revision, dtype, quantization, max_model_len, hf_overrides, model_code, download_dir,
-            hf_token, enable_expert_parallel: as in :class:`~vllm_module.config.ModelConfig`.
+            hf_token, enable_expert_parallel, model_impl: as in
+            :class:`~vllm_module.config.ModelConfig`.
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,
             instead of the model's.
         skip_tokenizer_init: read no tokenizer; prompts are token ids.
@@ -99,6 +107,7 @@ class LLM:
         download_dir: str | None = None,
         hf_token: str | bool | None = None,
         enable_expert_parallel: bool = False,
+        model_impl: ModelImpl = "auto",
         tokenizer: str | None = None,
         tokenizer_revision: str | None = None,
         skip_tokenizer_init: bool = False,
@@ -139,6 +148,7 @@ class LLM:
             "download_dir": None if download_dir is None else str(download_dir),
             "hf_token": hf_token,
             "enable_expert_parallel": enable_expert_parallel,
+            "model_impl": model_impl,
         }
         self._defaults = SamplingParams()
         self.tokenizer: Tokenizer | None = None

@@ -19,6 +19,7 @@ from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs, described_result
 from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
+from vllm_module.wrapped.model import TransformersForCausalLM
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Worker:
         self.config = config
         self.device = device_config.torch_device
         self.source, self.model = find_and_load(model, load_config, device_config)
+        if isinstance(self.model, TransformersForCausalLM):
+            self.model.check()
         self.cache_dtype = CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
         self.runner: ModelRunner | None = None

@@ -24,6 +24,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SizeOption,
     Source,
@@ -80,6 +82,7 @@ def bench(
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -124,6 +127,7 @@ def bench(
         model_code=model_code,
         download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
+        model_impl=model_impl.value,
     ) as llm:
         results = measure(llm, input_len, output_len, num_prompts, concurrency, seed)
         if plot is not None:

@@ -22,6 +22,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SeedOption,
     SizeOption,
@@ -81,6 +83,7 @@ def chat(
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -129,6 +132,7 @@ def chat(
         model_code=model_code,
         download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
+        model_impl=model_impl.value,
     ) as llm:
         params = sampling_params(llm, given, max_tokens=1024)
         refused = _converse(llm, params, system_messages)

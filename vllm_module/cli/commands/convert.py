@@ -11,6 +11,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     OutOption,
     Quantization,
     Source,
@@ -36,6 +38,7 @@ def convert(
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Write a quantized checkpoint.
@@ -47,7 +50,9 @@ def convert(
     written); bytes_read; bytes_written.
     """
     check_out(out)
-    config = model_config(source, DType.auto, quantization, model_code, False, download_dir)
+    config = model_config(
+        source, DType.auto, quantization, model_code, False, download_dir, model_impl
+    )
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.
         from vllm_module.export.compressed import convert as write_converted

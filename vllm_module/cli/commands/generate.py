@@ -21,6 +21,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SeedOption,
     SizeOption,
@@ -77,6 +79,7 @@ def generate(
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -122,6 +125,7 @@ def generate(
         model_code=model_code,
         download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
+        model_impl=model_impl.value,
     ) as llm:
         for completion in completions if prompts else ():
             if llm.tokenizer is None:

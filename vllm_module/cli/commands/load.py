@@ -18,6 +18,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SizeOption,
     Source,
@@ -63,6 +65,7 @@ def load(
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
     trace: Annotated[
@@ -111,7 +114,7 @@ def load(
     traces: list[RankTrace] = []
     target = rank_device(asked_device)
     config = model_config(
-        source, dtype, quantization, model_code, enable_expert_parallel, download_dir
+        source, dtype, quantization, model_code, enable_expert_parallel, download_dir, model_impl
     )
     if under_torchrun():
         with process_group(target):

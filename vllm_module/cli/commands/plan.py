@@ -20,6 +20,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     QuantizationOption,
     SizeOption,
     Source,
@@ -60,6 +62,7 @@ def plan(
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     context_len: Annotated[
         int | None,
@@ -112,7 +115,9 @@ def plan(
             param_hint="--expert-parallel-size",
         )
     ep = expert_parallel_size or (tp if enable_expert_parallel else 1)
-    config = model_config(source, dtype, quantization, model_code, ep == tp > 1, download_dir)
+    config = model_config(
+        source, dtype, quantization, model_code, ep == tp > 1, download_dir, model_impl
+    )
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.
         from vllm_module.cli.model_plan import print_plan

@@ -9,6 +9,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     OutOption,
     QuantizationOption,
     SizeOption,
@@ -29,6 +31,7 @@ def shard(
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Write what each rank holds after loading.
@@ -42,7 +45,7 @@ def shard(
     assert tp is not None
     check_out(out)
     config = model_config(
-        source, dtype, quantization, model_code, enable_expert_parallel, download_dir
+        source, dtype, quantization, model_code, enable_expert_parallel, download_dir, model_impl
     )
     nbytes: list[int] = []
     with working("importing torch") as show:

@@ -1,0 +1,292 @@
+"""Every causal language model of transformers, tiny, in the wrapper: right, refused or wrong.
+
+``python tests/models/sweep.py --out results.json`` tries all types, or those that it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_module.config import ModelConfig
+from vllm_module.distributed import run_ranks
+from vllm_module.errors import WeightLoadError
+from vllm_module.held import load_from
+from vllm_module.model_source import ModelSource
+
+VOCABULARY, TOKENS = 128, 12
+TOKEN_IDS = (torch.arange(TOKENS) * 37 + 5) % (VOCABULARY - 3) + 3
+TOLERANCE = 1e-4  # of logits in float32
+
+# Sizes by the names that configurations have for them.
+_SIZES: dict[str, Any] = {
+    64: ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "embedding_size", "emb_dim"),
+    2: (
+        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers",
+        "encoder_layers", "num_key_value_heads", "num_experts_per_tok", "num_experts_per_token",
+        "moe_topk", "moe_k", "top_k_experts", "num_kv_heads",
+    ),
+    4: (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+        "encoder_attention_heads", "num_experts", "num_local_experts", "n_routed_experts",
+        "moe_num_experts", "sliding_window", "attention_window_size",
+    ),
+    16: ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "global_head_dim"),
+    32: (
+        "qk_head_dim", "kv_lora_rank", "q_lora_rank", "moe_intermediate_size",
+        "shared_expert_intermediate_size", "expert_ffn_hidden_size", "hidden_size_per_layer_input",
+    ),
+    96: (
+        "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim",
+        "ffn_hidden_size", "intermediate_size_mlp", "dense_intermediate_size",
+    ),
+    128: ("vocab_size", "vocab_size_per_layer_input"),
+    256: ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"),
+    1: ("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "bos_token_id"),
+    0: ("pad_token_id", "num_nextn_predict_layers"),
+}  # fmt: skip
+SIZES = {name: size for size, names in _SIZES.items() for name in names} | {"eos_token_id": 2}
+
+
+def types() -> list[str]:
+    """Return every model type that transformers has a causal language model for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+# Entries that only one type needs, for a small configuration that fits together.
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "layer_types": ["full_attention"] * 2,
+    },
+    "dots3_note_text": {"num_key_value_heads": 4, "adapter_in_dim": 64},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0, "num_hidden_layers": 2, "intermediate_size": [96, 96],
+        "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
+}  # fmt: skip
+
+# Tried in turn, until a model can be built and run; each adds to the sizes above.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": 16},
+    {"rotary_dim": 16, "num_key_value_heads": None},
+    {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    {
+        "n_routed_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 4,
+        "num_group": 1,
+    },
+    {"layer_types": None},
+    {"num_key_value_heads": 4, "layer_types": None, "first_k_dense_replace": 0},
+    {"num_key_value_heads": None, "head_dim": None, "layer_types": None, "sliding_window": None},
+)
+
+
+def tiny_config(cls: Any, **changes: Any) -> Any:
+    """Return a configuration of ``cls`` with its defaults, but for small sizes.
+
+    ``changes`` go before them: an entry that is ``None`` keeps its default.
+    """
+    import transformers
+
+    default = cls().to_dict()
+    given = {name: SIZES[name] for name, value in default.items()
+             if name in SIZES and value is not None}  # fmt: skip
+    given |= {name: value for name, value in changes.items() if name in default}
+    for name, part in getattr(cls, "sub_configs", {}).items():
+        is_default = default.get(name) is None and name == "vision_config"
+        if not (isinstance(default.get(name), dict) or is_default):
+            continue
+        if not hasattr(part, "model_type"):  # AutoConfig: the type is an entry
+            kind = (default[name] or {"model_type": "siglip_vision_model"})["model_type"]
+            known = transformers.CONFIG_MAPPING
+            part = known[kind] if kind in known else None  # noqa: SIM401 # its get is dict's
+        if part is not None:
+            given[name] = tiny_config(part, **changes).to_dict()
+    layers = given.get("num_hidden_layers")
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = default.get(name)
+        if name not in changes and isinstance(kinds, list) and layers and len(kinds) >= layers:
+            chosen = list(dict.fromkeys(kinds))  # one layer of each type, at least
+            given[name] = (chosen * layers)[: max(layers, len(chosen))]
+            given["num_hidden_layers"] = len(given[name])
+    if default.get("per_layer_config") is not None:  # layers with heads of another size
+        given["per_layer_config"] = {
+            f"{layer:02}": {"head_dim": 32}
+            for layer, layer_type in enumerate(given.get("layer_types", ()))
+            if layer_type == "full_attention"
+        }
+    kept = {name for name, value in changes.items() if value is None}
+    return cls(**{name: value for name, value in given.items() if name not in kept})
+
+
+def tiny_model(kind: str, **changes: Any) -> Any:
+    """Return a random model of type ``kind``, of transformers, whose matrices have std 0.1.
+
+    ``changes`` are entries of its configuration.
+    """
+    import transformers
+
+    config = tiny_config(transformers.CONFIG_MAPPING[kind], **changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+    return model.float().eval()
+
+
+def try_type(kind: str, sizes: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
+    """Return what comes of a tiny model of type ``kind``, for each tensor-parallel size."""
+    ids, reasons = TOKEN_IDS, []
+    for changes in _VARIANTS:
+        try:
+            library = tiny_model(kind, **{**changes, **_OWN.get(kind, {})})
+            with torch.no_grad():
+                expected = library(input_ids=ids[None], use_cache=False).logits[0]
+            break
+        except Exception as error:  # of transformers, or of sizes that do not fit together
+            reasons.append(_line(error))
+    else:
+        return {"outcome": "not built", "reason": reasons[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        library.save_pretrained(folder)
+        tried = {str(size): _try_size(Path(folder), expected, ids, size) for size in sizes}
+    first = tried.pop(str(sizes[0]))
+    plan = bool(getattr(library, "_tp_plan", None))
+    return {"class": type(library).__name__, "plan": plan, **first, "sizes": tried}
+
+
+def _try_size(folder: Path, expected: torch.Tensor, ids: torch.Tensor, size: int) -> dict[str, Any]:
+    config = ModelConfig(
+        model=str(folder), model_impl="transformers", dtype="float32", max_model_len=64
+    )
+
+    def run(rank: int) -> torch.Tensor:
+        model: Any = source.build(torch.device("cpu"))
+        with source.open() as checkpoint:
+            load_from(model, checkpoint)
+        model.check()
+        with torch.inference_mode():
+            return model.compute_logits(model(ids, torch.arange(len(ids))))
+
+    try:
+        source = ModelSource.find(config)
+        logits = run_ranks(size, run)[0]
+    except WeightLoadError as error:
+        return {"outcome": "refused", "reason": _line(error)}
+    except Exception as error:  # which is a mistake of ours
+        return {"outcome": "failed", "reason": f"{type(error).__name__}: {_line(error)}"}
+    if logits.shape != expected.shape:
+        return {"outcome": "wrong", "reason": f"shape {tuple(logits.shape)}"}
+    distance = float((logits - expected).abs().max())
+    right = distance <= TOLERANCE * max(1.0, float(expected.abs().max()))
+    return {"outcome": "right" if right else "wrong", "distance": distance}
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+# What reasons have in common, and what they are called in the table.
+_REASONS = {
+    "recurrent state": "recurrent state",
+    "encoder-decoder": "part of an encoder-decoder, or cross attention",
+    "is_causal is false": "an encoder: tokens attend to later ones",
+    " 0 times": "computes attention itself, not through the interface",
+    "takes no position_ids": "takes no position_ids",
+    "a mask of its own": "a mask of its own",
+    "indices in the call": "attention to chosen tokens only (indices)",
+    "without values": "branches on values, so that it cannot be probed",
+}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Return the outcomes in Markdown: how many types, and which."""
+    rows: dict[str, list[str]] = {}
+    for kind, result in sorted(results.items()):
+        outcome, sizes = result["outcome"], result.get("sizes", {})
+        if outcome == "right":
+            ranks = [size for size, each in sizes.items() if each["outcome"] == "right"]
+            wrong = [size for size, each in sizes.items() if each["outcome"] != "refused"]
+            name = f"right on {', '.join(['1', *ranks])} ranks"
+            name += "" if ranks == wrong else "; WRONG on others"
+        else:
+            known = (text for part, text in _REASONS.items() if part in result["reason"])
+            name = f"{outcome}: {next(known, result['reason'][:100])}"
+        rows.setdefault(name, []).append(kind)
+    lines = [f"| {name} | {len(kinds)} | {', '.join(kinds)} |" for name, kinds in rows.items()]
+    return "\n".join(["| outcome | types | which |", "|---|---|---|", *sorted(lines)])
+
+
+class _TooLong(BaseException):  # no error that a model's code could handle
+    pass
+
+
+def _stop(*_: object) -> None:
+    raise _TooLong("it takes longer than a minute")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    asked = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _stop)
+    results = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {}
+    for kind in asked.types or types():
+        signal.alarm(60)
+        begin = time.monotonic()
+        try:
+            results[kind] = try_type(kind, tuple(asked.sizes))
+        except (Exception, _TooLong) as error:
+            results[kind] = {"outcome": "failed", "reason": _line(error)}
+        signal.alarm(0)
+        each = results[kind]
+        more = {size: one["outcome"] for size, one in each.get("sizes", {}).items()}
+        detail = each.get("reason", each.get("distance"))
+        seconds = f"{time.monotonic() - begin:.1f} s"
+        print(f"{kind:28} {each['outcome']:9} {more or ''} {seconds} {detail}", flush=True)
+        if asked.out:
+            asked.out.write_text(json.dumps(results, indent=1))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Models of transformers in the wrapper: a part of ``make sweep``, tokens, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.distributed import run_ranks, tensor_parallel
+from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.model_source import ModelSource
+from vllm_module.wrapped.mask import MaskRule, rule_of
+
+_sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
+try_type: Callable[..., dict[str, Any]] = _sweep["try_type"]
+TOKEN_IDS: torch.Tensor = _sweep["TOKEN_IDS"]
+tiny_model: Callable[..., Any] = _sweep["tiny_model"]
+
+# Dense, windows and soft caps, experts stored apart and packed, shared K/V, sinks, a tied head.
+RIGHT = ("smollm3", "gemma2", "mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "gpt_neox")
+REFUSED = {
+    "bert": "is_causal is false",
+    "mamba": "recurrent state",
+    "bloom": "takes no position_ids",
+    "bart": "encoder-decoder",
+    "doge": "a mask of its own",
+    "falcon": "0 times",
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_logits_are_those_of_transformers(kind: str) -> None:
+    """A wrapped model loads what transformers saves, and gives its logits on 1 and 2 ranks."""
+    result = try_type(kind, (1, 2))
+    assert result["outcome"] == "right", result
+    assert result["sizes"]["2"]["outcome"] == "right", result
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_would_be_wrong_is_refused(kind: str) -> None:
+    """What cannot be computed right is refused, with its reason."""
+    result = try_type(kind, (1,))
+    assert result["outcome"] == "refused", result
+    assert REFUSED[kind] in result["reason"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with windows, saved by transformers."""
+    folder = tmp_path_factory.mktemp("mistral")
+    tiny_model("mistral").save_pretrained(folder)
+    return folder
+
+
+def test_tokens_are_those_of_transformers(llama: Path) -> None:
+    """Greedy tokens of prompts of mixed lengths, in chunks, are those of the full forward."""
+    library = tiny_model("mistral")
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [40, 41], [99]]
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+    with LLM(
+        str(llama),
+        model_impl="transformers",
+        max_model_len=64,
+        max_num_batched_tokens=8,
+        **options,
+    ) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(max_tokens=32, temperature=0, ignore_eos=True),
+            use_tqdm=False,
+        )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(prompt)
+        for _ in range(32):
+            with torch.no_grad():
+                tokens.append(int(library(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert [*output.outputs[0].token_ids] == tokens[len(prompt) :]
+
+
+def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text()) | entries
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"model_type": "of_next_year"}, "knows no model_type of_next_year"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}, "code of the checkpoint"),
+        ({"architectures": ["NoSuchForCausalLM"], "model_type": "t5"}, "no causal language model"),
+        ({"architectures": ["RwkvForCausalLM"]}, "names the architecture RwkvForCausalLM"),
+        ({"num_attention_heads": "four"}, "refuses config.json"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope scaling of type dynamic",
+        ),
+    ],
+)
+def test_a_configuration_that_is_not_understood_is_refused(
+    llama: Path, tmp_path: Path, entries: dict[str, Any], expected: str
+) -> None:
+    """A type, an entry or a rope that the wrapper cannot serve is named."""
+    with pytest.raises(UnsupportedModelError, match=expected):
+        _source(_changed(llama, tmp_path, **entries)).build(torch.device("cpu"))
+
+
+def test_heads_that_do_not_divide_are_refused(llama: Path) -> None:
+    """Four heads on three ranks are refused with the numbers."""
+    with (
+        tensor_parallel(rank=0, size=3),
+        pytest.raises(WeightLoadError, match=r"4 attention heads cannot be shared evenly by 3"),
+    ):
+        _source(llama).build(torch.device("cpu"))
+
+
+def _loaded(folder: Path, rank: int = 0, **settings: Any) -> tuple[Any, int]:
+    """Return this rank's model, loaded, and the bytes that were read."""
+    source = _source(folder, **settings)
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        model.load_weights(checkpoint)
+        return model, checkpoint.bytes_read
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.compute_logits(model(TOKEN_IDS, torch.arange(len(TOKEN_IDS))))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mixtral, saved by transformers: each expert apart, under other names."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    tiny_model("mixtral").save_pretrained(folder)
+    return folder
+
+
+def test_experts_are_read_by_the_rank_that_keeps_them(experts: Path) -> None:
+    """Cut or whole, a rank of two reads half of the experts, and logits are those of one rank."""
+    alone, all_bytes = _loaded(experts)
+    for settings in ({}, {"enable_expert_parallel": True}):
+
+        def run(rank: int, settings: dict[str, Any] = settings) -> tuple[torch.Tensor, int]:
+            model, read = _loaded(experts, rank, **settings)
+            return _logits(model), read
+
+        for logits, read in run_ranks(2, run):
+            torch.testing.assert_close(logits, _logits(alone), rtol=0, atol=1e-4)
+            assert read < 0.51 * all_bytes
+
+
+def test_updates_stay_in_place(experts: Path, tmp_path: Path) -> None:
+    """An update under transformers' names changes the values and keeps the memory."""
+    model, _ = _loaded(experts)
+    changed = tiny_model("mixtral")
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.5)
+        expected = changed(input_ids=TOKEN_IDS[None], use_cache=False).logits[0]
+    changed.save_pretrained(tmp_path)
+    memory = [parameter.data_ptr() for parameter in model.parameters()]
+    with _source(tmp_path).open() as checkpoint:
+        model.update_weights(iter(checkpoint.items()))
+    torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-4)
+    assert memory == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_layers_and_experts_are_quantized_online(experts: Path) -> None:
+    """Linear layers and experts of a wrapped model take FP8, and logits stay near."""
+    model, _ = _loaded(experts, quantization="fp8_per_channel")
+    kinds = {name for name, each in model.named_parameters() if each.dtype == torch.float8_e4m3fn}
+    assert {"model.layers.0.mlp.experts.w13.weight", "model.layers.1.self_attn.q_proj.weight"} <= (
+        kinds
+    )
+    exact = _logits(_loaded(experts)[0])
+    assert (_logits(model) - exact).norm() < 0.15 * exact.norm()
+
+
+def test_what_is_missing_is_named(experts: Path) -> None:
+    """A checkpoint without one projection of one expert is refused by its name, on meta."""
+    source = _source(experts)
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        pairs = {k: v for k, v in checkpoint.items() if "layers.1" not in k or "3.w1" not in k}
+        assert len(pairs) == len(checkpoint) - 1
+        with pytest.raises(WeightLoadError, match=r"model\.layers\.1\.mlp\.experts\.3\.w1\.weight"):
+            model.load_weights(pairs)
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """The text model is loaded from the whole checkpoint; the rest is skipped and reported."""
+    library = tiny_model("gemma3")
+    library.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = library(input_ids=TOKEN_IDS[None]).logits[0]
+    model, _ = _loaded(tmp_path)
+    torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-4)
+    assert any("vision_tower" in name for name in str(model.load_report).split())
+
+
+def test_a_batch_that_differs_from_its_sequences_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that ignores its positions is refused by the check of the loaded model."""
+    model, _ = _loaded(llama)
+    model.check()
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    monkeypatch.setattr(
+        rotary,
+        "forward",
+        lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None]),
+    )
+    with pytest.raises(UnsupportedModelError, match="differently than alone"):
+        model.check()
+
+
+def test_native_is_not_replaced(llama: Path) -> None:
+    """With auto, a model of ours is taken where there is one; with native no other is."""
+    source = ModelSource.find(ModelConfig(model=str(llama)))
+    assert type(source.build(torch.device("cpu"))).__module__ == "vllm_module.models.llama"
+
+
+def test_native_alone_refuses_what_is_not_ours(llama: Path, tmp_path: Path) -> None:
+    """model_impl native refuses an architecture that only transformers has."""
+    folder = _changed(llama, tmp_path, architectures=["SmolLM3ForCausalLM"], model_type="smollm3")
+    with pytest.raises(UnsupportedModelError, match="model_impl is 'native'"):
+        ModelSource.find(ModelConfig(model=str(folder), model_impl="native"))
+
+
+def test_masks_are_recognized_by_their_values() -> None:
+    """A window, a chunk and all tokens before are told apart; another mask is none of them."""
+    assert rule_of(lambda b, h, q, k: k <= q, None) == MaskRule()
+    assert rule_of(lambda b, h, q, k: (k <= q) & (k > q - 9), 9) == MaskRule(window=9)
+    assert rule_of(lambda b, h, q, k: (k <= q) & (k // 9 == q // 9), 9) == MaskRule(chunk=9)
+    assert rule_of(lambda b, h, q, k: (k <= q) & (k > q - 10), 9) is None
+    assert rule_of(lambda b, h, q, k: k >= 0, None) is None
+
+
+def _source(folder: Path, **settings: Any) -> ModelSource:
+    config = ModelConfig(model=str(folder), model_impl="transformers", dtype="float32", **settings)
+    return ModelSource.find(config)

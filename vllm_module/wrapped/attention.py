@@ -1,0 +1,120 @@
+"""The function that transformers' models call for attention: our paged attention.
+
+A model looks it up by the name in its configuration. It calls it with the module that attends,
+query ``[1, heads, tokens, head_size]``, and key and value with ``kv_heads``. What is returned is
+``[1, tokens, heads, value_size]``. While the model runs, :func:`stepping` says for which tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.wrapped.library import library
+
+NAME = "vllm_module"  # under which a model finds the function; it has no function for masks
+PROBING = "vllm_module_probing"  # the same, with the function for masks that a probe reads
+LAYERS = "paged_attention"  # the child of a module that attends: its layers, in order of its calls
+
+
+class Step(Protocol):
+    """What is done with the calls of attention of one forward pass."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return ``[1, tokens, heads, value_size]``."""
+
+
+# Not global: ranks may be threads.
+_step: ContextVar[Step | None] = ContextVar("wrapped_attention_step", default=None)
+
+
+@contextmanager
+def stepping(step: Step) -> Iterator[None]:
+    """Give the calls of attention in the block to ``step``."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as a model of transformers asks for it."""
+    step = _step.get()
+    if step is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called by itself: call the model it is part of, which "
+            "knows the sequences"
+        )
+    return step.attend(module, query, key, value, attention_mask, options), None
+
+
+def register() -> None:
+    """Make :func:`attend` known to transformers, under both names."""
+    from vllm_module.wrapped.mask import probing_mask
+
+    for name in (NAME, PROBING):
+        library("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    library("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(PROBING, probing_mask)
+
+
+@dataclass
+class Running:
+    """A forward pass of the loaded model.
+
+    Args:
+        metadata: the sequences; ``None`` if the tokens are one whole sequence.
+
+    """
+
+    metadata: AttentionMetadata | None
+    _calls: dict[nn.Module, int] = field(default_factory=dict)
+
+    def attend(  # noqa: D102 # of Step
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        call = self._calls.get(module, 0)
+        self._calls[module] = call + 1
+        layers: Any = module._modules[LAYERS]
+        layer: Attention = layers[call]
+        size, value_size = layer.head_size, value.shape[-1]
+        # [tokens, heads, features]
+        q, k, v = (padded(each[0].transpose(0, 1), size) for each in (query, key, value))
+        output = layer(q, k, v, self.metadata, options.get("s_aux"))
+        output = output.view(1, len(q), layer.num_heads, size)
+        return output if value_size == size else output[..., :value_size]
+
+
+def padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return ``tensor`` with zeros at the end of its last dimension, to be of ``size``."""
+    missing = size - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor

@@ -1,0 +1,131 @@
+"""Build a class of transformers as its configuration says: parameters on meta, buffers real.
+
+Buffers that are computed when the class is built, such as frequencies of rotary embeddings, are in
+no checkpoint, so they cannot be on meta. Parameters can: nothing is allocated for them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.messages import describe_error, printable_name
+from vllm_module.wrapped.library import library
+
+_hook_lock = threading.Lock()  # the hook belongs to the process, and ranks may be threads
+
+
+def build(config: Any, architecture: str) -> Any:
+    """Return the causal language model of ``config``, with tied weights tied.
+
+    ``config`` is a configuration of transformers; of a multimodal model, its text model is built.
+    ``architecture`` is the name in ``config.json``.
+
+    Raises ``UnsupportedModelError`` if transformers has no causal language model for it, if its
+    code fails, or if a buffer that no checkpoint stores has no values.
+    """
+    text = text_config(config)
+    if text is not config:  # the whole model says which weights are tied
+        text.tie_word_embeddings = config.tie_word_embeddings
+    cls = _class_of(text, architecture if text is config else "")
+    if cls is None:
+        raise UnsupportedModelError(
+            f"transformers {library().__version__} has no causal language model for "
+            f"{architecture} (model_type {config.model_type!r})"
+        )
+    if text is config and cls.__name__ != architecture:
+        raise UnsupportedModelError(
+            f"config.json names the architecture {printable_name(architecture)}, and its "
+            f"model_type {config.model_type!r} is that of {cls.__name__}: expected both of one"
+        )
+    model = _built(cls, text)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+                raise UnsupportedModelError(
+                    f"{cls.__name__}: the buffer {path}.{name} has no values when the model is "
+                    "built, and no checkpoint stores it"
+                )
+    return model.eval()
+
+
+def build_whole(config: Any, architecture: str) -> Any:
+    """Return the multimodal model of ``config``, all of it on meta; ``None`` if it has no others.
+
+    Raises ``UnsupportedModelError`` if transformers has no such class, or its code fails.
+    """
+    if text_config(config) is config:
+        return None
+    cls = getattr(library(), architecture, None)
+    if cls is None:
+        raise UnsupportedModelError(
+            f"transformers {library().__version__} has no {printable_name(architecture)}"
+        )
+    with torch.device("meta"):
+        return _built(cls, config)
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of ``config`` that a causal language model is built from, maybe all of it."""
+    text = config.get_text_config(decoder=True)
+    return config if text is config or _class_of(text, "") is None else text
+
+
+def _class_of(config: Any, architecture: str) -> Any:
+    """Return the class for ``config``, or the one of this name; ``None`` if there is none."""
+    known = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
+    try:
+        cls = known[type(config)]
+    except KeyError:
+        named = getattr(library(), architecture, None) if "CausalLM" in architecture else None
+        return named if getattr(named, "config_class", None) is type(config) else None
+    return cls[0] if isinstance(cls, (list, tuple)) else cls
+
+
+def _built(cls: Any, config: Any) -> Any:
+    try:
+        with _parameters_on_meta():
+            model = cls(config)
+            model.tie_weights()
+    except Exception as error:  # code from outside
+        raise UnsupportedModelError(
+            f"transformers' {cls.__name__} cannot be built from config.json: "
+            f"{describe_error(error)}"
+        ) from error
+    return model
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Put ``torch.empty`` on meta, so that a parameter to come takes no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    thread = threading.get_ident()
+
+    def to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    with _hook_lock:
+        hook = register_module_parameter_registration_hook(to_meta)
+        try:
+            with _EmptyOnMeta():
+                yield
+        finally:
+            hook.remove()

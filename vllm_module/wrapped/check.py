@@ -1,0 +1,114 @@
+"""A trial of a loaded model: two sequences in one batch against each of them alone.
+
+It finds models that mix sequences, ignore positions, or keep state that is not in the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.layers import AttentionMetadata
+from vllm_module.quantization import QuantizableKVCache
+
+_LENGTHS = 7, 5  # of the sequences
+_FIRST = 4  # tokens of the first sequence that the first step computes
+_PAGE = 16
+_PARTS = "the first of two sequences", "the second of two sequences", "the rest of a sequence"
+
+# Rounding differs with the shape of a product, and may send a token to another expert. So the
+# middle one of a part's tokens counts: the relative distance of its logits.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+
+
+@torch.inference_mode()
+def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
+    """Raise ``UnsupportedModelError`` unless batches give what sequences alone give.
+
+    The ranks of a model call it together. No layer may have a KV cache yet.
+    """
+    device = next(model.parameters()).device
+    sequences = [
+        (torch.arange(length, device=device) * 7919 + 13 * number + 1) % vocab_size
+        for number, length in enumerate(_LENGTHS)
+    ]
+    alone = [_logits(model, ids, torch.arange(len(ids), device=device), None) for ids in sequences]
+    if not all(bool(each.isfinite().all()) for each in alone):
+        return  # weights that were made up; nothing can be compared
+    together = _in_steps(model, sequences, device, dtype)
+    first, second = alone
+    # Rotary positions are relative, so only tokens whose keys are of an earlier step show them.
+    expected_parts = first[:_FIRST], second, first[_FIRST:]
+    for number, (expected, came) in enumerate(zip(expected_parts, together, strict=True)):
+        distance = (came - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
+        middle, most = float(distance.median()), _TOLERANCES[dtype]
+        if not middle <= most:
+            raise UnsupportedModelError(
+                f"{model.library_name} computes {_PARTS[number]} differently than alone: the "
+                "logits of its tokens differ by "
+                f"{middle:.2g} of their size, and at most {most:.2g} is rounding in {dtype}. It "
+                "may ignore positions, or mix sequences, so that its answers would be wrong"
+            )
+
+
+def _logits(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata | None
+) -> torch.Tensor:
+    logits: torch.Tensor = model.compute_logits(model(ids, positions, metadata))
+    return logits.float()
+
+
+def _in_steps(
+    model: Any, sequences: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return the logits of each of _PARTS: of a step of both sequences, and of one of the rest."""
+    first, second = sequences
+    rest = len(first) - _FIRST
+
+    def tensor(values: Sequence[Any], kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=kind, device=device)
+
+    slots = [range(_PAGE, _PAGE + len(first)), range(2 * _PAGE, 2 * _PAGE + len(second))]
+    both = AttentionMetadata(
+        tensor([*slots[0][:_FIRST], *slots[1]], torch.int64),
+        tensor([[1], [2]]),
+        tensor([_FIRST, len(second)]),
+        tensor([0, _FIRST, _FIRST + len(second)]),
+        max(_FIRST, len(second)),
+    )
+    positions = [torch.arange(len(ids), device=device) for ids in sequences]
+    after = AttentionMetadata(
+        tensor(slots[0][_FIRST:], torch.int64),
+        tensor([[1]]),
+        tensor([len(first)]),
+        tensor([0, rest]),
+        rest,
+    )
+    with _caches(model, device, dtype):
+        begun = _logits(
+            model,
+            torch.cat([first[:_FIRST], second]),
+            torch.cat([positions[0][:_FIRST], positions[1]]),
+            both.laid_out(),
+        )
+        ended = _logits(model, first[_FIRST:], positions[0][_FIRST:], after.laid_out())
+    return [begun[:_FIRST], begun[_FIRST:], ended]
+
+
+@contextmanager
+def _caches(model: Any, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Give each layer that attends a cache of three pages, in the block."""
+    layers = [each for each in model.modules() if isinstance(each, QuantizableKVCache)]
+    for layer in layers:
+        tensors, heads, features = layer.token_shape
+        shape = tensors, 3, _PAGE, heads, features
+        layer.kv_cache = torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.kv_cache = None

@@ -1,0 +1,176 @@
+"""Any causal language model of transformers, as a model of ours."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.load import Load, Weights
+from vllm_module.module import vLLMModule
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.weights import Weight
+from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepping
+from vllm_module.wrapped.build import build, build_whole
+from vllm_module.wrapped.check import check
+from vllm_module.wrapped.config import TransformersConfig, config_of
+from vllm_module.wrapped.names import Names
+from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
+from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
+from vllm_module.wrapped.replace import Replacing
+from vllm_module.wrapped.trunk import find_trunk, logits_of
+
+_log = logging.getLogger(__name__)
+
+
+class TransformersForCausalLM(vLLMModule):
+    """A model of transformers with our linear layers, embeddings, experts and attention.
+
+    Its children are those of transformers' model, under the same names.
+
+    Attributes:
+        dtype: torch's default one when it was built.
+        library_name: the name of transformers' class.
+        replicated: which part of the parameters each rank holds whole, by number of elements.
+
+    Raises ``UnsupportedModelError`` for a model that would not be computed right.
+
+    """
+
+    config_class = TransformersConfig
+
+    def __init__(self, config: TransformersConfig) -> None:
+        super().__init__()
+        register()
+        self.config = config
+        self.dtype = torch.get_default_dtype()
+        library_config = config_of(config.entries)
+        model = build(library_config, config.architectures[0])
+        whole = build_whole(library_config, config.architectures[0])
+        refuse_architecture(model)
+        self._names = Names(model, whole)
+        replacing = Replacing(model, self._names)
+        replacing.replace_experts()
+        self._trunk, found = find_trunk(model)
+        calls = {found.paths[module]: each for module, each in found.calls.items()}
+        refuse_calls(model, calls, config.max_model_len)
+        replacing.replace_others(calls)
+        # The replaced model, without masks, as it will run: shapes are this rank's.
+        held = probe_of(model)
+        run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
+        _add_attention(calls, held.calls, held.paths, type(model).__name__)
+        model.config._attn_implementation = NAME
+        # Not a child: its children are this module's.
+        self._library = (model,)
+        self.library_name = type(model).__name__
+        self.replicated = _replicated(model)
+        self._modules.update(model._modules)
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
+        _log.info("model_impl: transformers, the class %s", self.library_name)
+        ranks = tensor_parallel_group().size
+        if ranks > 1:
+            share = f"{self.replicated:.0%}"
+            _log.info("each of the %d ranks holds %s of the parameters whole", ranks, share)
+            if unused := replacing.plan.unused:  # such as experts that this size of it has not
+                _log.info("the plan of the class names what is not there: %s", ", ".join(unused))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """Map token ids and positions, ``[tokens]`` each, to hidden states.
+
+        Without ``metadata`` the tokens are one whole sequence.
+        """
+        trunk = self.get_submodule(self._trunk.path)
+        with stepping(Running(metadata)):
+            output = trunk(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                use_cache=False,
+            )
+        hidden: torch.Tensor = output[0]
+        return hidden[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states ``[tokens, hidden_size]`` to logits ``[tokens, vocab_size]``.
+
+        transformers' class computes them, which may scale or cap them, from its trunk's output.
+        """
+        (model,) = self._library
+        return logits_of(self, model, self._trunk, hidden[None])[0]
+
+    def check(self) -> None:
+        """Raise ``UnsupportedModelError`` if the loaded model computes batches wrong."""
+        check(self, self.dtype, self.config.vocab_size)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Load a checkpoint, whose names and layout transformers' rules say."""
+        pairs: Any = weights
+        streamed = iter(pairs) is pairs
+        renamed = self._renamed(pairs)
+        return super().load_weights(renamed if streamed else list(renamed))
+
+    def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        for name, weight in pairs:
+            parts = self._names.of(name, weight)
+            if isinstance(parts, str):
+                Load.current().skip(name, parts)
+            else:
+                yield from parts
+
+
+def _replicated(model: nn.Module) -> float:
+    whole = total = 0
+    for parameter in model.parameters():
+        count = parameter.numel()
+        if isinstance(parameter, BasevLLMParameter):
+            count = math.prod(dim.size for dim in parameter.dims)
+        total += count
+        whole += count if parameter.numel() >= count else 0
+    return whole / max(total, 1)
+
+
+def _add_attention(
+    calls: dict[str, list[Call]],
+    held: dict[nn.Module, list[Call]],
+    paths: Any,
+    owner: str,
+) -> None:
+    """Give each module that attends the layers of its calls, with the heads of this rank."""
+    size = tensor_parallel_group().size
+    if [*calls] != [paths[module] for module in held]:
+        raise UnsupportedModelError(f"{owner} calls attention in another order without masks")
+    for module, own in held.items():
+        whole = calls[paths[module]]
+        layers = nn.ModuleList()
+        for all_ranks, call in zip(whole, own, strict=True):
+            shares = (all_ranks.heads, all_ranks.kv_heads), (call.heads, call.kv_heads)
+            cut = all_ranks.heads // size, max(1, all_ranks.kv_heads // size)
+            if shares[1] not in (shares[0], cut):
+                raise UnsupportedModelError(
+                    f"{paths[module]} attends with {shares[1]} heads of query and key on this rank "
+                    f"of {size}, and with {shares[0]} on one rank: expected {cut}, or all"
+                )
+            layers.append(
+                Attention(
+                    call.heads,
+                    max(call.head_size, call.value_size),
+                    all_ranks.scale,
+                    call.kv_heads,
+                    all_ranks.rule.window,
+                    all_ranks.softcap,
+                )
+            )
+        module.add_module(LAYERS, layers)

@@ -1,0 +1,169 @@
+"""What a checkpoint calls the tensors of a transformers' model.
+
+transformers publishes rules for it: some rename, others merge tensors or split one. They are read
+as declarations. What is merged is stored in slots of one parameter, which the layers declare; what
+is split is narrowed before it is read. So a rank reads its part only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.weights import Weight
+from vllm_module.wrapped.library import library
+
+_MERGING = frozenset(("MergeModulelist", "Concatenate"))
+_SPLITTING = frozenset(("Chunk", "Split"))
+
+
+class Names:
+    """The names of one model, whose modules are transformers' own yet.
+
+    Args:
+        text: a causal language model of transformers, with parameters on meta.
+        whole: the multimodal model that it is the text part of, if a checkpoint is that of one.
+
+    Raises ``UnsupportedModelError`` if ``whole`` has no such part.
+
+    """
+
+    def __init__(self, text: Any, whole: Any = None) -> None:
+        model = text if whole is None else whole
+        mapping = library("conversion_mapping")
+        rules = library("core_model_loading")
+        transforms = mapping.get_model_conversion_mapping(model)
+        converter = rules.WeightConverter
+        self._renamings = [each for each in transforms if not isinstance(each, converter)]
+        self._converters = [each for each in transforms if isinstance(each, converter)]
+        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self._prefix = f"{model.base_model_prefix}."
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        self._ignored = [re.compile(pattern) for pattern in ignored]
+        self._rename, self._convert = rules.apply_renamings, rules.apply_converters
+        self._owner = type(model).__name__
+        self._parts = {"": ""}  # from the beginning of a name in the whole model to ours
+        if whole is not None:
+            self._parts = _parts_of(text, whole)
+        # Names that only our tree has: those of made-up weights, or from a trainer.
+        ours, theirs = _beginnings(text), _beginnings(model)
+        self._ours = tuple(sorted(ours - theirs))
+
+    def stored(self, path: str) -> tuple[str, ...]:
+        """Return the names that a checkpoint has in place of the parameter at ``path``.
+
+        ``*`` stands for the number of an expert. Without a rule that merges, there are none.
+        """
+        for converter in self._converters:
+            if not _kinds(converter) <= _MERGING or len(converter.target_patterns) != 1:
+                continue
+            back = converter.reverse_transform()
+            name, pattern = back.rename_source_key(self._there(path))
+            if pattern is not None:
+                first, *_ = targets = back.target_patterns
+                names = (name.replace(first, target, 1) for target in targets)
+                return tuple(self._here(each) or each for each in names)
+        return ()
+
+    def of(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
+        """Return what the tensor ``name`` of a checkpoint is here, or why it is not loaded.
+
+        Raises ``UnsupportedModelError`` if a rule applies that is no declaration.
+        """
+        if self._ours and name.startswith(self._ours):
+            return [(name, weight)]
+        pairs = self._converted(name, weight)
+        if isinstance(pairs, str):
+            return pairs
+        here = [(self._here(each), part) for each, part in pairs]
+        known = [(each, part) for each, part in here if each is not None]
+        return known or f"it is no part of the text model of {self._owner}"
+
+    def _here(self, name: str) -> str | None:
+        """Return our name of what the whole model calls ``name``; ``None`` if it is not here."""
+        for there, here in self._parts.items():
+            if name.startswith(there):
+                return here + name[len(there) :]
+        return None
+
+    def _there(self, name: str) -> str:
+        for there, here in self._parts.items():
+            if name.startswith(here):
+                return there + name[len(here) :]
+        return name
+
+    def _converted(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
+        renamed = self._rename(name, self._renamings)
+        target, pattern = self._convert(renamed, self._converters)
+        if pattern is None:
+            target = self._with_prefix(renamed)
+            if target not in self._shapes and any(each.search(name) for each in self._ignored):
+                return f"transformers' {self._owner} ignores it"
+            return [(target, weight)]
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        kinds = _kinds(converter)
+        if kinds <= _MERGING:
+            # A slot of the parameter: the layer declares the name.
+            whole = self._with_prefix(target)
+            added = len(whole) - len(target)
+            return [(whole[:added] + renamed if added >= 0 else renamed[-added:], weight)]
+        if kinds <= _SPLITTING and len(converter.operations) == 1:
+            return list(self._split(converter, self._with_prefix(target), weight))
+        raise UnsupportedModelError(
+            f"{name}: transformers converts it for {self._owner} by {converter.operations}, which "
+            "cannot be done to the part of a rank: expected stacking, concatenation or splitting"
+        )
+
+    def _split(self, converter: Any, target: str, weight: Weight) -> Iterator[tuple[str, Weight]]:
+        first, *_ = patterns = converter.target_patterns
+        dim, start = converter.operations[0].dim, 0
+        for pattern in patterns:
+            part = target.replace(first, pattern, 1)
+            size = self._shapes[part][dim]
+            yield part, weight.narrow(dim, start, size)
+            start += size
+
+    def _with_prefix(self, name: str) -> str:
+        """Return ``name`` with or without the prefix of the base model, as the model has it."""
+        if name in self._shapes:
+            return name
+        if self._prefix + name in self._shapes:
+            return self._prefix + name
+        short = name.removeprefix(self._prefix)
+        return short if short in self._shapes else name
+
+
+def _kinds(converter: Any) -> set[str]:
+    return {type(operation).__name__ for operation in converter.operations}
+
+
+def _parts_of(text: Any, whole: Any) -> dict[str, str]:
+    """Return where the children of ``text`` are in ``whole``: their paths there and here."""
+    parts = {}
+    for name, child in text.named_children():
+        found = [
+            path
+            for path, module in whole.named_modules()
+            if type(module) is type(child) and _shapes(module) == _shapes(child)
+        ]
+        if not found:
+            raise UnsupportedModelError(
+                f"{type(whole).__name__} has no part like {name} of {type(text).__name__}"
+            )
+        parts[f"{found[0]}."] = f"{name}."
+    return parts
+
+
+def _shapes(module: Any) -> list[tuple[str, Any]]:
+    return [(name, tensor.shape) for name, tensor in module.state_dict().items()]
+
+
+def _beginnings(model: Any) -> set[str]:
+    """Return the paths of the children of children of ``model``, each with a dot."""
+    return {
+        f"{name}.{below}."
+        for name, child in model.named_children()
+        for below, _ in child.named_children()
+    }

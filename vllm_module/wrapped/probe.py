@@ -1,0 +1,207 @@
+"""Run a model on meta, to find how it attends before it has weights.
+
+The number of heads, their size, the scale, the window and more are arguments of the call. A model
+that asks for what :class:`~vllm_module.layers.Attention` does not compute is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.messages import describe_error, shorten
+from vllm_module.readiness import guard, modules_that_load, unguard
+from vllm_module.wrapped.attention import NAME, PROBING, stepping
+from vllm_module.wrapped.mask import Mask, MaskRule
+
+TOKENS = 3  # of the sequence; no usual number of heads or features
+
+# Options that change nothing here. Any other one that is not None is refused.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "cache_position", "input_ids", "is_causal", "labels", "logits_to_keep",
+        "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+        "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
+    )
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One call of attention.
+
+    Attributes:
+        heads, kv_heads: of query, and of key and value.
+        head_size, value_size: features of a head of query and key, and of value.
+        scale: factor of the scores.
+        rule: which tokens are attended to.
+        softcap: of the scores.
+
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    scale: float
+    rule: MaskRule
+    softcap: float | None
+
+
+@dataclass
+class Probe:
+    """Records the calls of one forward pass, and refuses what we do not compute.
+
+    Args:
+        paths: from a module to its path, for messages.
+
+    Attributes:
+        calls: by module, in order.
+        order: the modules that attend, once for each call.
+
+    """
+
+    paths: Mapping[nn.Module, str]
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    order: list[nn.Module] = field(default_factory=list)
+
+    def attend(  # noqa: D102 # of Step
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        path = self.paths.get(module, type(module).__name__)
+        shapes = [list(each.shape) for each in (query, key, value)]
+        if any(each.ndim != 4 or len(each) != 1 for each in (query, key, value)):
+            raise _refused(path, f"query, key and value of shapes {shapes}: expected one sequence")
+        heads, tokens, size = query.shape[1:]
+        kv_heads = key.shape[1]
+        if key.shape[2] != TOKENS or tokens != TOKENS or value.shape[1:3] != key.shape[1:3]:
+            raise _refused(path, f"{shapes}: queries and keys should be those of {TOKENS} tokens")
+        if key.shape[-1] != size or heads % kv_heads:
+            raise _refused(path, f"{shapes}: query heads cannot share the key-value heads")
+        options = {name: each for name, each in options.items() if each is not None}
+        scale = options.pop("scaling", size**-0.5)
+        window, softcap = options.pop("sliding_window", None), options.pop("softcap", None)
+        options.pop("s_aux", None)
+        if options.pop("dropout", 0.0):
+            raise _refused(path, "dropout")
+        if not options.get("is_causal", getattr(module, "is_causal", True)):
+            raise _refused(path, "attention to later tokens (is_causal is false)")
+        if unknown := sorted(options.keys() - _WITHOUT_EFFECT):
+            raise _refused(path, f"{', '.join(unknown)} in the call of attention")
+        if not isinstance(scale, (int, float)):
+            raise _refused(path, f"a scale that is {shorten(scale)}, not a number")
+        if softcap is not None and not isinstance(softcap, (int, float)):
+            raise _refused(path, f"a soft cap that is {shorten(softcap)}, not a number")
+        rule = MaskRule(window=window if window else None)
+        if mask is not None:
+            known = getattr(mask, "rule", None) if isinstance(mask, Mask) else None
+            if known is None:
+                raise _refused(path, "a mask of its own")
+            rule = known
+        call = Call(heads, kv_heads, size, value.shape[-1], float(scale), rule, softcap or None)
+        self.calls.setdefault(module, []).append(call)
+        self.order.append(module)
+        return query.new_empty(1, tokens, heads, value.shape[-1])
+
+
+def _refused(path: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{path} asks for {what}, which is not supported")
+
+
+class _GroupOnMeta:
+    """A group whose collectives only have the right shapes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim)
+
+
+def probe_of(model: nn.Module) -> Probe:
+    """Return a probe of ``model`` that has recorded nothing."""
+    return Probe({module: path for path, module in model.named_modules()})
+
+
+def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
+    """Run ``part`` of ``model`` on meta; ``found`` gets its calls of attention.
+
+    With ``masks``, the model makes masks.
+
+    Raises ``UnsupportedModelError`` if it fails, or for what we do not compute.
+    """
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    mask = torch.ones(1, TOKENS, dtype=torch.int64, device="meta") if masks else None
+    name = type(model).__name__
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_tensors_on_meta(model))
+        stack.enter_context(implementation(model.config, PROBING if masks else NAME))
+        stack.enter_context(stepping(found))
+        stack.enter_context(torch.device("meta"))
+        try:
+            part(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{name}: {error}") from None
+        except Exception as error:  # code from outside
+            raise UnsupportedModelError(
+                f"{name} does not run on tensors without values, by which its attention is found: "
+                f"{describe_error(error)}"
+            ) from error
+
+
+@contextmanager
+def implementation(config: Any, name: str) -> Iterator[None]:
+    """Name the attention function that the model of ``config`` calls, in the block."""
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextmanager
+def _tensors_on_meta(model: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``model`` on meta, and let no rank wait for others, in the block."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+
+    def change(holder: dict[str, Any], name: str, value: Any) -> None:
+        changed.append((holder, name, holder[name]))
+        holder[name] = value
+
+    loading = list(modules_that_load(model))
+    for module in loading:
+        unguard(module)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                change(module._buffers, name, buffer.to("meta"))
+        attributes = vars(module)
+        for name, value in list(attributes.items()):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                change(attributes, name, value.to("meta"))
+        group = attributes.get("tp_group")
+        if group is not None and group.size > 1:
+            change(attributes, "tp_group", _GroupOnMeta(group.rank, group.size))
+    try:
+        yield
+    finally:
+        for holder, name, value in reversed(changed):
+            holder[name] = value
+        for module in loading:
+            guard(module)
