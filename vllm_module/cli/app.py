@@ -9,6 +9,7 @@ import typer
 
 from vllm_module.cli.commands.bench import bench
 from vllm_module.cli.commands.chat import chat
+from vllm_module.cli.commands.check import check
 from vllm_module.cli.commands.convert import convert
 from vllm_module.cli.commands.generate import generate
 from vllm_module.cli.commands.inspect import inspect
@@ -29,6 +30,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     generate: 'vllm-module generate ./Qwen3-0.6B --tp 2 --prompt "The sky is"',
     chat: "vllm-module chat ./Qwen3-0.6B --temperature 0.7 --top-p 0.9",
     bench: "vllm-module bench ./Qwen3-0.6B --input-len 512 --concurrency 32",
+    check: "vllm-module check ./Qwen3-0.6B --dtype float32 --tp 2",
     shard: "vllm-module shard ./Qwen3-8B --tp 8 --quantization fp8 --out ./Qwen3-8B-fp8-tp8",
     convert: "vllm-module convert ./Qwen3-8B --quantization fp8_per_block --out ./Qwen3-8B-fp8",
     demo: "vllm-module demo --keep ./demo-checkpoint",

@@ -1,0 +1,92 @@
+"""The comparison of a user's checkpoint with transformers."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_module.cli import comparison
+from vllm_module.layers import Attention
+
+Run = Callable[..., Any]
+PRECISE = "--dtype", "float32", "--device", "cpu", "--tokens", "6"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_right_checkpoint_agrees(run: Run, folder: Path, tp_size: int) -> None:
+    """Logprobs and tokens are transformers', on one rank and two, without a tokenizer."""
+    result = run("check", folder, *PRECISE, "--tp", tp_size, "--json")
+    assert result.code == 0, result.err
+    found = result.json
+    assert found["agrees"]
+    assert (found["tensor_parallel_size"], found["tolerance"]) == (tp_size, 1e-3)
+    assert len(found["prompts"]) == 3
+    for each in found["prompts"]:
+        assert len(each["ids"]) == 6
+        assert each["difference"] < 1e-4
+        assert (each["others"], each["gap"], each["agrees"]) == (0, 0.0, True)
+
+
+def test_a_wrong_computation_is_told(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention with another scale differs, is said to, and the exit code is 1."""
+    attend = Attention.forward
+
+    def wrong(self: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.scale = 1.0
+        return attend(self, *args, **kwargs)
+
+    monkeypatch.setattr(Attention, "forward", wrong)
+    result = run("check", folder, *PRECISE)
+    assert result.code == 1
+    assert "DIFFERS: logprobs differ by at most" in result.out
+    allowed = run("check", folder, *PRECISE, "--tolerance", "1000")
+    assert (allowed.code, "DIFFERS" in allowed.out) == (0, False)
+
+
+def test_texts_are_encoded_by_the_checkpoints_tokenizer(run: Run, with_text: Path) -> None:
+    """Prompts are texts where there is a tokenizer; the table says how far they agree."""
+    result = run("check", with_text, *PRECISE, "--prompt", "a tree")
+    assert result.code == 0, result.err
+    assert "'a tree'" in result.out
+    assert "6 of 6 tokens are transformers' first choice" in result.out
+
+
+def test_nothing_to_compare_with(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without transformers, the extra is named; random numbers of its own are no oracle."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    lacking = {}
+    for path in copy.glob("*.safetensors"):
+        lacking |= load_file(path)
+        path.unlink()
+    (copy / "model.safetensors.index.json").unlink()
+    del lacking["model.norm.weight"]
+    save_file(lacking, copy / "model.safetensors", {"format": "pt"})
+    with (
+        pytest.raises(comparison.CommandError, match=r"1 tensor with random.*model\.norm\.weight"),
+        comparison.transformers_model(copy, torch.float32, torch.device("cpu")),
+    ):
+        pass
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = run("check", folder, *PRECISE)
+    assert result.code == 1
+    assert "vllm-module[transformers]" in result.err
+
+
+def test_what_is_not_a_number_is_far() -> None:
+    """NaN is no agreement, and the same infinity on both sides is."""
+    infinite = torch.tensor([-torch.inf, 1.0])
+    assert comparison._distance(infinite, infinite.clone()) == 0.0
+    assert comparison._distance(infinite, torch.tensor([-5.0, 1.0])) == torch.inf
+    assert comparison._distance(infinite, torch.tensor([-torch.inf, torch.nan])) == torch.inf

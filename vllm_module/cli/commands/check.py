@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vllm_module.cli.options import (
+    DeviceOption,
+    DType,
+    DTypeOption,
+    ExpertParallelOption,
+    JsonOption,
+    LengthOption,
+    LoadFormat,
+    LoadFormatOption,
+    ModelCodeOption,
+    SizeOption,
+    Source,
+)
+from vllm_module.cli.output import console, plural, print_json, working
+from vllm_module.cli.ranks import TIMEOUT, TimeoutOption
+from vllm_module.cli.serving import built_as, check_text, serving
+
+PROMPTS = "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,"
+
+
+def check(
+    source: Source,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated."),
+    ] = None,
+    tp: SizeOption = None,
+    enable_expert_parallel: ExpertParallelOption = False,
+    tokens: Annotated[
+        int,
+        typer.Option("--tokens", min=1, metavar="K", help="Tokens to generate for each prompt."),
+    ] = 32,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            min=0.0,
+            metavar="T",
+            help="Largest difference of logprobs that passes; default: 0.001 in float32, 0.05 in "
+            "float16, 0.3 in bfloat16.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: DTypeOption = DType.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    model_code: ModelCodeOption = None,
+    max_model_len: LengthOption = None,
+    device: DeviceOption = "auto",
+    timeout: TimeoutOption = TIMEOUT,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare tokens with transformers'.
+
+    The engine continues the prompts greedily, in one batch. Then transformers loads the checkpoint
+    and computes the prompts with these tokens. Compared are the 20 largest logprobs at each
+    position, and whether each token is the one that transformers finds most probable. A token may
+    be another one where the two are equally probable, up to the tolerance. Float32 shows mistakes
+    that 16 bits hide. Without a tokenizer, prompts of token ids are made up. The exit code is 1 if
+    a prompt differs.
+
+    JSON keys: checkpoint; dtype; device; tensor_parallel_size; tolerance; agrees; prompts, one each
+    (prompt or null, prompt_ids, ids, difference: the largest of logprobs, others: tokens that are
+    not transformers' first choice, gap: how far the first of them is below it, agrees).
+    """
+    texts = [check_text(text, "--prompt") for text in prompts or PROMPTS]
+    with serving(
+        source,
+        dtype,
+        None,
+        device,
+        tp,
+        timeout,
+        max_model_len,
+        load_format=load_format.value,
+        model_code=model_code,
+        enable_expert_parallel=enable_expert_parallel,
+    ) as llm:
+        from vllm_module.cli.comparison import TOLERANCES, compare, generated, transformers_model
+
+        model_dtype, model_device = built_as(llm)
+        name, folder, size = llm.source.name, llm.source.folder, llm.executor.size
+        if llm.tokenizer is None:
+            most = llm.source.config.vocab_size
+            rows = [[(7 * i + 3 * j + 1) % most for j in range(5 + i)] for i in range(3)]
+            named: list[str | None] = [None] * len(rows)
+        else:
+            rows, named = [llm.tokenizer.encode(text) for text in texts], [*texts]
+        with working("generating"):
+            outputs = generated(llm, rows, tokens)
+    passes = TOLERANCES.get(model_dtype, 1e-3) if tolerance is None else tolerance
+    with (
+        working("loading by transformers"),
+        transformers_model(folder, model_dtype, model_device) as model,
+    ):
+        found = [compare(model, output) for output in outputs]
+    agrees = [each.agrees(passes) for each in found]
+    if as_json:
+        print_json(
+            {
+                "checkpoint": name,
+                "dtype": model_dtype,
+                "device": model_device,
+                "tensor_parallel_size": size,
+                "tolerance": passes,
+                "agrees": all(agrees),
+                "prompts": [
+                    {
+                        "prompt": text,
+                        "prompt_ids": each.prompt_ids,
+                        "ids": each.ids,
+                        "difference": each.difference,
+                        "others": each.others,
+                        "gap": each.gap,
+                        "agrees": right,
+                    }
+                    for text, each, right in zip(named, found, agrees, strict=True)
+                ],
+            }
+        )
+    else:
+        out = console()
+        for text, each, right in zip(named, found, agrees, strict=True):
+            out.print(f"{text!r}" if text else f"token ids {each.prompt_ids}", style="bold")
+            same = len(each.ids) - each.others
+            close = f", the first other one {each.gap:.2g} below it" if each.others else ""
+            out.print(
+                f"  {'agrees' if right else 'DIFFERS'}: logprobs differ by at most "
+                f"{each.difference:.2g} (allowed {passes:g}); {same} of "
+                f"{plural(len(each.ids), 'token')} are transformers' first choice{close}"
+            )
+    if not all(agrees):
+        raise typer.Exit(1)

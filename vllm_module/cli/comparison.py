@@ -1,0 +1,136 @@
+"""A checkpoint's logprobs and greedy tokens here, beside those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_module.cli.output import CommandError, plural
+from vllm_module.messages import describe_error, printable
+from vllm_module.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm_module.runtime.llm import LLM
+    from vllm_module.runtime.outputs import RequestOutput
+
+_MOST = 20  # logprobs of a position that are compared: the most probable ones
+# By dtype: what two right implementations may differ by, in logprobs of about -1 to -20.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One prompt.
+
+    Attributes:
+        prompt: its text; ``None`` if it was given as token ids.
+        prompt_ids, ids: its tokens, and those generated here, greedily.
+        difference: the largest one between logprobs, at all positions.
+        others: how many tokens are not those that transformers finds most probable after the
+            tokens before, and by how much the first one's logprob is below that, in transformers.
+        gap: see ``others``; 0 if there are none.
+
+    """
+
+    prompt: str | None
+    prompt_ids: list[int]
+    ids: list[int]
+    difference: float
+    others: int
+    gap: float
+
+    def agrees(self, tolerance: float) -> bool:
+        """Tell whether logprobs agree, and tokens do except where two are as probable."""
+        return self.difference <= tolerance and self.gap <= tolerance
+
+
+def generated(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[RequestOutput]:
+    """Return our greedy tokens, with the logprobs of prompts and tokens."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        logprobs=_MOST,
+        prompt_logprobs=_MOST,
+    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    for output in outputs:
+        if output.error:
+            raise CommandError(f"a prompt of {len(output.prompt_token_ids)} tokens: {output.error}")
+    return outputs
+
+
+@contextmanager
+def transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Any]:
+    """Load the model by transformers, with its own attention, and free it at the end.
+
+    Raises ``CommandError`` if transformers is not installed or refuses the model.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise CommandError(
+            "check compares with transformers: pip install 'vllm-module[transformers]'"
+        ) from None
+    library: Any = transformers  # which has few hints
+    library.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    try:
+        model, info = library.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
+    except Exception as error:  # it raises all kinds
+        reason = describe_error(error)
+        raise CommandError(f"transformers does not load {printable(folder)}: {reason}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise CommandError(
+            f"transformers fills {plural(len(missing), 'tensor')} with random numbers, so there is "
+            f"nothing to compare with: {', '.join(missing[:3])}"
+        )
+    yield model.to(device).eval()
+
+
+@torch.inference_mode()
+def compare(model: Any, output: RequestOutput) -> Compared:
+    """Compare with one forward pass of transformers over the prompt and our tokens.
+
+    If each token is the most probable one after those before it, then greedy decoding by
+    transformers gives the same tokens.
+    """
+    (sample,) = output.outputs
+    prompt, ids = list(output.prompt_token_ids), list(sample.token_ids)
+    row = torch.tensor([prompt + ids], device=next(model.parameters()).device)
+    logits = model(input_ids=row, use_cache=False).logits[0].float()
+    theirs = torch.log_softmax(logits, -1)[:-1].cpu()
+    ours = [*(output.prompt_logprobs or [None])[1:], *(sample.logprobs or ())]
+    assert len(ours) == len(theirs), "each token but the first has logprobs"
+    difference = 0.0
+    for row_of, at in zip(ours, theirs, strict=True):
+        assert row_of is not None
+        listed = torch.tensor([*row_of])
+        own = torch.tensor([each.logprob for each in row_of.values()])
+        difference = max(difference, _distance(own, at[listed]))
+    chosen = theirs[len(prompt) - 1 :]
+    below = chosen.amax(-1) - chosen.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+    others = below > 0
+    return Compared(
+        output.prompt,
+        prompt,
+        ids,
+        difference,
+        int(others.sum()),
+        float(below[others][0]) if others.any() else 0.0,
+    )
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference; NaN and infinities on one side are infinitely far."""
+    same = ours == theirs
+    far = (ours - theirs).abs().masked_fill(same, 0.0)
+    return float(far.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
