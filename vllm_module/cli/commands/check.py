@@ -6,6 +6,7 @@ import typer
 
 from vllm_module.cli.options import (
     DeviceOption,
+    DownloadDirOption,
     DType,
     DTypeOption,
     ExpertParallelOption,
@@ -14,6 +15,8 @@ from vllm_module.cli.options import (
     LoadFormat,
     LoadFormatOption,
     ModelCodeOption,
+    ModelImpl,
+    ModelImplOption,
     SizeOption,
     Source,
 )
@@ -50,6 +53,8 @@ def check(
     dtype: DTypeOption = DType.auto,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
+    download_dir: DownloadDirOption = None,
+    model_impl: ModelImplOption = ModelImpl.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -79,6 +84,8 @@ def check(
         max_model_len,
         load_format=load_format.value,
         model_code=model_code,
+        download_dir=download_dir,
+        model_impl=model_impl.value,
         enable_expert_parallel=enable_expert_parallel,
     ) as llm:
         from vllm_module.cli.comparison import TOLERANCES, compare, generated, transformers_model
