@@ -30,6 +30,7 @@ DISTRIBUTIONS = {
 EXTRAS = {
     ("vllm_module.testing", "hypothesis"): "testing",
     ("vllm_module.quantization.compressed_rules", "compressed_tensors"): "compressed-tensors",
+    ("vllm_module.cli.comparison", "transformers"): "transformers",
     ("vllm_module.cli.demo.checks", "transformers"): "demo",
     ("vllm_module.registry", "transformers"): "transformers",
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",

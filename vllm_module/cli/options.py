@@ -225,7 +225,8 @@ ModelImplOption = Annotated[
     ModelImpl,
     typer.Option(
         "--model-impl",
-        help="Whose model is built: ours, transformers', or ours where there is one.",
+        metavar="WHOSE",
+        help=f"Whose model is built: {_listed(ModelImpl)}; auto takes ours where there is one.",
     ),
 ]
 
