@@ -88,8 +88,8 @@ def quantizes_inputs(x: torch.Tensor) -> bool:
 
     Always ``False`` while a graph is traced.
     """
-    traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor
-    return not traced and x.is_cuda and x.dtype in FLOATS
+    real = x.is_cuda and type(x) is torch.Tensor  # asked first: a CPU asks no more
+    return real and x.dtype in FLOATS and not torch.compiler.is_compiling()
 
 
 def scaled_matmul_reference(

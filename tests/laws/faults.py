@@ -45,10 +45,11 @@ class Fault(NamedTuple):
 def caught(error: BaseException) -> bool:
     """Tell whether ``error`` is a law's, a load's or PyTorch's; any other comes of a broken fault.
 
-    PyTorch raises ``RuntimeError`` where shapes do not fit.
+    Where shapes do not fit, PyTorch raises ``RuntimeError``, and our kernels ``ValueError``.
     """
     kinds = AssertionError | WeightLoadError | RuntimeError
-    return isinstance(error, kinds) and not isinstance(error, RecursionError)
+    misfit = isinstance(error, ValueError) and " must have the shape " in str(error)
+    return (misfit or isinstance(error, kinds)) and not isinstance(error, RecursionError)
 
 
 def instead(where: str, faulty: Callable[..., Any]) -> Callable[[], AbstractContextManager[None]]:
@@ -230,7 +231,7 @@ FAULTS = (
           instead("parameters:BasevLLMParameter.cut", sharding.counted_from_its_own_first)),
     Fault("a packed code is one too high", "sharding_equivalent", "packed while loading",
           instead("quantization.packed_online:PackedRegion.receive", sharding.one_code_higher)),
-    Fault("the padding between slots is not zeroed", "order_independent", "ColumnvLLMParameter",
+    Fault("the padding of slots is not zeroed", "order_independent", "ColumnvLLMParameter",
           instead("allocation:Allocation._new", sharding.unpadded_if_partial)),
     # What the layers compute
     Fault("every rank adds the bias", "sharding_equivalent", "row",

@@ -240,9 +240,9 @@ def one_code_higher(receive: Any, region: Any, weight: Any) -> None:
 
 def unpadded_if_partial(new: Any, allocation: Any, tensor: Any, device: Any) -> Any:
     real = new(allocation, tensor, device)
-    if allocation._partial and isinstance(real, BasevLLMParameter) and real.is_floating_point():
-        for slot in real.slots if len(real.slots) > 1 else ():
-            real.region(slot).fill_(torch.nan)
+    typed = isinstance(real, BasevLLMParameter) and real.is_floating_point()
+    if allocation._partial and typed and len(real.slots) > 1:
+        real.data.fill_(torch.nan)
     return real
 
 

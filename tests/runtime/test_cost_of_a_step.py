@@ -77,7 +77,7 @@ def decoding(contexts: list[int]) -> StepInputs:
 
 
 @pytest.mark.parametrize(
-    ("contexts", "operators", "calls"), [([40], 48, 212), ([40, 7, 33, 20], 62, 222)], ids=str
+    ("contexts", "operators", "calls"), [([40], 48, 221), ([40, 7, 33, 20], 62, 230)], ids=str
 )
 def test_operators_and_calls_of_a_layer(contexts, operators, calls, runner) -> None:
     """A layer of a step that decodes takes a bounded number of operators and of Python calls."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import describe_error, shorten
+from vllm_module.messages import shorten
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.scheme import EVERY_LAYER, Scheme
 
@@ -124,7 +124,7 @@ def checked_target(target: str) -> str:
                 compiled = re.compile(pattern)
         except (re.error, RecursionError, OverflowError, Warning) as error:
             raise CheckpointFormatError(
-                f"{shorten(target)} is not a valid regular expression: {describe_error(error)}"
+                f"{shorten(target)} is not a valid regular expression: {error}"
             ) from None
         # A comment, or a space where spaces do not count, may be between a group and its * or +.
         hidden = compiled.flags & re.VERBOSE or re.search(r"(?<!\\)\(\?(#|[a-zA-Z-]*x)", pattern)
