@@ -357,9 +357,9 @@ def test_a_url_that_is_not_valid_is_refused(url: str, message: str) -> None:
 
 
 def test_what_a_store_cannot_do_is_refused(server: Any) -> None:
-    """Another format, a revision outside of the hub, and two revisions."""
-    with pytest.raises(CheckpointFormatError, match="load_format 'gguf' is read from a local"):
-        find_source(web(server), load_format="gguf")
+    """A format of local folders, a revision outside of the hub, and two revisions."""
+    with pytest.raises(CheckpointFormatError, match=r"'dcp' is read from a local .* several requ"):
+        find_source(web(server), load_format="dcp")
     with pytest.raises(CheckpointFormatError, match="only the hub has revisions"):
         find_source(web(server), "main")
     with pytest.raises(CheckpointFormatError, match="revision 'a', and the argument for 'b'"):
