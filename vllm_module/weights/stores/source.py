@@ -276,11 +276,9 @@ class StoreSource:
                     config = store.fetch(_CONFIG, MAX_JSON_BYTES)
                 except CheckpointFormatError as error:
                     asked = FORMATS.get(self._options["load_format"])
-                    by_name = self._named is not None or (
-                        isinstance(asked, Unit) and asked.suffixes
-                    )
+                    by_name = isinstance(asked, Unit) and asked.suffixes
                     markers = _DESCRIBING if listed is None else ()
-                    if not by_name and not any(map(store.has, markers)):
+                    if not (by_name or self._named or any(map(store.has, markers))):
                         raise
                     missing = error
                 else:
