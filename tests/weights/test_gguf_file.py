@@ -19,7 +19,7 @@ import torch
 from vllm_module import ModelConfig, get_model
 from vllm_module.errors import CheckpointFormatError, UnexpectedWeightError, UnsupportedModelError
 from vllm_module.model_source import ModelSource
-from vllm_module.weights import open_checkpoint
+from vllm_module.weights import gguf_file, open_checkpoint
 from vllm_module.weights.gguf_names import ARCHITECTURES, ROPE_TENSORS, renamed
 from vllm_module.weights.source import find_source
 
@@ -551,6 +551,14 @@ def small_file(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_a_file_of_many_experts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the file may stand for 65536, each of which takes memory; all are counted."""
+    monkeypatch.setattr(gguf_file, "_MOST_TENSORS", 7)
+    shapes = {f"blk__{layer}__ffn_gate_exps": (4, 1, 1) for layer in range(2)}
+    with pytest.raises(CheckpointFormatError, match=r"the 4 experts of .*blk\.1.* more than 7 ten"):
+        open_checkpoint(small_file(tmp_path / "m.gguf", "qwen3moe", {}, **shapes))
 
 
 def test_tensors_of_other_dimensions_are_refused(tmp_path: Path) -> None:

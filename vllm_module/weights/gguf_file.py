@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_module.weights.handle import FileHandle
 
 _MOST_EXPERTS = _MOST_FACTORS = 1 << 16
+_MOST_TENSORS = 1 << 19  # of the model, in a file: one of the file may have many experts
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -92,6 +93,12 @@ class GGUFFile(WeightFile):
                 raise CheckpointFormatError(
                     f"{printable(self.path)}: tensor {shorten(tensor.name)} should have the "
                     f"weights of {count} experts, and its shape is {list(shape)}. {DAMAGED}"
+                )
+            if len(self.entries) + shape[0] > _MOST_TENSORS:
+                raise CheckpointFormatError(
+                    f"{printable(self.path)}: with the {shape[0]} experts of tensor "
+                    f"{shorten(tensor.name)} it has more than {_MOST_TENSORS} tensors, the most "
+                    f"that are accepted. {DAMAGED}"
                 )
         return _entries(tensor, architecture)
 
