@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import runpy
@@ -24,7 +25,7 @@ from vllm_module.export.sharded_state import shard
 from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights, write_checkpoint
-from vllm_module.weights import source
+from vllm_module.weights import open_checkpoint, source
 from vllm_module.weights.source import find_source
 
 HERE = Path(__file__).parent
@@ -255,6 +256,17 @@ def test_what_cannot_be_found_is_refused(server: Any, bucket: str) -> None:
         assert url.rpartition("/")[0] in str(error.value)
     with pytest.raises(UnsupportedModelError, match="no dummy weights are made of the blocks"):
         states(f"{server.url}/gguf/model.gguf", 1, "dummy")
+
+
+def test_files_of_the_second_suffix_are_found(bucket: str, folder: Path) -> None:
+    """A bucket whose weights are ``*.pt`` alone is read; it has no index and no usual name."""
+    with open_checkpoint(folder / "plain") as checkpoint:
+        buffer = io.BytesIO()
+        torch.save({name: handle.read() for name, handle in checkpoint.items()}, buffer)
+    store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
+    obstore.put(store, "pt/weights.pt", buffer.getvalue())
+    obstore.put(store, "pt/config.json", json.dumps(CONFIG).encode())
+    assert_same(states(f"{bucket}/pt", 1), states(str(folder / "plain"), 1))
 
 
 def test_files_of_trainers_are_refused_by_the_reason(bucket: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -148,6 +149,9 @@ class _Window:
         if offset < 0 or offset + length > self.size:
             raise ValueError(f"bytes {offset} to {offset + length} of {self.size}")
         return self._file.read_bytes(self._begin + offset, length)
+
+    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        pass
 
 
 class _Handle:

@@ -52,6 +52,7 @@ class Files:
 
     def files(self, present: Iterable[Path]) -> list[Path]:
         """Return the files of this format among those in a folder."""
+        present = list(present)
         for suffix in self.suffixes:
             found = [path for path in present if path.suffix == suffix]
             if kept := [path for path in found if not self.others.match(path.name)]:
