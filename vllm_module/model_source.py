@@ -23,11 +23,10 @@ from vllm_module.module import vLLMModule
 from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
 from vllm_module.registry import model_class
 from vllm_module.weights.dummy import DummyWeights
-from vllm_module.weights.gguf_source import GGUFSource
 from vllm_module.weights.joined import JoinedWeights
 from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
 from vllm_module.weights.sharded_state import find_manifest
-from vllm_module.weights.source import Folder, Source, find_source
+from vllm_module.weights.source import Remote, Source, find_source
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that a model runs in
 # The default dtype belongs to the process, and simulated ranks build in threads.
@@ -84,14 +83,15 @@ class ModelSource:
             token=model.hf_token,
         )
         config = read_config(source.folder, model)
-        is_folder = isinstance(source, Folder)
-        manifest = find_manifest(source.folder, load_format) if is_folder else None
+        is_own = isinstance(source, Remote)  # whose opener knows its format
+        manifest = None if is_own else find_manifest(source.folder, load_format)
         model = model if manifest is None else manifest.settle(model, config)
-        rules = rules_for(model.quantization, getattr(config, "quantization_config", None))
+        stored = getattr(config, "quantization_config", None)
+        rules = rules_for(model.quantization, stored)
         is_dummy = load_format == "dummy"
-        if is_dummy and isinstance(source, GGUFSource) and rules is not None:
+        if is_dummy and isinstance(stored, Mapping) and stored.get("quant_method") == "gguf":
             raise UnsupportedModelError(
-                f"no dummy weights are made of the blocks in {printable(source.path)}: expected a "
+                f"no dummy weights are made of the blocks in {printable(model.model)}: expected a "
                 "file of F32, F16 or BF16, or a config.json without the file"
             )
         dtype = _parameter_dtype(model, config, None if is_dummy else source)

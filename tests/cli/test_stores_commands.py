@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import obstore
 import pytest
 from moto.server import ThreadedMotoServer
@@ -90,3 +91,18 @@ def test_a_command_says_of_a_url_what_it_says_of_the_folder(
         printed.append(said(run(name, source, *options, "--download-dir", tmp_path)))
     assert printed[0] == printed[1]
     assert list(tmp_path.rglob("*"))
+
+
+def test_an_architecture_that_is_not_known_is_named(
+    run: Callable[..., Any], local: Path, urls: dict[str, str]
+) -> None:
+    """Inspecting a GGUF file of a store says so, and not that there is no such folder."""
+    writer = gguf.GGUFWriter(local.parent / "other.gguf", "other")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    url = f"{urls['http'].removesuffix('model')}other.gguf"
+    result = run("inspect", url)
+    assert result.code == 1
+    assert f"{url}: general.architecture is 'other'" in " ".join(result.err.split())

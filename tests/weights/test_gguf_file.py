@@ -19,9 +19,9 @@ import torch
 from vllm_module import ModelConfig, get_model
 from vllm_module.errors import CheckpointFormatError, UnexpectedWeightError, UnsupportedModelError
 from vllm_module.model_source import ModelSource
-from vllm_module.weights import open_checkpoint
+from vllm_module.weights import gguf_file, open_checkpoint
 from vllm_module.weights.gguf_names import ARCHITECTURES, ROPE_TENSORS, renamed
-from vllm_module.weights.gguf_source import find_gguf_source
+from vllm_module.weights.source import find_source
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))
 SMALL = {**written.CONFIGS["llama"], "num_hidden_layers": 1}
@@ -314,7 +314,7 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     """The message has the architecture, and those that have names."""
     (tmp_path / "m.gguf").write_bytes(header().replace(b"llama", b"mamba"))
     with pytest.raises(UnsupportedModelError, match=r"is 'mamba', .* expected one of llama, qwen2"):
-        find_gguf_source(tmp_path)
+        find_source(str(tmp_path))
     with open_checkpoint(tmp_path) as checkpoint:
         assert [*checkpoint] == ["a"]  # to be listed
 
@@ -333,7 +333,7 @@ def test_a_tensor_that_no_model_has_is_unexpected(model: Any, tmp_path: Path) ->
 
 
 def config_of(path: Path) -> Any:
-    return json.loads((find_gguf_source(path).folder / "config.json").read_text())
+    return json.loads((find_source(str(path)).folder / "config.json").read_text())
 
 
 def test_a_source_is_a_folder_of_its_own_for_all_processes(whole: Path) -> None:
@@ -435,7 +435,7 @@ def test_a_configuration_that_contradicts_the_file_is_refused(
     config = {**model.config.to_dict(), **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointFormatError, match=message):
-        find_gguf_source(tmp_path / "model.gguf")
+        find_source(str(tmp_path / "model.gguf"))
 
 
 def scaling_of(tmp_path: Path, model: Any, change: Callable[[gguf.GGUFWriter], object]) -> Any:
@@ -534,7 +534,7 @@ def test_a_scaling_that_has_no_value_is_another_one(
     config = {**model.config.to_dict(), "rope_parameters": {**LLAMA3, **change}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointFormatError, match="which rope_scaling of"):
-        find_gguf_source(tmp_path / "model.gguf")
+        find_source(str(tmp_path / "model.gguf"))
 
 
 def small_file(
@@ -553,11 +553,19 @@ def small_file(
     return path
 
 
+def test_a_file_of_many_experts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the file may stand for 65536, each of which takes memory; all are counted."""
+    monkeypatch.setattr(gguf_file, "_MOST_TENSORS", 7)
+    shapes = {f"blk__{layer}__ffn_gate_exps": (4, 1, 1) for layer in range(2)}
+    with pytest.raises(CheckpointFormatError, match=r"the 4 experts of .*blk\.1.* more than 7 ten"):
+        open_checkpoint(small_file(tmp_path / "m.gguf", "qwen3moe", {}, **shapes))
+
+
 def test_tensors_of_other_dimensions_are_refused(tmp_path: Path) -> None:
     """Embeddings, experts and factors have the dimensions and sizes that models have."""
     path, layer = tmp_path / "m.gguf", "blk__0__ffn_gate_exps"
     with pytest.raises(CheckpointFormatError, match=r"token_embd\.weight should have 2 dim"):
-        find_gguf_source(small_file(path, "llama", {}, token_embd=(8,)))
+        find_source(str(small_file(path, "llama", {}, token_embd=(8,))))
     for keys, shape, count in (
         ({}, (8,), "at most 65536"),
         ({}, (70_000, 1, 1), "at most 65536"),

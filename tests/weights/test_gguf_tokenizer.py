@@ -21,7 +21,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 from vllm_module.weights import gguf_file
-from vllm_module.weights.gguf_source import find_gguf_source
+from vllm_module.weights.source import find_source
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))
 
@@ -145,7 +145,7 @@ def test_text_is_encoded_and_decoded_as_by_transformers(
 
     path = write(*KINDS[kind], add)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    ours = Tokenizer(find_gguf_source(path).folder)
+    ours = Tokenizer(find_source(str(path)).folder)
     for text in TEXTS:
         for special in (True, False):
             ids = theirs(text, add_special_tokens=special)["input_ids"]
@@ -166,7 +166,7 @@ O200K = (
 
 def test_text_of_gpt_oss_is_split_as_by_tiktoken(write: Callable[..., Path]) -> None:
     """The pieces are those of tiktoken's expression, by another library; text comes back."""
-    folder = find_gguf_source(write("gpt-oss", byte_level("gpt-4o"))).folder
+    folder = find_source(str(write("gpt-oss", byte_level("gpt-4o")))).folder
     tokenizer, ours = FastTokenizer.from_file(str(folder / "tokenizer.json")), Tokenizer(folder)
     for text in TEXTS:
         split = tokenizer.pre_tokenizer.pre_tokenize_str(text)
@@ -178,7 +178,7 @@ def test_text_of_gpt_oss_is_split_as_by_tiktoken(write: Callable[..., Path]) -> 
 def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:
     """The template has the special tokens; generation stops at both ends that the file names."""
     path = write(*KINDS["qwen2"], lambda writer: writer.add_eot_token_id(7))
-    folder = find_gguf_source(path).folder
+    folder = find_source(str(path)).folder
     text = ChatTemplate(folder).render([{"role": "user", "content": "Hi"}])
     assert text == "<s>Hi<|end|>"
     assert stop_tokens(folder) == {401, 7}
@@ -191,7 +191,7 @@ def test_a_tokenizer_beside_the_file_goes_before_its_metadata(
     path = write(*KINDS["qwen2"], lambda writer: None)
     tokenizer = FastTokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     tokenizer.save(str(path.parent / "tokenizer.json"))
-    assert Tokenizer(find_gguf_source(path).folder).encode("a") == [0]
+    assert Tokenizer(find_source(str(path)).folder).encode("a") == [0]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_tokenizer_that_cannot_be_made_refuses_text_alone(
 
     monkeypatch.setattr(gguf_file, "read_gguf_header", changed)
     with pytest.raises(CheckpointFormatError, match=message) as error:
-        Tokenizer(find_gguf_source(path).folder)
+        Tokenizer(find_source(str(path)).folder)
     assert str(error.value).startswith(str(path))
     assert "tokenizer.json beside the GGUF file, or give token ids" in str(error.value)
     llm = LLM(str(path), dtype="float32", device="cpu")
@@ -246,4 +246,4 @@ def test_a_long_token_of_which_merges_are_computed_is_refused(write: Callable[..
         writer.add_token_scores([0.0, 0.0])
 
     with pytest.raises(CheckpointFormatError, match=r"at most 1024 characters.* 1025"):
-        Tokenizer(find_gguf_source(write("llama", add)).folder)
+        Tokenizer(find_source(str(write("llama", add))).folder)

@@ -23,6 +23,7 @@ from torch._utils import (
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import open_checkpoint
+from vllm_module.weights.pickle_records import RecordReader
 
 STORED = torch.arange(24.0)
 
@@ -206,3 +207,13 @@ def test_another_version_of_the_archive_is_refused(version: bytes, tmp_path: Pat
         open_checkpoint(tmp_path / "m.pt")
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         torch.load(tmp_path / "m.pt", weights_only=True)
+
+
+def test_a_pickle_of_many_operations_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dict takes a byte there and 64 in memory, so that 100 MB would take 6 GB."""
+    monkeypatch.setattr(RecordReader, "most_operations", 1000)
+    (tmp_path / "m.pt").write_bytes(archive(b"\x80\x02" + b"}" * 2000 + b"."))
+    with pytest.raises(CheckpointFormatError, match=r"more than the 1000 operations that are read"):
+        open_checkpoint(tmp_path / "m.pt")

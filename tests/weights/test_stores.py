@@ -259,7 +259,18 @@ def shifted(handler: Any) -> None:
     handler.answer(206, bytes(8), Content_Range=f"bytes {first + 1}-{first + 8}/99999")
 
 
+def nothing(handler: Any) -> None:
+    handler.answer(416, Content_Range="bytes */0")
+
+
 WEB_ONLY = {
+    "an empty answer": (always(lambda h: h.answer(200)), "it is empty: copy it there again"),
+    "an empty answer in between": (second(lambda h: h.answer(200)), "it is empty"),
+    "an empty config.json": (always(lambda h: h.answer(200), "config.json"), "is not valid JSON"),
+    "a page that says it is a file": (
+        always(lambda h: h.answer(200, b"<html>log in</html>"), "config.json"),
+        "is not valid JSON",
+    ),
     "a web page": (always(page), "with a web page, such as one to log in"),
     "a web page as config.json": (always(page, "config.json"), "config.json: .* a web page"),
     "a redirect elsewhere": (always(redirect), r"another host, http://login.invalid,"),
@@ -294,6 +305,12 @@ REFUSED = {
         second(lambda h: h.serve(200, ETag='"two"')),
         'changed since it was opened .*the tag "one", and now has .*"two"',
     ),
+    "an empty file": (always(nothing), "it is empty: copy it there again"),
+    "a file that was emptied": (second(nothing), "it ends before byte"),
+    "a file that was deleted": (
+        second(lambda h: h.answer(404)),
+        "no such file.*It could be read when it was opened",
+    ),
     "permission withdrawn": (
         second(lambda h: h.answer(403)),
         "It could be read when it was opened",
@@ -316,7 +333,7 @@ def test_a_wrong_answer_of_a_web_server_is_refused(
     """One error names the URL and what came, at once; no secret of a redirect is in it."""
     monkeypatch.setattr(store, "RETRY_SECONDS", 0.0)
     text = refused(web(server, fault))
-    assert f"{server.url}/model/" in text
+    assert f"{server.url}/model" in text
     assert re.search(message, text), text
 
 
@@ -357,9 +374,9 @@ def test_a_url_that_is_not_valid_is_refused(url: str, message: str) -> None:
 
 
 def test_what_a_store_cannot_do_is_refused(server: Any) -> None:
-    """Another format, a revision outside of the hub, and two revisions."""
-    with pytest.raises(CheckpointFormatError, match="load_format 'gguf' is read from a local"):
-        find_source(web(server), load_format="gguf")
+    """A format of local folders, a revision outside of the hub, and two revisions."""
+    with pytest.raises(CheckpointFormatError, match=r"'dcp' is read from a local .* several requ"):
+        find_source(web(server), load_format="dcp")
     with pytest.raises(CheckpointFormatError, match="only the hub has revisions"):
         find_source(web(server), "main")
     with pytest.raises(CheckpointFormatError, match="revision 'a', and the argument for 'b'"):
@@ -824,10 +841,18 @@ def test_a_real_s3_server(server: Any, local: Any, monkeypatch: pytest.MonkeyPat
         for path in (server.folder / "model").iterdir():
             obstore.put(bucket, f"a/b c/{path.name}", path.read_bytes())
         assert same(state("s3://bucket/a/b c"), local[0][0])
-        with opened("s3://bucket/a/b c") as checkpoint:
-            obstore.put(bucket, f"a/b c/{FILE}", bytes(1000))
-            with pytest.raises(WeightReadError, match=r"was changed|ends before"):
-                checkpoint["model.embed_tokens.weight"].read()
+        for change, message in (
+            (lambda: obstore.put(bucket, f"a/b c/{FILE}", bytes(1000)), r"was changed|ends before"),
+            (lambda: obstore.delete(bucket, f"a/b c/{FILE}"), "NoSuchKey.* could be read when it"),
+        ):
+            data = (server.folder / "model" / FILE).read_bytes()
+            obstore.put(bucket, f"a/b c/{FILE}", data)
+            with opened("s3://bucket/a/b c") as checkpoint:
+                change()
+                with pytest.raises(WeightReadError, match=message):
+                    checkpoint["model.embed_tokens.weight"].read()
+        obstore.put(bucket, f"a/b c/{FILE}", b"")
+        assert "it is empty: copy it there again" in refused("s3://bucket/a/b c")
         assert "has no config.json; there is nothing" in refused("s3://bucket/a")
         assert "404 Not Found (NoSuchBucket)" in refused("s3://none/a")
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 
 from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.distributed import run_ranks
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights
 from vllm_module.weights import source
+from vllm_module.weights.stores import stored_bytes
 
 servers: Any = runpy.run_path(str(Path(__file__).with_name("stores_server.py")))
 CONFIG: dict[str, Any] = {
@@ -99,6 +101,47 @@ def test_a_part_is_read_and_no_more(server: Any) -> None:
         checkpoint["model.layers.0.mlp.up_proj.weight"].narrow(0, 0, 1024).read()
         assert checkpoint.bytes_requested - before == 1024 * 64 * 4
         assert checkpoint.fingerprint != ""
+
+
+def test_headers_of_members_are_requested_together(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their answers wait for each other, so that one by one none would come; a failure ends all."""
+    monkeypatch.setattr(stored_bytes, "_FIRST_BYTES", 512)
+    found = ModelSource.find(ModelConfig(model=f"{server.url}/one"), "pt")
+    together = threading.Barrier(stored_bytes._AHEAD)
+    headers: list[str] = []
+
+    def asks_for_header(handler: Any) -> bool:
+        first, last = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        return first > 0 and last + 1 - first == stored_bytes._LEAST_BYTES
+
+    def fault(handler: Any) -> bool:
+        if asks_for_header(handler):
+            headers.append(handler.path)
+            if len(headers) <= stored_bytes._AHEAD:
+                together.wait(60)
+        return False
+
+    server.fault = fault
+    with found.open() as checkpoint:
+        assert checkpoint.nbytes > 1 << 20
+    assert together.broken is False
+    assert len(headers) >= stored_bytes._AHEAD
+    asked = len(headers)
+    headers.clear()
+
+    def fail(handler: Any) -> bool:
+        if asks_for_header(handler):
+            headers.append(handler.path)
+            handler.answer(404)
+            return True
+        return False
+
+    server.fault = fail
+    with pytest.raises(WeightReadError, match=r"one/pytorch_model.bin.*could be read when it"):
+        found.open()
+    assert 0 < len(headers) <= asked
 
 
 def test_a_pickle_that_asks_for_more_than_tensors_is_refused(server: Any) -> None:

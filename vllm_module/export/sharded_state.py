@@ -33,7 +33,7 @@ from vllm_module.weights.sharded_state import (
     quantization_settings,
     shard_name,
 )
-from vllm_module.weights.source import Folder
+from vllm_module.weights.source import Remote
 
 PART_BYTES = 4 << 30  # of a file, at most, unless one tensor is larger
 _CPU = torch.device("cpu")
@@ -63,7 +63,8 @@ def shard(
 
     """
     source = ModelSource.find(config, load_format)
-    if isinstance(source.source, Folder) and find_manifest(source.folder, load_format) is not None:
+    is_own = isinstance(source.source, Remote)  # whose opener knows its format
+    if not is_own and find_manifest(source.folder, load_format) is not None:
         raise UnsupportedModelError(
             f"{printable(source.folder)} is a sharded state already: shard the original checkpoint"
         )

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable, printable_name, shorten
+from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.formats import FORMATS, UNSUPPORTED, Files, Unit, formats_of, imported
 from vllm_module.weights.header import Entry
 from vllm_module.weights.index import DAMAGED, check_against_index, read_index
-from vllm_module.weights.regular_file import is_there, refusal
+from vllm_module.weights.regular_file import is_there, read_file, refusal
 from vllm_module.weights.weight_file import WeightFile
 
 if TYPE_CHECKING:
@@ -109,6 +109,42 @@ class Checkpoint(Mapping[str, "FileHandle"]):
         return len(self._owner)
 
 
+class LocalFiles:
+    """The :class:`FolderFiles` of a folder on this machine, or of the one with a file."""
+
+    def __init__(self, path: Path) -> None:
+        is_folder = os.path.isdir(path)
+        self.path = path if is_folder else path.parent
+        self.named = None if is_folder else path.name
+        self._names: list[str] | None = None
+
+    def names(self) -> list[str]:
+        """List the files in order."""
+        if self._names is None:
+            self._names = [path.name for path in _listed(self.path)]
+        return self._names
+
+    def has(self, name: str) -> bool:
+        """Tell whether there is such a file."""
+        return is_there(self.path / name)
+
+    def read(self, name: str) -> bytes:
+        """Read the whole of a small file."""
+        return read_file(self.path / name, self.path)
+
+    def open(self, name: str) -> FileBytes:
+        """Open a file of weights."""
+        # What the user named may be a link to anywhere.
+        return FileBytes(self.path / name, self.path if self.named is None else None)
+
+    def close(self) -> None:
+        """Do nothing: files are closed one by one."""
+
+    def checkpoint(self, files: Sequence[WeightFile], load_format: str) -> Checkpoint:
+        """Return the checkpoint of files that were opened here."""
+        return Checkpoint(tuple(files), load_format)
+
+
 @paused_gc()
 def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint:
     """Open a checkpoint in Hugging Face's layout and check what its files say of their tensors.
@@ -132,7 +168,7 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
         raise _nothing_to_open(path, load_format, formats)
     each = FORMATS[name]
     if isinstance(each, Unit):
-        opened: Checkpoint = imported(each.opener)(path)
+        opened: Checkpoint = imported(each.opener)(LocalFiles(path))
         return opened
     if not os.path.isdir(path):
         return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
@@ -153,11 +189,11 @@ def format_of(path: Path, load_format: str = "auto") -> str | None:
     formats = formats_of(load_format)
     if not os.path.isdir(path):
         return next((name for name in formats if path.suffix in FORMATS[name].suffixes), None)
-    present = lru_cache(maxsize=1)(lambda: _listed(path))
+    folder = LocalFiles(path)
     for name in formats:
         each = FORMATS[name]
         makes = len(formats) == 1 and isinstance(each, Unit) and each.made_from is not None
-        if makes or each.is_in(path, present):
+        if makes or each.is_in(folder):
             return name
     return None
 

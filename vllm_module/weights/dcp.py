@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.dcp_metadata import Chunk, Tensor, read_metadata
 from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
 from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry
 from vllm_module.weights.regular_file import is_there
@@ -30,13 +31,13 @@ from vllm_module.weights.weight_file import WeightFile
 METADATA = ".metadata"
 
 
-def open_dcp(folder: Path) -> Checkpoint:
+def open_dcp(files: FolderFiles) -> Checkpoint:
     """Open the weights of a folder of torch.distributed.checkpoint, without an optimizer's state.
 
     Raises ``CheckpointFormatError`` if ``.metadata`` is damaged, asks for more than records, or
     does not fit the files.
     """
-    return Checkpoint((_Chunked(folder / METADATA, folder),), "dcp")
+    return Checkpoint((_Chunked(files.path / METADATA, files.path),), "dcp")
 
 
 class _Chunked(WeightFile):
@@ -148,6 +149,9 @@ class _Window:
         if offset < 0 or offset + length > self.size:
             raise ValueError(f"bytes {offset} to {offset + length} of {self.size}")
         return self._file.read_bytes(self._begin + offset, length)
+
+    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        pass
 
 
 class _Handle:

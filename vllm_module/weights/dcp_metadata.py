@@ -223,6 +223,7 @@ def _dtype(properties: Any) -> DType | None:
 
 class _MetadataReader(RecordReader):
     operations = PLAIN | NEWER
+    most_operations = 45_000_000  # some 112 for each chunk of a trainer's rank
 
     def knows(self, path: str) -> bool:
         return path in _CLASSES or path in NAMED_DTYPES

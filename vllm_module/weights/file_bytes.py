@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from errno import EINVAL
 from itertools import accumulate
 from pathlib import Path
@@ -90,6 +90,9 @@ class FileBytes:
         data = bytearray(length)
         self._read(offset, memoryview(data), self._fd)
         return bytes(data)
+
+    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: the kernel reads ahead of ``read_bytes``."""
 
     def check_unchanged(self) -> None:
         """Raise WeightReadError if the file was closed, or was written to since it was opened."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_module.load_formats import LoadFormat
 from vllm_module.messages import shorten
-from vllm_module.weights.regular_file import is_there
 
 if TYPE_CHECKING:
+    from vllm_module.weights.folder_files import FolderFiles
     from vllm_module.weights.weight_file import WeightFile
 
 _NONE = re.compile("$.")  # matches nothing
@@ -44,16 +44,15 @@ class Files:
         """What its files are called in messages."""
         return [f"*{suffix}" for suffix in self.suffixes]
 
-    def is_in(self, folder: Path, present: Callable[[], list[Path]]) -> bool:
-        """Tell whether the folder has this format; ``present`` lists the folder."""
-        # A broken link is refused when it is opened, not ignored.
-        named = (self.index, self.whole)
-        if any(name is not None and is_there(folder / name) for name in named):
+    def is_in(self, folder: FolderFiles) -> bool:
+        """Tell whether the folder has this format."""
+        if any(name is not None and folder.has(name) for name in (self.index, self.whole)):
             return True
-        return bool(self.files(present()))
+        return bool(self.files(map(Path, folder.names() or ())))
 
     def files(self, present: Iterable[Path]) -> list[Path]:
         """Return the files of this format among those in a folder."""
+        present = list(present)
         for suffix in self.suffixes:
             found = [path for path in present if path.suffix == suffix]
             if kept := [path for path in found if not self.others.match(path.name)]:
@@ -71,14 +70,16 @@ class Unit:
     """A format whose folder is opened as one.
 
     Attributes:
-        opener: ``module:name`` of a function that is called with the folder and returns a
-            :class:`Checkpoint`. It is imported when it is called.
+        opener: ``module:name`` of a function that is called with :class:`FolderFiles` and returns
+            a :class:`Checkpoint`. It is imported when it is called.
         marker: the file by which the format is recognized, relative to the folder; or ``*`` and the
             suffix of its files, of which one may be opened instead of the folder.
         made_from: the format that ``opener`` makes it from where it is asked for and is not there.
         weights: what its files are called on the hub, which are downloaded if they are asked for.
-        source: ``module:name`` of a function that is called with the folder or file, and returns
-            the :class:`Source` of a model whose folder lacks files in Hugging Face's layout.
+        small_files: ``module:name`` of a function that is called with :class:`FolderFiles`, and
+            returns files in Hugging Face's layout, such as ``config.json``, which folders of this
+            format lack.
+        only_here: why the files have to be on this machine, if they have to.
 
     """
 
@@ -86,7 +87,8 @@ class Unit:
     marker: str
     made_from: str | None = None
     weights: tuple[str, ...] = ()
-    source: str | None = None
+    small_files: str | None = None
+    only_here: str | None = None
 
     @property
     def patterns(self) -> list[str]:
@@ -98,11 +100,11 @@ class Unit:
         """The suffix of its files, if it is recognized by one."""
         return (self.marker[1:],) if self.marker.startswith("*") else ()
 
-    def is_in(self, folder: Path, present: Callable[[], list[Path]]) -> bool:
-        """Tell whether the folder has this format; ``present`` lists the folder."""
+    def is_in(self, folder: FolderFiles) -> bool:
+        """Tell whether the folder has this format."""
         if self.suffixes:
-            return any(path.suffix in self.suffixes for path in present())
-        return is_there(folder / self.marker)
+            return any(name.endswith(self.suffixes) for name in folder.names() or ())
+        return folder.has(self.marker)
 
 
 SAFETENSORS = Files(
@@ -131,21 +133,29 @@ FORMATS: dict[str, Files | Unit] = {
         "pytorch_model.bin",
     ),
     "npcache": Unit(
-        "vllm_module.weights.npcache:open_npcache", "np/weight_names.json", made_from="pt"
+        "vllm_module.weights.npcache:open_npcache",
+        "np/weight_names.json",
+        made_from="pt",
+        only_here="each tensor is a file of its own, and missing ones are written beside the rest",
     ),
     "gguf": Unit(
         "vllm_module.weights.gguf_file:open_gguf",
         "*.gguf",
         weights=("*.gguf",),
-        source="vllm_module.weights.gguf_source:find_gguf_source",
+        small_files="vllm_module.weights.gguf_small_files:gguf_small_files",
     ),
     "mistral": Unit(
         "vllm_module.weights.mistral:open_mistral",
         "params.json",
         weights=("consolidated*",),
-        source="vllm_module.weights.mistral:find_mistral_source",
+        small_files="vllm_module.weights.mistral:mistral_small_files",
     ),
-    "dcp": Unit("vllm_module.weights.dcp:open_dcp", ".metadata", weights=(".metadata", "*.distcp")),
+    "dcp": Unit(
+        "vllm_module.weights.dcp:open_dcp",
+        ".metadata",
+        weights=(".metadata", "*.distcp"),
+        only_here="each chunk of a tensor is an archive, which takes several requests to read",
+    ),
 }
 UNSUPPORTED = (".ckpt", ".h5", ".msgpack", ".npz", ".pth")  # suffixes of other formats
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.messages import printable, shorten
 from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.gguf_header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
 from vllm_module.weights.gguf_names import (
     ARCHITECTURES,
@@ -20,7 +21,7 @@ from vllm_module.weights.gguf_names import (
     renamed,
 )
 from vllm_module.weights.header import DAMAGED, DTYPES, Entry
-from vllm_module.weights.regular_file import is_there, refusal
+from vllm_module.weights.readable import Readable
 from vllm_module.weights.weight_file import WeightFile
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_module.weights.handle import FileHandle
 
 _MOST_EXPERTS = _MOST_FACTORS = 1 << 16
+_MOST_TENSORS = 1 << 19  # of the model, in a file: one of the file may have many experts
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -46,11 +48,9 @@ class GGUFFile(WeightFile):
 
     header: GGUFHeader
 
-    def __init__(
-        self, path: Path, folder: Path | None = None, first: GGUFFile | None = None
-    ) -> None:
+    def __init__(self, path: Path, file_bytes: Readable, first: GGUFFile | None = None) -> None:
         self._first = first
-        super().__init__(path, folder)
+        super().__init__(path, file_bytes=file_bytes)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -93,6 +93,12 @@ class GGUFFile(WeightFile):
                 raise CheckpointFormatError(
                     f"{printable(self.path)}: tensor {shorten(tensor.name)} should have the "
                     f"weights of {count} experts, and its shape is {list(shape)}. {DAMAGED}"
+                )
+            if len(self.entries) + shape[0] > _MOST_TENSORS:
+                raise CheckpointFormatError(
+                    f"{printable(self.path)}: with the {shape[0]} experts of tensor "
+                    f"{shorten(tensor.name)} it has more than {_MOST_TENSORS} tensors, the most "
+                    f"that are accepted. {DAMAGED}"
                 )
         return _entries(tensor, architecture)
 
@@ -166,34 +172,35 @@ def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, 
     ]
 
 
-def open_gguf(path: Path) -> Checkpoint:
+def open_gguf(folder: FolderFiles) -> Checkpoint:
     """Open the weights in GGUF files, as :func:`open_gguf_files` does."""
-    return Checkpoint(open_gguf_files(path), "gguf")
+    checkpoint: Checkpoint = folder.checkpoint(open_gguf_files(folder), "gguf")
+    return checkpoint
 
 
-def open_gguf_files(path: Path) -> tuple[GGUFFile, ...]:
+def open_gguf_files(folder: FolderFiles) -> tuple[GGUFFile, ...]:
     """Open a GGUF file, or all parts of a split one, and check what they say of their tensors.
 
-    ``path`` is a file, any part of a split one, or a folder with one model. A part that is missing,
-    or is of another model, is a CheckpointFormatError.
+    What the user named is a file, any part of a split one, or a folder with one model. A part that
+    is missing, or is of another model, is a CheckpointFormatError.
     """
-    inside = path if path.is_dir() else None
-    path = find_gguf(path) if path.is_dir() else path
-    paths = [path]
-    if (split := _PART.fullmatch(path.name)) is not None:
+    name = find_gguf(folder) if folder.named is None else folder.named
+    names = [name]
+    if (split := _PART.fullmatch(name)) is not None:
         stem, _, count = split.groups()
-        names = [f"{stem}-{number:05d}-of-{count}.gguf" for number in range(1, int(count) + 1)]
-        paths = [path.with_name(name) for name in names] or paths
-    for each in paths:
-        if split is not None and not is_there(each, follow_links=True):
+        parts = range(1, int(count) + 1)
+        names = [f"{stem}-{number:05d}-of-{count}.gguf" for number in parts] or names
+    for each in names:
+        if split is not None and not folder.has(each):
             raise CheckpointFormatError(
-                f"{printable(each)} is not there, a part of a model in {len(paths)} files: "
-                "download it too"
+                f"{printable(folder.path / each)} is not there, a part of a model in {len(names)} "
+                "files: download it too"
             )
     with ExitStack() as opened:
         files: list[GGUFFile] = []
-        for each in paths:
-            files.append(GGUFFile(each, inside, files[0] if files else None))
+        for each in names:
+            first = files[0] if files else None
+            files.append(GGUFFile(folder.path / each, folder.open(each), first))
             opened.callback(files[-1].close)
         _check_parts(files)
         opened.pop_all()
@@ -219,25 +226,27 @@ def _check_parts(files: list[GGUFFile]) -> None:
         )
 
 
-def find_gguf(folder: Path) -> Path:
-    """Return the GGUF file in a folder; the first part of a split one.
+def find_gguf(folder: FolderFiles) -> str:
+    """Return the name of the GGUF file in a folder; of the first part of a split one.
 
     A folder with none, or with several models, is a CheckpointFormatError.
     """
-    try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
-    except OSError as error:
-        raise refusal(folder, error, "listed") from error
-    models: dict[str, Path] = {}
-    for path in paths:
-        split = _PART.fullmatch(path.name)
-        models.setdefault(path.name if split is None else f"{split[1]} of {split[3]}", path)
+    where, listed = printable(folder.path), folder.names()
+    if listed is None:
+        raise CheckpointFormatError(
+            f"{where}: the server does not list its files, so a GGUF file has to be named: add "
+            "/NAME.gguf"
+        )
+    models: dict[str, str] = {}
+    for name in listed:
+        if PurePath(name).suffix == ".gguf":
+            split = _PART.fullmatch(name)
+            models.setdefault(name if split is None else f"{split[1]} of {split[3]}", name)
     if len(models) == 1:
         return next(iter(models.values()))
     if not models:
-        raise CheckpointFormatError(f"{printable(folder)} holds no *.gguf file; check the path")
-    listed = ", ".join(printable(path.name) for path in list(models.values())[:20])
+        raise CheckpointFormatError(f"{where} holds no *.gguf file; check the path")
+    shown = ", ".join(map(printable, list(models.values())[:20]))
     raise CheckpointFormatError(
-        f"{printable(folder)} holds several models in GGUF files: {listed}. Name the one to load "
-        "by its path"
+        f"{where} holds several models in GGUF files: {shown}. Name the one to load by its path"
     )

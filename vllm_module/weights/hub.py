@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from vllm_module.errors import CheckpointFormatError
@@ -41,6 +42,12 @@ _UNWANTED = [
     "*[!g]/*", *(f"*/{name}" for each in FORMATS for names in _patterns(each) for name in names),
     "consolidated*", "training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*",
 ]  # fmt: skip
+
+
+def is_small(name: str) -> bool:
+    """Tell whether a file of a repository is downloaded where no weights are."""
+    wanted = any(fnmatch(name, each) for each in SMALL_FILES)
+    return wanted and not any(fnmatch(name, each) for each in _UNWANTED)
 
 
 def resolve(

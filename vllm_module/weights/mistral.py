@@ -10,24 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatch
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable, shorten
 from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.header import Entry
-from vllm_module.weights.index import DAMAGED, check_against_index, read_index
-from vllm_module.weights.regular_file import is_there, read_file, refusal
+from vllm_module.weights.index import DAMAGED, check_against_index, parse_index
 from vllm_module.weights.safetensors import SafetensorsFile
-from vllm_module.weights.strict_json import read_json
-from vllm_module.weights.written_folder import TAKEN, write_folder
+from vllm_module.weights.strict_json import parse_config
+from vllm_module.weights.written_folder import TAKEN
 
 PARAMS = "params.json"
 _IN_OTHERS = "take the model in Hugging Face's format"
 _INCOMPLETE = f"Download the model again, or {_IN_OTHERS}"
-_INDEX = "consolidated.safetensors.index.json"
+_WHOLE = "consolidated.safetensors"
+_INDEX = f"{_WHOLE}.index.json"
 
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -64,75 +64,55 @@ _NEEDED = ("dim", "n_layers", "n_heads", "hidden_dim", "norm_eps", "vocab_size")
 _OF_TRAINING = {"model_type", "use_biases", "causal", "max_batch_size", "dtype"}
 
 
-@dataclass(frozen=True)
-class MistralSource:
-    """A model in Mistral's own files.
+def mistral_small_files(folder: FolderFiles) -> dict[str, bytes]:
+    """Return the ``config.json`` that ``params.json`` stands for, or the one that is there.
 
-    Attributes:
-        path: the folder with them.
-        folder: has a ``config.json`` that was written when the model was found.
-
+    Files of the tokenizer are those beside it. Raises ``CheckpointFormatError`` and
+    ``UnsupportedModelError`` for a setting that is refused.
     """
-
-    path: Path
-    folder: Path
-
-    def weights(self) -> Checkpoint:
-        """Open the files and check what they say of their tensors."""
-        return open_mistral(self.path)
-
-
-def find_mistral_source(path: Path) -> MistralSource:
-    """Write a folder with the configuration that ``params.json`` has, or the one beside it.
-
-    Raises ``CheckpointFormatError`` and ``UnsupportedModelError`` for a setting that is refused.
-    """
-    beside = is_there(path / "config.json")
-    entries = read_json(path / "config.json", path) if beside else _config(path)
+    if folder.has("config.json"):
+        path = folder.path / "config.json"
+        entries = parse_config(folder.read("config.json"), path)
+    else:
+        path = folder.path / PARAMS
+        entries = _config(parse_config(folder.read(PARAMS), path), printable(path))
     files = {"config.json": json.dumps({**entries, "stored_rotary_pairs": True}).encode()}
-    files |= {name: read_file(path / name, path) for name in TAKEN if is_there(path / name)}
-    return MistralSource(path, write_folder(files, printable(path)))
+    return files | {name: folder.read(name) for name in TAKEN if folder.has(name)}
 
 
-def open_mistral(folder: Path) -> Checkpoint:
+def open_mistral(folder: FolderFiles) -> Checkpoint:
     """Open ``consolidated*.safetensors``; tensors get the names of Hugging Face's checkpoints.
 
     Those of queries and keys are ``q_proj_pairs`` and ``k_proj_pairs``, for their order of rows.
     """
     names_in: dict[str, set[str]] | None = None
-    if is_there(folder / _INDEX):
-        stored = read_index(folder / _INDEX, (".safetensors",))
+    index = folder.path / _INDEX
+    if folder.has(_INDEX):
+        stored = parse_index(folder.read(_INDEX), index, (".safetensors",))
         names_in = {file: set(map(renamed, names)) for file, names in stored.items()}
-        paths = [folder / file for file in sorted(names_in)]
-    else:
-        try:
-            paths = sorted(folder.glob("consolidated*.safetensors"))
-        except OSError as error:
-            raise refusal(folder, error, "listed") from error
-    if not paths:
-        try:
-            others = sorted(path.name for path in folder.iterdir() if path.name != PARAMS)
-        except OSError as error:
-            raise refusal(folder, error, "listed") from error
+        names = sorted(names_in)
+    elif (listed := folder.names()) is None:
+        names = [_WHOLE]
+    elif not (names := [name for name in listed if fnmatch(name, "consolidated*.safetensors")]):
+        others = [name for name in listed if name != PARAMS]
         pth = any(name.endswith(".pth") for name in others)
         raise CheckpointFormatError(
-            f"{printable(folder)} holds no consolidated*.safetensors file, as Mistral writes; it "
-            f"has {', '.join(map(printable, others[:20])) or 'nothing else'}. "
+            f"{printable(folder.path)} holds no consolidated*.safetensors file, as Mistral writes; "
+            f"it has {', '.join(map(printable, others[:20])) or 'nothing else'}. "
             + (f"Files of Meta's (*.pth) are not read: {_IN_OTHERS}" if pth else _INCOMPLETE)
         )
     with ExitStack() as opened:
         files: list[MistralFile] = []
-        for path in paths:
-            if not is_there(path):
+        for name in names:
+            if names_in is not None and not folder.has(name):
                 raise CheckpointFormatError(
-                    f"{printable(folder / _INDEX)} names {printable(path.name)}, which is not "
-                    f"there. {DAMAGED}"
+                    f"{printable(index)} names {printable(name)}, which is not there. {DAMAGED}"
                 )
-            files.append(MistralFile(path, folder))
+            files.append(MistralFile(folder.path / name, file_bytes=folder.open(name)))
             opened.callback(files[-1].close)
             if names_in is not None:
-                check_against_index(folder / _INDEX, names_in, files[-1])
-        checkpoint = Checkpoint(tuple(files), "mistral")
+                check_against_index(index, names_in, files[-1])
+        checkpoint: Checkpoint = folder.checkpoint(files, "mistral")
         opened.pop_all()
     return checkpoint
 
@@ -171,9 +151,8 @@ def renamed(name: str) -> str:
     return name
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the entries of ``config.json`` that ``params.json`` stands for."""
-    params, where = read_json(folder / PARAMS, folder), printable(folder / PARAMS)
     for name in _NEEDED:
         if name not in params:
             raise CheckpointFormatError(f"{where} has no {name}: it is damaged, or not Mistral's")

@@ -20,6 +20,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
 from vllm_module.waiting import until
 from vllm_module.weights.checkpoint import Checkpoint, format_of, open_checkpoint
+from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.npy_file import NpyFile, has_type, write_npy
 from vllm_module.weights.regular_file import is_there, read_file, refusal
 from vllm_module.weights.strict_json import parse_list
@@ -38,23 +39,24 @@ _ABANDONED = 600.0  # seconds after its last write, where another host may be ma
 _OURS = f"{_UNFINISHED}{os.uname().nodename}"
 
 
-def open_npcache(folder: Path) -> Checkpoint:
+def open_npcache(files: FolderFiles) -> Checkpoint:
     """Open the files in ``np``; make them if there are none.
 
     Processes that do so at the same time make them once. Raises ``CheckpointFormatError`` if they
     are damaged or were made from other files than the folder has now, if they cannot be written, or
     if numpy has no type for a tensor.
     """
+    folder = files.path
     if not is_there(folder / _FOLDER / _NAMES):
         _make(folder)
     _check_origin(folder)
     cache = folder / _FOLDER
     with ExitStack() as opened:
-        files = []
+        tensors = []
         for name in _names(cache):
-            files.append(NpyFile(cache / name, folder))
-            opened.callback(files[-1].close)
-        checkpoint = Checkpoint(tuple(files), "npcache")
+            tensors.append(NpyFile(cache / name, folder))
+            opened.callback(tensors[-1].close)
+        checkpoint = Checkpoint(tuple(tensors), "npcache")
         opened.pop_all()
     return checkpoint
 

@@ -67,10 +67,12 @@ class RecordReader:
 
     Attributes:
         operations: their names in ``pickletools``.
+        most_operations: that are accepted. One of a byte may take a hundred in memory.
 
     """
 
     operations: ClassVar[frozenset[str]] = PLAIN
+    most_operations: ClassVar[int] = 6_000_000
 
     def knows(self, path: str) -> bool:
         """Tell whether a pickle may have this name; the others are refused."""
@@ -114,7 +116,9 @@ class RecordReader:
             items, stack = stack, below.pop()
             return items
 
-        for operation, argument, position in pickletools.genops(data):
+        for count, (operation, argument, position) in enumerate(pickletools.genops(data)):
+            if count == self.most_operations:
+                raise PickleError(f"its pickle has more than the {count} operations that are read")
             name = operation.name
             if name not in self.operations:
                 raise PickleError(f"its pickle has {name}, which torch does not write")

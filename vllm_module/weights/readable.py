@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,9 @@ class Readable(Protocol):
 
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes that are not counted as weights (the header)."""
+
+    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Be told the offsets and lengths that ``read_bytes`` will be asked for one by one."""
 
     def check_unchanged(self) -> None:
         """Raise WeightReadError if the file was closed or, where that is known, has changed."""

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from vllm_module.config import ModelConfig, QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable, shorten
-from vllm_module.weights.checkpoint import Checkpoint
-from vllm_module.weights.regular_file import is_there, read_file
+from vllm_module.weights.checkpoint import Checkpoint, LocalFiles
+from vllm_module.weights.folder_files import FolderFiles
+from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile
@@ -148,21 +149,22 @@ def find_manifest(folder: Path, load_format: str) -> Manifest | None:
         return None
     if load_format != "sharded_state" and not is_there(folder / MANIFEST):
         return None
-    return _parsed(folder, read_manifest(folder))
+    files = LocalFiles(folder)
+    return _parsed(files, _read(files))
 
 
-def read_manifest(folder: Path) -> bytes:
+def _read(folder: FolderFiles) -> bytes:
     """Return the bytes of the manifest, which has to be there."""
-    if not is_there(folder / MANIFEST):
+    if not folder.has(MANIFEST):
         raise CheckpointFormatError(
-            f"{printable(folder)} holds no sharded state: {MANIFEST} is not there. Check the path, "
-            "or write one with `vllm-module shard`"
+            f"{printable(folder.path)} holds no sharded state: {MANIFEST} is not there. Check the "
+            "path, or write one with `vllm-module shard`"
         )
-    return read_file(folder / MANIFEST, folder)
+    return folder.read(MANIFEST)
 
 
-def _parsed(folder: Path, data: bytes) -> Manifest:
-    where = printable(folder / MANIFEST)
+def _parsed(folder: FolderFiles, data: bytes) -> Manifest:
+    where = printable(folder.path / MANIFEST)
     fields = parse_object(data, where, _AGAIN)
     version = fields.get("format_version")
     if version != FORMAT_VERSION or type(version) is not int:
@@ -173,7 +175,7 @@ def _parsed(folder: Path, data: bytes) -> Manifest:
     try:
         manifest = Manifest(**fields)  # type: ignore[arg-type]
         if isinstance(manifest.quantization, dict):
-            ModelConfig(model=str(folder), quantization=_requested(manifest.quantization))
+            ModelConfig(model=str(folder.path), quantization=_requested(manifest.quantization))
     except (ValueError, TypeError) as error:
         raise CheckpointFormatError(
             f"{where} is damaged: {shorten(str(error))}. {_AGAIN}"
@@ -193,9 +195,10 @@ class ShardedState(Checkpoint):
     so a rank that takes its own tensors alone opens its own files alone.
     """
 
-    def __init__(self, folder: Path) -> None:
-        data = read_manifest(folder)
-        self.folder, self.manifest = folder, _parsed(folder, data)
+    def __init__(self, folder: FolderFiles) -> None:
+        data = _read(folder)
+        self.folder, self.manifest = folder.path, _parsed(folder, data)
+        self._place = folder
         self.load_format = "sharded_state"
         self._digest = hashlib.sha256(data).hexdigest()
         self._of_rank: dict[int, Checkpoint] = {}
@@ -217,10 +220,10 @@ class ShardedState(Checkpoint):
             with ExitStack() as opened:
                 files = []
                 for part, expected in enumerate(self.manifest.ranks[rank]):
-                    file = _opened(self.folder, shard_name(rank, part), expected, rank)
+                    file = _opened(self._place, shard_name(rank, part), expected, rank)
                     opened.callback(file.close)
                     files.append(file)
-                self._of_rank[rank] = Checkpoint(tuple(files), "sharded_state")
+                self._of_rank[rank] = self._place.checkpoint(files, "sharded_state")
                 opened.pop_all()
         return self._of_rank[rank]
 
@@ -243,28 +246,31 @@ class ShardedState(Checkpoint):
         """Close the files of all ranks."""
         for each in self._of_rank.values():
             each.close()
+        self._place.close()
 
 
-def open_sharded_state(folder: Path) -> ShardedState:
+def open_sharded_state(folder: FolderFiles) -> ShardedState:
     """Open a folder that ``vllm-module shard`` wrote; see :class:`ShardedState`."""
     return ShardedState(folder)
 
 
-def _opened(folder: Path, name: str, expected: ShardFile, rank: int) -> SafetensorsFile:
-    path = folder / name
+def _opened(folder: FolderFiles, name: str, expected: ShardFile, rank: int) -> SafetensorsFile:
+    path = folder.path / name
     where = printable(path)
-    if not is_there(path, follow_links=True):
+    if not folder.has(name):
         raise CheckpointFormatError(
             f"{where} is not there, and {MANIFEST} lists it for rank {rank}: copy it from where it "
             "was written, or shard the checkpoint again"
         )
     changed = f"It was changed after it was written, or copied in part. {_AGAIN}"
-    if (size := path.stat().st_size) != expected.size:
+    file_bytes = folder.open(name)
+    if (size := file_bytes.size) != expected.size:
+        file_bytes.close()
         raise CheckpointFormatError(
             f"{where} should have {expected.size} bytes, as {MANIFEST} says, and has {size}. "
             f"{changed}"
         )
-    file = SafetensorsFile(path, folder)
+    file = SafetensorsFile(path, file_bytes=file_bytes)
     try:
         if file.fingerprint().hex() != expected.fingerprint:
             raise CheckpointFormatError(

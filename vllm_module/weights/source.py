@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable_name, shorten
+from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.hub import resolve
 from vllm_module.weights.stores.place import SCHEMES
+from vllm_module.weights.written_folder import write_folder
 
 if TYPE_CHECKING:
     from vllm_module.weights.checkpoint import Checkpoint
@@ -47,6 +48,30 @@ class Folder:
         from vllm_module.weights.checkpoint import open_checkpoint
 
         return open_checkpoint(self.folder, self.load_format)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A folder, or one file, without configuration and tokenizer in Hugging Face's layout.
+
+    Attributes:
+        path: the folder or file.
+        folder: has a ``config.json`` and the files of the tokenizer, written when the model was
+            found. It is in the system's folder for temporary files until this process ends; ranks
+            in other processes, which it starts, find it there.
+        load_format: of the weights.
+
+    """
+
+    path: Path
+    folder: Path
+    load_format: str
+
+    def weights(self) -> Checkpoint:
+        """Open the files and check what they say of their tensors."""
+        from vllm_module.weights.checkpoint import open_checkpoint  # as in Folder
+
+        return open_checkpoint(self.path, self.load_format)
 
 
 Opener = Callable[[str], Source]
@@ -116,17 +141,18 @@ def find_source(
             model, revision, load_format=load_format, download_dir=download_dir, token=token
         )
         # Imported here because registering a source needs no torch.
-        from vllm_module.weights.checkpoint import format_of
+        from vllm_module.weights.checkpoint import LocalFiles, format_of
         from vllm_module.weights.formats import FORMATS, Unit, imported
         from vllm_module.weights.regular_file import is_there
 
         wanted: str | None = load_format
         if load_format == "dummy":  # other files are not looked at, unless they say the config
             wanted = None if is_there(folder / "config.json") else "auto"
-        found = FORMATS.get(format_of(folder, wanted) or "") if wanted is not None else None
-        if isinstance(found, Unit) and found.source is not None:
-            source: Source = imported(found.source)(folder)
-            return source
+        name = format_of(folder, wanted) if wanted is not None else None
+        found = FORMATS[name] if name is not None else None
+        if name is not None and isinstance(found, Unit) and found.small_files is not None:
+            files = imported(found.small_files)(LocalFiles(folder))
+            return Described(folder, write_folder(files, printable(folder)), name)
         return Folder(folder, load_format)
     opener = registered_sources.get(scheme.lower())
     if opener is not None:

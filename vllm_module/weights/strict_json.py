@@ -72,7 +72,11 @@ def read_json(path: Path, folder: Path) -> dict[str, object]:
     NaN and Infinity are accepted, because transformers writes them. A file that is refused, or
     cannot be read, is a CheckpointFormatError.
     """
-    data = read_file(path, folder)
+    return parse_config(read_file(path, folder), path)
+
+
+def parse_config(data: bytes, path: Path) -> dict[str, object]:
+    """Parse what :func:`read_json` reads; ``path`` is for messages."""
     return parse_object(data, printable(path), "Download it again.", constants=True)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from vllm_module.errors import CheckpointFormatError
@@ -44,6 +44,9 @@ class Bytes(Protocol):
 
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes from ``offset`` on."""
+
+    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Be told the offsets and lengths that ``read_bytes`` will be asked for one by one."""
 
 
 class TorchFile(WeightFile):
@@ -149,6 +152,8 @@ def _members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
             listed = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
         refuse(f"its zip archive is broken ({describe_error(error)}). {DAMAGED}")
+    headers = [(member.header_offset, _LOCAL_HEADER) for member in listed]
+    file_bytes.read_ahead([each for each in headers if 0 <= sum(each) <= file_bytes.size])
     for member in listed:
         shown = shorten(member.filename)
         stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & _ENCRYPTED

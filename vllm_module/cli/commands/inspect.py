@@ -107,6 +107,8 @@ def inspect(
             source, load_format=load_format.value, download_dir=directory
         )
     except UnsupportedModelError as error:  # the tensors are listed all the same
+        if "://" in source:  # of a folder that is here
+            raise
         found, unsupported = (
             Folder(resolve(source, None, download_dir=directory), load_format.value),
             str(error),

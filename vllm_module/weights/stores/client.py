@@ -20,6 +20,13 @@ class Answer(NamedTuple):
     version: Version
 
 
+def ends_before(begin: int) -> str:
+    """Return why a file that has no byte ``begin`` is refused."""
+    if begin == 0:
+        return "it is empty: copy it there again"
+    return f"it ends before byte {begin}: open the checkpoint again when nobody writes to it"
+
+
 class Client(Protocol):
     """Requests for the files of one folder. Any thread may call it; none is tried again here."""
 

@@ -30,6 +30,7 @@ from vllm_module.weights.stores.client import (
     MissingError,
     RefusedError,
     Version,
+    ends_before,
 )
 from vllm_module.weights.stores.place import Place
 
@@ -106,13 +107,12 @@ class HttpClient:
         asked = f"bytes={begin}-{begin + len(view) - 1}"
         with self._answer(name, {"Range": asked}) as answer:
             if answer.status == 416:
-                raise RefusedError(
-                    f"it ends before byte {begin}: open the checkpoint again when nobody writes "
-                    "to it"
-                )
+                raise RefusedError(ends_before(begin))
             if answer.status not in (200, 206):
                 self._refuse_status(answer)
             self._check_content(answer)
+            if answer.status == 200 and answer.length == 0:
+                raise RefusedError(ends_before(0))
             given = _RANGE.fullmatch(answer.headers["Content-Range"] or "")
             if answer.status == 200:
                 raise RefusedError(

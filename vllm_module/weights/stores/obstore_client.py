@@ -20,6 +20,7 @@ from vllm_module.weights.stores.client import (
     MissingError,
     RefusedError,
     Version,
+    ends_before,
 )
 from vllm_module.weights.stores.place import Place
 
@@ -80,7 +81,7 @@ class ObstoreClient:
 
     def read(self, name: str, begin: int, view: memoryview) -> Answer:
         """Read bytes from ``begin`` on into ``view``, fewer where the file ends before."""
-        with self._failures():
+        with self._failures(begin):
             asked: Any = {"range": (begin, begin + len(view))}
             answer = self._obstore.get(self._store, self._key(name), options=asked)
             first, end = answer.range
@@ -105,8 +106,8 @@ class ObstoreClient:
         return f"{self._place.folder}/{name}".lstrip("/")
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Raise the library's errors as ours."""
+    def _failures(self, begin: int = 0) -> Iterator[None]:
+        """Raise the library's errors as ours; ``begin`` is where the range begins."""
         errors = self._errors
         try:
             yield
@@ -120,10 +121,7 @@ class ObstoreClient:
             if missing or status == 404:
                 raise MissingError(f"{reason}: no such file or bucket; check the URL") from None
             if status == 416:
-                raise RefusedError(
-                    f"{reason}: it ends before the range that was asked for; open the checkpoint "
-                    "again when nobody writes to it"
-                ) from None
+                raise RefusedError(f"{reason}: {ends_before(begin)}") from None
             if status in (401, 403):
                 raise ForbiddenError(
                     f"{reason}: no access to list and read it; set {self._place.credentials}"

@@ -54,6 +54,11 @@ class Place:
         at = f"@{self.revision}" if self.revision else ""
         return "/".join(filter(None, (f"{self.scheme}://{self.host}", self.folder))) + at
 
+    @property
+    def path(self) -> StorePath:
+        """The path that stands for the folder."""
+        return StorePath(str(self))
+
     def file(self, name: str) -> StorePath:
         """Return the path that stands for the file ``name`` of the folder."""
         return StorePath(f"{self}/{name}")
@@ -62,6 +67,14 @@ class Place:
     def credentials(self) -> str:
         """What to set where a server asks who is there."""
         return _ADVICE.get(self.scheme, f"an entry for {self.host} in ~/.netrc")
+
+
+def parse_file(url: str, suffixes: tuple[str, ...]) -> tuple[str, str | None]:
+    """Take the file off a URL that names one with such a suffix: ``hf://owner/name/x.gguf``."""
+    folder, _, name = url.rpartition("/")
+    components = folder.partition("://")[2].count("/") + 1
+    least = 2 if folder.lower().startswith("hf://") else 1
+    return (folder, name) if name.endswith(suffixes) and components >= least else (url, None)
 
 
 def parse(url: str, revision: str | None = None) -> Place:

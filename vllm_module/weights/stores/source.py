@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -14,21 +14,33 @@ from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, printable_name
-from vllm_module.weights.formats import FORMATS, Files
+from vllm_module.weights import hub
+from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of, imported
 from vllm_module.weights.index import check_against_index, read_index
 from vllm_module.weights.regular_file import MAX_JSON_BYTES, is_there
 from vllm_module.weights.stores import hub_client
 from vllm_module.weights.stores.cache import StoreCache
-from vllm_module.weights.stores.checkpoint import StoredCheckpoint, open_file
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint, StoredFiles, open_file
 from vllm_module.weights.stores.client import Client
 from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.obstore_client import ObstoreClient
-from vllm_module.weights.stores.place import BUCKETS, Place, StorePath, parse
+from vllm_module.weights.stores.place import BUCKETS, Place, StorePath, parse, parse_file
 from vllm_module.weights.stores.store import Store
 from vllm_module.weights.written_folder import new_folder, write_file
 
-# The formats whose files are read by ranges, in the order in which they are looked for.
-_FORMATS = ("safetensors", "pt")
+# Why a format cannot be read from a store.
+_ONLY_HERE = {
+    name: each.only_here
+    for name, each in FORMATS.items()
+    if isinstance(each, Unit) and each.only_here is not None
+}
+_UNITS = [
+    each for name, each in FORMATS.items() if isinstance(each, Unit) and name not in _ONLY_HERE
+]
+_SUFFIXES = tuple(suffix for each in _UNITS for suffix in each.suffixes)
+_MARKERS = tuple(each.marker for each in _UNITS if not each.suffixes)
+# Those of formats whose folder may lack config.json.
+_DESCRIBING = tuple(each.marker for each in _UNITS if each.marker in _MARKERS and each.small_files)
 _CONFIG = "config.json"
 _POOLING = "1_Pooling/config.json"
 # Configuration, index and tokenizer: what is taken of a folder that can be listed.
@@ -49,17 +61,19 @@ class StoreSource:
     """The source of ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://``.
 
     The small files are fetched into a local folder, which is removed with the source; those of the
-    hub are in its cache. Weights are read by ranges. Another process on this machine takes the
-    folder, and opens the weights itself, for the hub at the same commit.
+    hub are in its cache. Where they lack what GGUF files or Mistral's say, they are written into
+    another folder. Weights are read by ranges. Another process on this machine takes the folder,
+    and opens the weights itself, for the hub at the same commit.
 
     Args:
-        url: of the folder, or ``hf://owner/name@revision``.
+        url: of the folder, or ``hf://owner/name@revision``; or of a GGUF file in it.
         revision: of the hub.
-        load_format: as in ``LoadConfig``; a store is read as safetensors or pt.
+        load_format: as in ``LoadConfig``; those that need the files on this machine are refused.
         download_dir: of the hub's small files, and of ranges of weights, which are kept with it
             only.
         token: of the hub.
-        fetched: the folder of another source of this URL, which keeps it, and the files it listed.
+        fetched: the folder of another source of this URL, which keeps it, the files it listed, and
+            the format it found.
 
     Raises ``CheckpointFormatError`` if the URL is not valid, nothing is there, or access is denied.
 
@@ -73,63 +87,143 @@ class StoreSource:
         load_format: str = "auto",
         download_dir: str | None = None,
         token: str | bool | None = None,
-        fetched: tuple[Path, list[str] | None] | None = None,
+        fetched: tuple[Path, list[str] | None, str | None] | None = None,
     ) -> None:
-        self.place = parse(url, revision)
-        if load_format not in (*_FORMATS, "auto", "layered", "dummy"):
-            raise CheckpointFormatError(
-                f"{printable(str(self.place))}: load_format {load_format!r} is read from a local "
-                f"folder only, and {' and '.join(_FORMATS)} from a store too: download the "
-                "checkpoint"
-            )
+        folder, self._named = parse_file(url, _SUFFIXES)
+        self.place = parse(folder, revision)
+        if (reason := _ONLY_HERE.get(load_format)) is not None:
+            raise self._only_here(load_format, reason)
         self._options: dict[str, Any] = {
             "load_format": load_format, "download_dir": download_dir, "token": token,
         }  # fmt: skip
         self._token = token
         self._listed: list[str] | None = None
         if fetched is not None:
-            self.folder, self._listed = fetched
-        elif self.place.scheme == "hf":
+            self.folder, self._listed, self._format = fetched
+            return
+        missing: CheckpointFormatError | None = None
+        if self.place.scheme == "hf":
             self.folder = hub_client.small_files(self.place, download_dir=download_dir, token=token)
             commit = self.folder.name
             self.place = Place("hf", self.place.host, self.place.folder, commit)
         else:
             self.folder = new_folder(printable(str(self.place)), self)
-            self._fetch_small()
+            missing = self._fetch_small()
+        self._format = self._find_format()
+        found = FORMATS.get(self._format or "")
+        if isinstance(found, Unit) and found.small_files is not None:
+            with closing(Store(self.place, self._client(), self._cache())) as store:
+                files = imported(found.small_files)(self._files(store))
+            self.folder = new_folder(str(self), self)
+            for name, data in files.items():
+                write_file(self.folder / name, data, str(self))
+        elif missing is not None:
+            raise missing
 
     def __reduce__(self) -> tuple[Callable[..., StoreSource], tuple[Any, ...]]:
-        return _open_again, (str(self.place), self._options, self.folder, self._listed)
+        fetched = self.folder, self._listed, self._format
+        return _open_again, (str(self.path), self._options, fetched)
 
     def __repr__(self) -> str:
-        return f"StoreSource({str(self.place)!r})"
+        return f"StoreSource({str(self.path)!r})"
+
+    def __str__(self) -> str:
+        return printable(self.path)
 
     @property
     def path(self) -> StorePath:
         """A path that stands for the URL, in messages and reports."""
-        return StorePath(str(self.place))
+        return self.place.path if self._named is None else self.place.file(self._named)
 
     def weights(self) -> StoredCheckpoint:
         """Open the weights: read and check the headers of all files, many at once.
 
-        As in a local folder, an index is looked for first; safetensors go before pt.
+        As in a local folder, an index is looked for first.
         """
-        names_in: dict[str, set[str]] | None = None
-        indexes = {name: self.folder / str(_files(name).index) for name in self._formats()}
-        load_format = next((name for name, path in indexes.items() if is_there(path)), None)
+        if (name := self._format) is None:
+            raise self._nothing_to_open()
+        format_ = FORMATS[name]
+        if (reason := _ONLY_HERE.get(name)) is not None:
+            raise self._only_here(name, reason)
         store = Store(self.place, self._client(), self._cache())
         with ExitStack() as opened:
             opened.callback(store.close)
-            if load_format is not None:
-                names_in = read_index(indexes[load_format], _files(load_format).suffixes)
-                names = sorted(names_in)
+            checkpoint: StoredCheckpoint
+            if isinstance(format_, Unit):
+                checkpoint = imported(format_.opener)(self._files(store))
             else:
-                load_format, names = self._files_of_weights(store)
-            files = store.together(partial(open_file, store, name, load_format) for name in names)
-            for file, _ in files if names_in is not None else ():
-                check_against_index(indexes[load_format], names_in or {}, file)
-            checkpoint = StoredCheckpoint(store, files, load_format)
+                checkpoint = self._open_files(store, name, format_)
             opened.pop_all()
         return checkpoint
+
+    def _open_files(self, store: Store, name: str, format_: Files) -> StoredCheckpoint:
+        index = self.folder / str(format_.index)
+        names_in: dict[str, set[str]] | None = None
+        if is_there(index):
+            names_in = read_index(index, format_.suffixes)
+            names = sorted(names_in)
+        elif (listed := self._list()) is None or format_.whole in listed:
+            names = [str(format_.whole)]
+        else:
+            names = [path.name for path in format_.files(map(Path, sorted(listed)))]
+        files = store.together(partial(open_file, store, each, name) for each in names)
+        for file, _ in files if names_in is not None else ():
+            check_against_index(index, names_in or {}, file)
+        return StoredCheckpoint(store, files, name)
+
+    def _files(self, store: Store) -> StoredFiles:
+        return StoredFiles(store, self.folder, self._list, self._is_fetched, self._named)
+
+    def _list(self) -> list[str] | None:
+        """List the files; those of the hub when they are asked for first."""
+        if self._listed is None and self.place.scheme == "hf":
+            self._listed = hub_client.names(self.place, self._token)
+        return self._listed
+
+    def _is_fetched(self, name: str) -> bool:
+        """Whether a small file is in the folder if there is one."""
+        if self.place.scheme == "hf":
+            return hub.is_small(name)
+        return self._listed is None and name in (*_SMALL_NAMES, *_MARKERS, *self._indexes())
+
+    def _find_format(self) -> str | None:
+        """Return the format of the weights; ``None`` if there are none that are known."""
+        load_format = self._options["load_format"]
+        if load_format == "dummy":  # other files are not looked at, unless they say the config
+            if is_there(self.folder / _CONFIG):
+                return None
+            load_format = "auto"
+        formats = formats_of(load_format)
+        if self._named is not None:
+            named = self._named
+            return next((name for name in formats if named.endswith(FORMATS[name].suffixes)), None)
+        with closing(Store(self.place, self._client())) as store:
+            files = self._files(store)
+            for name in formats:
+                # Those are refused by name where the store lists them.
+                if (name not in _ONLY_HERE or self._listed) and FORMATS[name].is_in(files):
+                    return name
+        if self._listed is not None:
+            return None
+        # The file that is missing is named when it is opened.
+        return formats[0] if len(formats) == 1 else "safetensors"
+
+    def _only_here(self, load_format: str, reason: str) -> CheckpointFormatError:
+        return CheckpointFormatError(
+            f"{self}: load_format {load_format!r} is read from a local folder only, because "
+            f"{reason}: download the checkpoint"
+        )
+
+    def _nothing_to_open(self) -> CheckpointFormatError:
+        formats = {*formats_of(self._options["load_format"])} - {*_ONLY_HERE}
+        wanted = " or ".join(
+            pattern for name in FORMATS if name in formats for pattern in FORMATS[name].patterns
+        )
+        names = ", ".join(map(printable_name, sorted(self._list() or ())[:20]))
+        return CheckpointFormatError(
+            f"{self} holds no {wanted} file, the formats that are read from a store; there is "
+            f"{names or 'nothing'}. Download the checkpoint, or convert it"
+        )
 
     def _client(self) -> Client:
         if self.place.scheme in BUCKETS:
@@ -150,25 +244,19 @@ class StoreSource:
         ]
         return StoreCache(Path(folder), repr(endpoints))
 
-    def _fetch_small(self) -> None:
-        """Fetch the small files into the folder."""
+    def _fetch_small(self) -> CheckpointFormatError | None:
+        """Fetch the small files into the folder; return what is wrong if config.json is missing."""
         store = Store(self.place, self._client())
         try:
             listed = self._listed = store.names()
             if listed is None:
-                names: Iterable[str] = (*_SMALL_NAMES, *self._indexes())
+                names: Iterable[str] = (*_SMALL_NAMES, *_MARKERS, *self._indexes())
             else:
                 wanted = filter(_is_small, listed)
                 others = (name for name in listed if name.endswith(".index.json"))
                 names = [name for name in wanted if name not in {*others} - {*self._indexes()}]
                 if "modules.json" in listed:
                     names.append(_POOLING)
-            if listed is not None and _CONFIG not in listed:
-                there = ", ".join(map(printable_name, sorted(listed)[:20])) or "nothing"
-                raise CheckpointFormatError(
-                    f"{printable(str(self.place))} has no {_CONFIG}; there is {there}. Check the "
-                    "URL: it should be that of the checkpoint's folder"
-                )
             rest = [name for name in names if name != _CONFIG]
             if len(rest) >= _MOST_FILES:
                 raise CheckpointFormatError(
@@ -176,8 +264,25 @@ class StoreSource:
                     f"tokenizer, and at most {_MOST_FILES} are fetched: take out those that are "
                     "not of the model"
                 )
-            # First, because its refusal tells whether anything is there.
-            self._keep(_CONFIG, store.fetch(_CONFIG, MAX_JSON_BYTES))
+            missing: CheckpointFormatError | None = None
+            if listed is not None and _CONFIG not in listed:
+                there = ", ".join(map(printable_name, sorted(listed)[:20])) or "nothing"
+                missing = CheckpointFormatError(
+                    f"{self} has no {_CONFIG}; there is {there}. Check the URL: it should be that "
+                    "of the checkpoint's folder"
+                )
+            else:  # first, because its refusal tells whether anything is there
+                try:
+                    config = store.fetch(_CONFIG, MAX_JSON_BYTES)
+                except CheckpointFormatError as error:
+                    asked = FORMATS.get(self._options["load_format"])
+                    by_name = isinstance(asked, Unit) and asked.suffixes
+                    markers = _DESCRIBING if listed is None else ()
+                    if not (by_name or self._named or any(map(store.has, markers))):
+                        raise
+                    missing = error
+                else:
+                    self._keep(_CONFIG, config)
             room, lock = _MOST_BYTES, threading.Lock()
 
             def fetch(name: str) -> None:
@@ -196,51 +301,18 @@ class StoreSource:
                 self._keep(name, data)
 
             store.together(partial(fetch, name) for name in rest)
+            return missing
         finally:
             store.close()
 
     def _keep(self, name: str, data: bytes) -> None:
         write_file(self.folder / name, data, printable(str(self.place)))
 
-    def _formats(self) -> list[str]:
-        """Return the names of the formats that are looked for."""
-        asked = self._options["load_format"]
-        return [asked] if asked in _FORMATS else [*_FORMATS]
-
     def _indexes(self) -> list[str]:
-        return [str(_files(name).index) for name in self._formats()]
-
-    def _files_of_weights(self, store: Store) -> tuple[str, list[str]]:
-        """Return the format and the names of the files of weights, where no index has them."""
-        listed = self._listed
-        if self.place.scheme == "hf":
-            listed = hub_client.names(self.place, self._token)
-        formats = self._formats()
-        if listed is None:
-            there = [name for name in formats if len(formats) == 1 or store.has(_whole(name))]
-            name = (there or formats)[0]  # which is refused where there is none
-            return name, [_whole(name)]
-        for name in formats:
-            if _whole(name) in listed:
-                return name, [_whole(name)]
-            if found := _files(name).files(map(Path, sorted(listed))):
-                return name, [path.name for path in found]
-        wanted = " or ".join(pattern for name in formats for pattern in _files(name).patterns)
-        names = ", ".join(map(printable_name, sorted(listed)[:20]))
-        raise CheckpointFormatError(
-            f"{printable(str(self.place))} holds no {wanted} file, the formats that are read from "
-            f"a store; there is {names}. Download the checkpoint, or convert it"
-        )
-
-
-def _files(load_format: str) -> Files:
-    format_ = FORMATS[load_format]
-    assert isinstance(format_, Files)
-    return format_
-
-
-def _whole(load_format: str) -> str:
-    return str(_files(load_format).whole)
+        """Return the indexes of the formats that are asked for."""
+        asked = self._options["load_format"]
+        formats = [FORMATS[asked]] if asked in FORMATS else FORMATS.values()
+        return [each.index for each in formats if isinstance(each, Files) and each.index]
 
 
 def _is_small(name: str) -> bool:
@@ -250,7 +322,7 @@ def _is_small(name: str) -> bool:
 
 
 def _open_again(
-    url: str, options: dict[str, Any], folder: Path, listed: list[str] | None
+    url: str, options: dict[str, Any], fetched: tuple[Path, list[str] | None, str | None]
 ) -> StoreSource:
     """Return a pickled source; on another machine it fetches the small files itself."""
-    return StoreSource(url, **options, fetched=(folder, listed) if folder.is_dir() else None)
+    return StoreSource(url, **options, fetched=fetched if fetched[0].is_dir() else None)

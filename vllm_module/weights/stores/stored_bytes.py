@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from vllm_module.errors import CheckpointFormatError, WeightReadError
@@ -17,6 +18,7 @@ from vllm_module.weights.stores.store import Store
 _FIRST_BYTES = 128 << 10
 # Of a request for less of a header than this. Archives are read in pieces of a few bytes.
 _LEAST_BYTES = 4 << 10
+_AHEAD = 8  # requests for parts of one header under way
 
 
 class StoredBytes:
@@ -75,6 +77,17 @@ class StoredBytes:
         self._request(begin, memoryview(rest))
         self._known.append((begin, bytes(rest)))
         return known + bytes(rest[: length - len(known)])
+
+    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Request, several at once, what ``read_bytes`` will be asked for one by one."""
+        # In threads of its own: this file may be opened by one of the store's, which would wait
+        # for each other.
+        executor = ThreadPoolExecutor(_AHEAD, thread_name_prefix="store-header")
+        try:
+            for future in [executor.submit(self.read_bytes, *each) for each in ranges]:
+                future.result()
+        finally:
+            executor.shutdown(cancel_futures=True)
 
     def forget_header(self) -> None:
         """Free what was read of the header."""

@@ -1,0 +1,53 @@
+"""The files in Hugging Face's layout that GGUF files stand for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.messages import printable
+from vllm_module.weights.folder_files import FolderFiles
+from vllm_module.weights.gguf_config import check_rope_factors, config_of, stored_entries
+from vllm_module.weights.gguf_file import GGUFFile, open_gguf_files
+from vllm_module.weights.gguf_names import architecture_of
+from vllm_module.weights.gguf_tokenizer import tokenizer_files
+from vllm_module.weights.strict_json import parse_config
+from vllm_module.weights.written_folder import NO_TOKENIZER, TAKEN
+
+
+def gguf_small_files(folder: FolderFiles) -> dict[str, bytes]:
+    """Return ``config.json`` and the files of the tokenizer, by name.
+
+    Those that are beside the weights go before what the metadata says. Where no tokenizer can be
+    made of it, the reason is in place of one.
+
+    Raises ``CheckpointFormatError`` and ``UnsupportedModelError`` for files or settings that are
+    refused.
+    """
+    with folder.checkpoint(files := open_gguf_files(folder), "gguf"):
+        where = printable(files[0].path)
+        architecture_of(files[0].metadata.get("general.architecture"), where)
+        written = {"config.json": json.dumps(_config(files, folder)).encode()}
+        taken = [name for name in TAKEN if folder.has(name)]
+        if "tokenizer.json" not in taken or "tokenizer_config.json" not in taken:
+            try:
+                written |= tokenizer_files(files[0].metadata, where, taken)
+            except (CheckpointFormatError, UnsupportedModelError) as error:
+                written[NO_TOKENIZER] = str(error).encode()  # tokens need none
+        return written | {name: folder.read(name) for name in taken}
+
+
+def _config(files: tuple[GGUFFile, ...], folder: FolderFiles) -> dict[str, Any]:
+    stored = stored_entries(files)
+    if not folder.has("config.json"):
+        return {**config_of(files), **stored}
+    path = folder.path / "config.json"
+    entries = parse_config(folder.read("config.json"), path)
+    if entries.get("quantization_config") is not None:
+        raise CheckpointFormatError(
+            f"{printable(path)} has a quantization_config, and the weights beside it are in GGUF "
+            "files, which say themselves how they are quantized: remove the entry"
+        )
+    check_rope_factors(files, entries, printable(path))
+    return {**entries, **stored}
