@@ -11,11 +11,10 @@ import torch
 
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
+from vllm_module.kernels.grouped_matmul_mxfp4 import E2M1
 from vllm_module.kernels.linear import linear
 from vllm_module.kernels.operators import expect
 
-# What the codes of MXFP4 stand for (OCP Microscaling Formats 1.0): a sign, and 0 to 6.
-_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 _CHUNK = 1 << 22  # values that are dequantized at a time: 16 MiB in float32
 
 
@@ -132,7 +131,7 @@ def _mxfp4_scale(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor(_E2M1, device=blocks.device)
+    values = torch.tensor(E2M1, device=blocks.device)
     return _mxfp4_scale(blocks) * values[_fields(blocks[:, 1:], 16, 4).int()]
 
 

@@ -53,7 +53,7 @@ from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed_triton
 from vllm_module.kernels.mamba2_scan import mamba2_scan_triton
 from vllm_module.kernels.packed_matmul import packed_matmul_triton
-from vllm_module.kernels.packed_matmul_configurations import Weight, packed_configurations
+from vllm_module.kernels.packed_matmul_configurations import PackedWeight, packed_configurations
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
@@ -817,7 +817,7 @@ def candidates_of_products() -> dict[str, Callable[[], object]]:
             found[name] = tried("grouped_matmul", each.name, launch)
     for kind, group, bits, dtype in PACKED:
         along, ordered = 0 if kind == "awq" else 1, 0 if kind == "unordered" else group
-        weight = Weight(4096, 4096, bits, along, ordered, kind == "nf4", dtype)
+        weight = PackedWeight(4096, 4096, bits, along, ordered, kind == "nf4", dtype)
         for each in packed_configurations(weight):
             if each.config.way != "torch":
                 launch = packed(each.tokens, kind, group, bits, dtype)

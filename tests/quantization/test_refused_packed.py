@@ -280,6 +280,11 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "awq-bits": (AWQ | {"bits": 8}, CheckpointFormatError, ["bits"]),
     "awq-gemv": (AWQ | {"version": "gemv"}, UnsupportedModelError, ["expected gemm", "'gemv'"]),
+    "awq-format": (
+        {**AWQ, "version": None, "format": "gemv"},
+        UnsupportedModelError,
+        ["quantization_config.format", "'gemv'"],
+    ),
     "awq-skip": (
         AWQ | {"modules_to_not_convert": "mlp"},
         CheckpointFormatError,
@@ -297,9 +302,23 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["input_activations", "expected dynamic ones"],
     ),
     "ct-float-inputs": (
-        _ct(inputs={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
+        _ct(
+            "int-quantized",
+            num_bits=8,
+            inputs={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        ),
         UnsupportedModelError,
         ["input_activations", "expected 8-bit integers"],
+    ),
+    "ct-4-bit-inputs": (
+        _ct(inputs={"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}),
+        UnsupportedModelError,
+        ["input_activations", "expected 8-bit integers or floats"],
+    ),
+    "ct-sparse-weights": (
+        _ct() | {"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}},
+        UnsupportedModelError,
+        ["quantization_config.sparsity_config", "sparse-24-bitmask"],
     ),
     "ct-int8-asymmetric": (
         _ct("int-quantized", num_bits=8, symmetric=False),
