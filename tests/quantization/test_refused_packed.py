@@ -216,7 +216,7 @@ def test_gptq_and_awq_are_told_apart(packed: Any, edited: Any) -> None:
     """A checkpoint that is taken for the other format does not fit."""
     refuse(edited(packed("awq"), quantization=GPTQ), WeightLoadError)
     refuse(edited(packed("gptq"), quantization=AWQ), WeightLoadError)
-    lacking = edited(packed("gptq"), lambda tensors: tensors.pop(f"{DOWN}.g_idx"))
+    lacking = edited(packed("gptq"), lambda tensors: tensors.pop(f"{DOWN}.g_idx"), desc_act=True)
     assert f"{DOWN}.g_idx: expected shape [128]" in refuse(lacking, MissingWeightError)
 
 

@@ -325,6 +325,7 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
 
     parameter_names = ("weight", "SCB", "weight_format")
     buffer_names = ("scale_for_matmul",)
+    absent_names = ("weight_format",)  # in files of its first versions, which have rows
     processes = True
     replaceable = True
 
