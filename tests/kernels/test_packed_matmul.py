@@ -102,6 +102,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "eight bits in bytes": {"packing": Packing(8, 1, (0,)), "words": U8},
     "two bits in bytes": {"packing": Packing(2, 0, (3, 1, 0, 2)), "words": U8, "zeros": True},
     "NF4": {"packing": Packing(4, 1, (1, 0)), "words": U8, "scales": FP32, "codebook": True},
+    "MXFP4": {"words": U8, "scales": BF16, "codebook": True},
     "unordered": {"zeros": True, "unordered": True},
     "unordered, no zeros": {"unordered": True, "packing": Packing(8, 0)},
     "unordered codebook": {"unordered": True, "codebook": True},
