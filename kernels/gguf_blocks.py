@@ -11,11 +11,10 @@ import torch
 
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
+from vllm_module.kernels.grouped_matmul_mxfp4 import E2M1
 from vllm_module.kernels.linear import linear
 from vllm_module.kernels.operators import expect
 
-# What the codes of MXFP4 stand for (OCP Microscaling Formats 1.0): a sign, and 0 to 6.
-_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 _CHUNK = 1 << 22  # values that are dequantized at a time: 16 MiB in float32
 
 
@@ -108,6 +107,11 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
+def _two_halves(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the scale and the offset at the beginning of each block, float32 ``[blocks, 2]``."""
+    return torch.cat((_half(blocks, 0), _half(blocks, 2)), -1)
+
+
 def _fields(packed: torch.Tensor, run: int, bits: int) -> torch.Tensor:
     """Return the fields of ``bits`` in bytes ``[blocks, n]``: uint8 ``[blocks, n * 8 / bits]``.
 
@@ -122,6 +126,24 @@ def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * (_fields(blocks[:, 2:], 16, 4).float() - 8)
 
 
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _fields(blocks[:, 4:], 16, 4).float() + _half(blocks, 2)
+
+
+def _five_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return codes whose fifth bits are in four bytes from ``at`` on, and the others behind."""
+    high = _fields(blocks[:, at : at + 4], 1, 1)
+    return (_fields(blocks[:, at + 4 :], 16, 4) | high << 4).float()
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (_five_bits(blocks, 2) - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _five_bits(blocks, 4) + _half(blocks, 2)
+
+
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
 
@@ -132,7 +154,7 @@ def _mxfp4_scale(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor(_E2M1, device=blocks.device)
+    values = torch.tensor(E2M1, device=blocks.device)
     return _mxfp4_scale(blocks) * values[_fields(blocks[:, 1:], 16, 4).int()]
 
 
@@ -168,6 +190,9 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 _FORMULAS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
@@ -177,9 +202,12 @@ _FORMULAS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 _SCALES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": lambda blocks: _half(blocks, 0),
+    "Q4_1": _two_halves,
+    "Q5_0": lambda blocks: _half(blocks, 0),
+    "Q5_1": _two_halves,
     "Q8_0": lambda blocks: _half(blocks, 0),
-    "Q4_K": lambda blocks: torch.cat((_half(blocks, 0), _half(blocks, 2)), -1),
-    "Q5_K": lambda blocks: torch.cat((_half(blocks, 0), _half(blocks, 2)), -1),
+    "Q4_K": _two_halves,
+    "Q5_K": _two_halves,
     "Q6_K": lambda blocks: _half(blocks, 208),
     "MXFP4": _mxfp4_scale,
 }

@@ -18,6 +18,9 @@ class BlockType(NamedTuple):
 
 BLOCK_TYPES = {
     "Q4_0": BlockType(32, 18),
+    "Q4_1": BlockType(32, 20),
+    "Q5_0": BlockType(32, 22),
+    "Q5_1": BlockType(32, 24),
     "Q8_0": BlockType(32, 34),
     "Q4_K": BlockType(256, 144),
     "Q5_K": BlockType(256, 176),

@@ -11,7 +11,8 @@ from vllm_module.kernels.grouped_tile import grouped_tile, rows_of_a_tile, tiles
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.product_tile import added, clamped, loaded, written
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# What codes stand for: a sign, and 0 to 6.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _CHUNK = 1 << 14  # scales, with half a million elements: as many as fit a CPU's cache
 
 
@@ -75,7 +76,7 @@ def dequantize_mxfp4(
     expect("blocks", blocks, None, (torch.uint8,))
     expect("scales", scales, blocks.shape[:-1], (torch.uint8,), blocks)
     shape = (*scales.shape[:-1], scales.shape[-1] * 32)
-    values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), dtype=torch.bfloat16)
+    values = torch.tensor(E2M1, dtype=torch.bfloat16)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(torch.int32)
     pairs = pairs.flatten().to(blocks.device)  # of bfloat16, for each byte
     wide = torch.empty(scales.numel(), 32, dtype=dtype, device=blocks.device)

@@ -14,7 +14,7 @@ from vllm_module.kernels.grouped_matmul import (
 )
 from vllm_module.kernels.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
-from vllm_module.kernels.packed_matmul_configurations import Weight, one_scale, tiles_for
+from vllm_module.kernels.packed_matmul_configurations import PackedWeight, one_scale, tiles_for
 from vllm_module.kernels.packed_matmul_tiles import (
     as_integer,
     packed_rows,
@@ -172,7 +172,7 @@ def grouped_matmul_packed_triton(
             x, weight, offsets, bias, rows, top_k, None, 1, max(1, K), None, False, x.dtype
         )
     group = 0 if group_of is not None else min(group_size, K)
-    described = Weight(N, K, bits, along, group, False, x.dtype)
+    described = PackedWeight(N, K, bits, along, group, False, x.dtype)
     config = tiles_for(rows_of_a_tile(length, count), described)
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_packed_groups[(tiles,)](

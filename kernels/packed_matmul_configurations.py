@@ -18,7 +18,7 @@ from vllm_module.kernels.scaled_matmul_configurations import BUCKETS, bucket_of
 _FEW = 64  # tokens, at most, for which reading the weight takes the time
 
 
-class Weight(NamedTuple):
+class PackedWeight(NamedTuple):
     """What the cut of a product depends on, apart from its tokens.
 
     Attributes:
@@ -82,7 +82,7 @@ class PackedConfiguration(NamedTuple):
     config: Config
 
 
-def packed_configurations(weight: Weight) -> list[PackedConfiguration]:
+def packed_configurations(weight: PackedWeight) -> list[PackedConfiguration]:
     """Return all configurations of products with one weight, for any number of tokens.
 
     To compile everything that :func:`~vllm_module.kernels.packed_matmul.packed_matmul` may launch
@@ -96,14 +96,14 @@ def packed_configurations(weight: Weight) -> list[PackedConfiguration]:
     ]
 
 
-def config_of(M: int, weight: Weight, x: torch.Tensor) -> Config:
+def config_of(M: int, weight: PackedWeight, x: torch.Tensor) -> Config:
     """Return the chosen configuration for the bucket of ``M`` rows of ``x``."""
     case, candidates = _candidates(bucket_of(M), weight)
     return choose("packed_matmul", case, candidates, x.device)
 
 
 @lru_cache(maxsize=4096)
-def _candidates(tokens: int, weight: Weight) -> tuple[str, Mapping[str, Config]]:
+def _candidates(tokens: int, weight: PackedWeight) -> tuple[str, Mapping[str, Config]]:
     """Return the case, and the candidates of a bucket by name, the default first."""
     first = tiles_for(tokens, weight)
     found = {"tiles": first}
@@ -127,12 +127,12 @@ def _candidates(tokens: int, weight: Weight) -> tuple[str, Mapping[str, Config]]
     return f"{case}, {str(weight.dtype).removeprefix('torch.')}", MappingProxyType(found)
 
 
-def one_scale(weight: Weight, depth: int) -> bool:
+def one_scale(weight: PackedWeight, depth: int) -> bool:
     """Return whether all inputs of a step have one group."""
     return bool(weight.group) and (weight.group % depth == 0 or weight.group >= weight.inputs)
 
 
-def tiles_for(tokens: int, weight: Weight) -> Config:
+def tiles_for(tokens: int, weight: PackedWeight) -> Config:
     """Return the default of a bucket.
 
     Up to 64 tokens, reading the weight takes the time: tiles are small, and inputs are split until

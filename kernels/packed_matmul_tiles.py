@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.kernels.operators import tl, triton
-from vllm_module.kernels.packed_matmul_configurations import Config, Weight, one_scale
+from vllm_module.kernels.packed_matmul_configurations import Config, PackedWeight, one_scale
 from vllm_module.kernels.packed_words import Packing
 from vllm_module.kernels.product_tile import added, clamped, loaded, written
 from vllm_module.kernels.scaled_matmul_tiles import add_splits
@@ -42,13 +42,13 @@ class PackedProduct(NamedTuple):
     bias: torch.Tensor | None
     y: torch.Tensor
 
-    def weight(self) -> Weight:
+    def weight(self) -> PackedWeight:
         """Return what the cut of the product depends on."""
         bits, along, _ = self.packing
         K = self.x.shape[1]
         group = 0 if self.group_of is not None else min(self.group_size, K)
         has_codebook = self.codebook is not None
-        return Weight(self.y.shape[1], K, bits, along, group, has_codebook, self.x.dtype)
+        return PackedWeight(self.y.shape[1], K, bits, along, group, has_codebook, self.x.dtype)
 
 
 def tiles_take(packing: Packing) -> bool:

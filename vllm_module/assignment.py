@@ -158,7 +158,8 @@ def misfit(
         return f"expected shape {expected}, got {list(weight.shape)}{hint}"
     conversion = location.conversion
     dtype = tensor.dtype if conversion is None else conversion.dtype
-    if weight.dtype != dtype and not (_converts(weight.dtype) and _converts(dtype)):
+    widens = (weight.dtype, dtype) == (torch.int32, torch.int64)  # Kimi-K2's weight_shape
+    if weight.dtype != dtype and not widens and not (_converts(weight.dtype) and _converts(dtype)):
         return f"expected dtype {dtype} or one that converts to it, got {weight.dtype}"
     return None
 
@@ -213,6 +214,13 @@ def not_zeros(weight: Weight) -> str | None:
         if bool((wrong := values != 0).any()):
             return f"expected zeros or no such tensor, got {values[wrong][0].item():g}"
     return None
+
+
+def absent_weight(location: Location, slot: str) -> torch.Tensor | None:
+    """Return what fills a slot that a checkpoint may lack; ``None`` if it has to have it."""
+    of_module = getattr(location.node.module, "absent_weight", None)
+    found: torch.Tensor | None = of_module(location.attr, slot) if of_module else None
+    return found
 
 
 def missing(location: Location, slot: str) -> Problem:

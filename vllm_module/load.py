@@ -18,6 +18,7 @@ from vllm_module.assignment import (
     Fills,
     HeldAssignment,
     Target,
+    absent_weight,
     in_reading_order,
     misfit,
     missing,
@@ -331,8 +332,19 @@ class Load:
                 if self._lacks(tensor) and original not in reported:
                     reported.add(original)
                     claims, location = self._claims.get(original, {}), Location(node, attr)
-                    lacking = (slot for slot in slots_of(tensor) if slot not in claims)
-                    self.report.missing += [missing(location, slot) for slot in lacking]
+                    for slot in slots_of(tensor):
+                        if slot not in claims:
+                            self._fill_absent(location, slot)
+
+    def _fill_absent(self, location: Location, slot: str) -> None:
+        """Assign what the layer has for a slot that a checkpoint may lack, or report it."""
+        weight = absent_weight(location, slot)
+        if weight is None:
+            self.report.missing.append(missing(location, slot))
+            return
+        self.report.loaded.setdefault(location.path, [])
+        name = location.stored_name(slot)
+        self.assigned.append(Assignment(name, slot, weight, location, None))
 
     def _lacks(self, tensor: torch.Tensor) -> bool:
         """Tell whether no name was assigned to some slot of ``tensor``."""

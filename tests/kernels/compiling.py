@@ -53,7 +53,7 @@ from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed_triton
 from vllm_module.kernels.mamba2_scan import mamba2_scan_triton
 from vllm_module.kernels.packed_matmul import packed_matmul_triton
-from vllm_module.kernels.packed_matmul_configurations import Weight, packed_configurations
+from vllm_module.kernels.packed_matmul_configurations import PackedWeight, packed_configurations
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
 from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
@@ -411,6 +411,9 @@ def grouped(
 AWQ, NF4 = (0, 4, 1, 5, 2, 6, 3, 7), (1, 0)
 
 
+_CODEBOOKS = "nf4", "mxfp4"  # of packed weights
+
+
 def packed(
     m: int, kind: str, group: int = 128, bits: int = 4, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[], object]:
@@ -418,11 +421,12 @@ def packed(
 
     GPTQ's and AWQ's tensors are transposed views, as they are stored.
     """
-    size, floats = 4096, FP32 if kind == "nf4" else FP16
+    size, floats = 4096, {"nf4": FP32, "mxfp4": torch.bfloat16}.get(kind, FP16)
     few, along, order = size * bits // 32, 0 if kind == "awq" else 1, None
     words = meta(size, few, dtype=torch.int32)
-    if kind == "nf4":
-        words, order = meta(size, size // 2, dtype=torch.uint8), NF4
+    if kind in _CODEBOOKS:
+        words = meta(size, size // 2, dtype=torch.uint8)
+        order = NF4 if kind == "nf4" else None
     elif kind != "rows":
         words = meta(few, size, dtype=torch.int32).t()
     if kind == "awq":
@@ -433,11 +437,11 @@ def packed(
         None,
         None,
     )
-    if kind not in ("rows", "nf4"):
+    if kind not in ("rows", *_CODEBOOKS):
         zeros = meta(*scales.shape, dtype=torch.uint8)
     if kind == "unordered":
         group_of = meta(size, dtype=torch.int32)
-    if kind == "nf4":
+    if kind in _CODEBOOKS:
         codebook = meta(16, dtype=FP32)
     x, bias = meta(m, size, dtype=dtype), meta(size, dtype=dtype)
     return lambda: packed_matmul_triton(
@@ -461,6 +465,7 @@ PACKED = (
     ("awq", 48, 4, FP32),
     ("nf4", 64, 4, FP32),
     ("unordered", 128, 4, FP32),
+    ("mxfp4", 32, 4, torch.bfloat16),
 )
 PACKED_TOKENS = (1, 64, 1024, 256, 1024, 32, 16, 1)  # of the first layouts: one bucket each
 
@@ -817,7 +822,7 @@ def candidates_of_products() -> dict[str, Callable[[], object]]:
             found[name] = tried("grouped_matmul", each.name, launch)
     for kind, group, bits, dtype in PACKED:
         along, ordered = 0 if kind == "awq" else 1, 0 if kind == "unordered" else group
-        weight = Weight(4096, 4096, bits, along, ordered, kind == "nf4", dtype)
+        weight = PackedWeight(4096, 4096, bits, along, ordered, kind in _CODEBOOKS, dtype)
         for each in packed_configurations(weight):
             if each.config.way != "torch":
                 launch = packed(each.tokens, kind, group, bits, dtype)

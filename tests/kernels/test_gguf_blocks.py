@@ -16,7 +16,8 @@ def blocks_of(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
     block = BLOCK_TYPES[kind]
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(256, (*shape, block.nbytes), generator=generator, dtype=torch.uint8)
-    others = {"Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,), "MXFP4": (0,)}
+    others = dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (1, 3))
+    others |= {"Q6_K": (209,), "MXFP4": (0,)}
     places = others.get(kind, (1,))
     for place in places:
         blocks[..., place] &= 0b10111011  # the exponent of a float16 is then not the largest
@@ -51,7 +52,7 @@ def test_values_are_the_librarys_bit_for_bit(kind: str, monkeypatch: pytest.Monk
     assert dequantize_blocks(blocks[:0], kind).shape == (0, expected.shape[1])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_numbers_that_the_library_quantizes_come_back(kind: str) -> None:
     """What gguf-py quantizes is near to what it was, so values are in their places."""
     weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from vllm_module.kernels.choices import trying
 from vllm_module.kernels.packed_matmul import packed_matmul, packed_matmul_triton
 from vllm_module.kernels.packed_matmul_configurations import (
     Config,
-    Weight,
+    PackedWeight,
     config_of,
     packed_configurations,
 )
@@ -102,6 +102,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "eight bits in bytes": {"packing": Packing(8, 1, (0,)), "words": U8},
     "two bits in bytes": {"packing": Packing(2, 0, (3, 1, 0, 2)), "words": U8, "zeros": True},
     "NF4": {"packing": Packing(4, 1, (1, 0)), "words": U8, "scales": FP32, "codebook": True},
+    "MXFP4": {"words": U8, "scales": BF16, "codebook": True},
     "unordered": {"zeros": True, "unordered": True},
     "unordered, no zeros": {"unordered": True, "packing": Packing(8, 0)},
     "unordered codebook": {"unordered": True, "codebook": True},
@@ -179,7 +180,7 @@ def test_torch_may_be_chosen() -> None:
 @pytest.mark.parametrize("group", [128, 64, 0, 48, 4096])
 def test_configurations_list_what_any_batch_meets(group: int, dtype: torch.dtype) -> None:
     """A bucket's tokens meet one configuration, which is listed with the bucket's other ones."""
-    weight = Weight(6144, 4096, 4, 1, group, False, dtype)
+    weight = PackedWeight(6144, 4096, 4, 1, group, False, dtype)
     listed = packed_configurations(weight)
     assert len(listed) == len({(each.case, each.name) for each in listed})
     by_bucket: dict[int, dict[str, Config]] = {}

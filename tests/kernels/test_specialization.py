@@ -54,7 +54,7 @@ from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
 from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.packed_matmul import packed_matmul_triton
-from vllm_module.kernels.packed_matmul_configurations import Weight, packed_configurations
+from vllm_module.kernels.packed_matmul_configurations import PackedWeight, packed_configurations
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.mla_attention import mla_attention_triton
 from vllm_module.kernels.paged_attention_triton import paged_attention_triton
@@ -153,7 +153,8 @@ with launching(note):  # what is listed, before anything else
             product(meta(each.tokens, hidden), block)
         for each in grouped_configurations((32, 256, hidden), block, E4M3):
             mixture(meta(each.rows // 8, hidden), each.rows // 8)
-    for each in packed_configurations(Weight(hidden, hidden, 4, 1, 128, False, torch.bfloat16)):
+    packed_weight = PackedWeight(hidden, hidden, 4, 1, 128, False, torch.bfloat16)
+    for each in packed_configurations(packed_weight):
         packed_product(meta(each.tokens, hidden))
 listed = counted()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ShardingError
-from vllm_module.quantization import online, packed_online
+from vllm_module.quantization import online
 from vllm_module.testing import (
     LAWS,
     Law,
@@ -112,7 +112,6 @@ def test_order_does_not_matter_to_large_tensors_either(
     monkeypatch.setattr(pieces, "PIECE_BYTES", 24)
     monkeypatch.setattr(reading, "_BATCH_BYTES", 16)
     monkeypatch.setattr(online, "_PIECE", 24)
-    monkeypatch.setattr(packed_online, "_PIECE", 24)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
     LAYERS[name].hold(assert_order_independent)

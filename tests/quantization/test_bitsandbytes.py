@@ -20,6 +20,7 @@ from vllm_module.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
+    ReplicatedLinear,
 )
 from vllm_module.model_source import build_model, read_config
 from vllm_module.parameters import Dim, Slot
@@ -322,3 +323,12 @@ def test_key_value_heads_are_copied_with_their_scales() -> None:
         assert torch.equal(layer.quant_method.full_precision(layer), plain.weight.data)
 
     run_ranks(4, work)
+
+
+def test_the_format_of_int8_may_be_left_out() -> None:
+    """The first versions stored no ``weight_format``, and bitsandbytes takes rows then."""
+    saved, wide = bnb.quantized(torch.randn(32, 64), "int8")
+    layer: Any = ReplicatedLinear(64, 32, bias=False)
+    layer.quantize(BitsAndBytes8BitMethod())
+    layer.load_weights({name: tensor for name, tensor in saved.items() if "format" not in name})
+    torch.testing.assert_close(layer(torch.eye(64)).T, wide)

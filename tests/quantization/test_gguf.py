@@ -95,6 +95,8 @@ ALL = [
     ("llama", "F16", 2),
     ("llama", "BF16", 1),
     ("llama", "Q4_0", 4),
+    ("llama", "Q4_1", 2),
+    ("qwen2", "Q5_0", 2),
     ("llama-biases", "Q4_0", 4),
     ("gemma2", "F16", 1),
     *(("llama-wide", "mixed", size) for size in (1, 2, 4)),

@@ -24,7 +24,7 @@ from vllm_module.layers import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm_module.quantization import online_rules, packed_online
+from vllm_module.quantization import online, online_rules
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.quantization.packed_online import OnlinePackedMethod
 
@@ -92,7 +92,7 @@ def test_pieces_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     """A weight that is read in pieces of a row has the same words and scales."""
     weight = torch.randn(8, 64)
     whole = loaded(weight)
-    monkeypatch.setattr(packed_online, "_PIECE", 8)
+    monkeypatch.setattr(online, "_PIECE", 8)
     pieces = loaded(weight)
     assert torch.equal(whole.weight, pieces.weight)
     assert torch.equal(whole.weight_scale, pieces.weight_scale)

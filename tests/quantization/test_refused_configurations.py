@@ -78,7 +78,8 @@ def test_a_target_that_is_not_an_expression(full_precision: Any, where: str) -> 
     entries: dict[str, Any] = {where: ["re:*mlp"] if where == "ignore" else {"re:*mlp": "none"}}
     asked = QuantizationConfig(scheme="fp8_per_channel", **entries)
     message = refuse(full_precision, WeightLoadError, asked)
-    assert "'re:*mlp' is not a valid regular expression: nothing to repeat" in message
+    assert "'re:*mlp' is not a valid regular expression: " in message
+    assert "nothing to repeat" in message
 
 
 @pytest.mark.parametrize("slot", ["k_proj", "gate_proj"])

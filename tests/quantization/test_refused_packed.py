@@ -216,7 +216,7 @@ def test_gptq_and_awq_are_told_apart(packed: Any, edited: Any) -> None:
     """A checkpoint that is taken for the other format does not fit."""
     refuse(edited(packed("awq"), quantization=GPTQ), WeightLoadError)
     refuse(edited(packed("gptq"), quantization=AWQ), WeightLoadError)
-    lacking = edited(packed("gptq"), lambda tensors: tensors.pop(f"{DOWN}.g_idx"))
+    lacking = edited(packed("gptq"), lambda tensors: tensors.pop(f"{DOWN}.g_idx"), desc_act=True)
     assert f"{DOWN}.g_idx: expected shape [128]" in refuse(lacking, MissingWeightError)
 
 
@@ -280,6 +280,11 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "awq-bits": (AWQ | {"bits": 8}, CheckpointFormatError, ["bits"]),
     "awq-gemv": (AWQ | {"version": "gemv"}, UnsupportedModelError, ["expected gemm", "'gemv'"]),
+    "awq-format": (
+        {**AWQ, "version": None, "format": "gemv"},
+        UnsupportedModelError,
+        ["quantization_config.format", "'gemv'"],
+    ),
     "awq-skip": (
         AWQ | {"modules_to_not_convert": "mlp"},
         CheckpointFormatError,
@@ -297,9 +302,23 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["input_activations", "expected dynamic ones"],
     ),
     "ct-float-inputs": (
-        _ct(inputs={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
+        _ct(
+            "int-quantized",
+            num_bits=8,
+            inputs={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        ),
         UnsupportedModelError,
         ["input_activations", "expected 8-bit integers"],
+    ),
+    "ct-4-bit-inputs": (
+        _ct(inputs={"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}),
+        UnsupportedModelError,
+        ["input_activations", "expected 8-bit integers or floats"],
+    ),
+    "ct-sparse-weights": (
+        _ct() | {"sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}},
+        UnsupportedModelError,
+        ["quantization_config.sparsity_config", "sparse-24-bitmask"],
     ),
     "ct-int8-asymmetric": (
         _ct("int-quantized", num_bits=8, symmetric=False),

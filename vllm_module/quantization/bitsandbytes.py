@@ -31,7 +31,7 @@ from vllm_module.parameters import (
     PerTensorTableParameter,
     Slot,
 )
-from vllm_module.quantization.demand import demand
+from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online_nf4 import QuantizeNF4
 from vllm_module.quantization.quant_state import LONGEST, NESTED_BLOCKSIZE, QuantState
@@ -182,7 +182,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
         states = self._states(layer)
         for slot, state in states.items():
             shapes = self._shapes(layer, slot)
-            where = _named("weight.quant_state", slot)
+            where = with_slot("weight.quant_state", slot)
             state.check(where, self.quant_type, self.blocksize, shapes, self.nested)
             if self.nested and state.shape != shapes[0]:
                 self._check_edges(layer, where)
@@ -226,7 +226,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             most = nested.region(slot).abs().amax() * values.tables(slot).abs().amax()
             if not bool((most + abs(state.nested_offset or 0.0)).isfinite()):
                 raise WeightReadError(
-                    f"{_named('weight.absmax', slot)} stands for scales beyond float32, by its "
+                    f"{with_slot('weight.absmax', slot)} stands for scales beyond float32, by its "
                     f"nested_absmax, nested_quant_map and nested_offset: {_ADVICE}"
                 )
 
@@ -274,7 +274,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
         host = table.materialize_on("cpu")
         host.data.copy_(table.data)
         return {
-            slot: QuantState.parse(each[0], _named("weight.quant_state", slot))
+            slot: QuantState.parse(each[0], with_slot("weight.quant_state", slot))
             for slot in host.slots
             if len(each := host.tables(slot))
         }
@@ -325,6 +325,7 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
 
     parameter_names = ("weight", "SCB", "weight_format")
     buffer_names = ("scale_for_matmul",)
+    absent_names = ("weight_format",)  # in files of its first versions, which have rows
     processes = True
     replaceable = True
 
@@ -413,7 +414,3 @@ def _table(layer: QuantizableLayer, name: str) -> PerTensorTableParameter:
     parameter = layer.get_parameter(name)
     assert isinstance(parameter, PerTensorTableParameter)
     return parameter
-
-
-def _named(name: str, slot: str) -> str:
-    return f"{name} (slot {slot!r})" if slot else name

@@ -11,6 +11,7 @@ import torch
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.quantization.config_refusals import invalid, unsupported
 from vllm_module.quantization.method import QuantizeMethod
+from vllm_module.quantization.mxfp4 import BLOCK, MXFP4PackedMethod
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.quantization.packed_config import BITS
 from vllm_module.quantization.rules import Rule, Rules, checked_target
@@ -31,9 +32,12 @@ def compressed_tensors_rules(stored: Mapping[str, Any]) -> Rules:
         config = Schema.model_validate(stored)
     except Exception as error:  # the library raises many kinds for an invalid configuration
         raise invalid(error) from None
-    for entry in ("transform_config", "sparsity_config"):  # these change what layers compute
-        if stored.get(entry):
-            raise unsupported(entry, "none", stored[entry])
+    # These change what layers compute. A sparsity of "dense" weights is only a statistic.
+    for entry in ("transform_config", "sparsity_config"):
+        given = stored.get(entry)
+        dense = isinstance(given, Mapping) and given.get("format") == "dense"
+        if given and not (entry == "sparsity_config" and dense):
+            raise unsupported(entry, "none", given)
     groups: list[Rule] = []
     for name, group in config.config_groups.items():
         form = str(group.format or config.format)
@@ -83,15 +87,16 @@ def _compressed_scheme(
     strategy = str(getattr(strategy, "value", strategy))
     if weights is not None and weights.type == "int":
         return _integers(where, group, strategy, form, act_order)
+    if form == "mxfp4-pack-quantized":
+        return _mxfp4(where, group, strategy)
     eight_bit_float = weights is not None and (weights.num_bits, weights.type) == (8, "float")
     if (
         not eight_bit_float
         or not weights.symmetric
         or strategy not in ("tensor", "channel", "block")
     ):
-        raise unsupported(
-            f"{where}.weights", "symmetric FP8 per tensor, channel or block, or integers", weights
-        )
+        expected = "symmetric FP8 per tensor, channel or block, integers, or packed MXFP4"
+        raise unsupported(f"{where}.weights", expected, weights)
     activations: Activations = "none"
     if inputs is not None:
         if (inputs.num_bits, inputs.type, inputs.symmetric) != (8, "float", True):
@@ -99,6 +104,16 @@ def _compressed_scheme(
         activations = "dynamic" if inputs.dynamic else "static"
     block = tuple(weights.block_structure or (128, 128))
     return Scheme(strategy, activations=activations, block=block)  # type: ignore[arg-type]
+
+
+def _mxfp4(where: str, group: Any, strategy: str) -> QuantizeMethod:
+    weights, inputs = group.weights, group.input_activations
+    kind = weights is not None and (weights.num_bits, weights.type, weights.symmetric, strategy)
+    if kind != (4, "float", True, "group") or weights.group_size != BLOCK:
+        raise unsupported(f"{where}.weights", f"symmetric FP4 in groups of {BLOCK}", weights)
+    if inputs is not None and not (inputs.type == "float" and inputs.dynamic):
+        raise unsupported(f"{where}.input_activations", "none, or dynamic floats", inputs)
+    return MXFP4PackedMethod()
 
 
 def _integers(
@@ -109,8 +124,11 @@ def _integers(
     packed, dynamic = form == "pack-quantized", inputs is None or bool(inputs.dynamic)
     if form not in ("pack-quantized", "int-quantized", "naive-quantized"):
         raise unsupported(f"{where}.format", "pack-quantized or int-quantized", form)
-    if inputs is not None and (inputs.num_bits, inputs.type) != (8, "int"):
-        raise unsupported(f"{where}.input_activations", "8-bit integers", inputs)
+    # Inputs of integers are not quantized, so FP8 of them beside packed ones changes nothing.
+    kinds = ("int", "float") if packed else ("int",)
+    if inputs is not None and (inputs.num_bits != 8 or inputs.type not in kinds):
+        expected = "8-bit integers or floats" if packed else "8-bit integers"
+        raise unsupported(f"{where}.input_activations", expected, inputs)
     if not dynamic and (packed or not inputs.symmetric):
         expected = "dynamic ones" if packed else "dynamic or symmetric ones"
         raise unsupported(f"{where}.input_activations", expected, inputs)

@@ -38,6 +38,8 @@ class QuantizeMethod(ABC):
         weight_aliases: other names of the parameters in checkpoints, each with the parameter's.
         zero_weights: what checkpoints may have although the layer has no such tensor, from its name
             to the reason. It is skipped if it is a vector of zeros, and refused otherwise.
+        absent_names: parameters that checkpoints may lack, because they may have one value only:
+            that of ``valid_weight``. A whole load fills them with it.
         replaceable: whether a layer that has this method may be given another. False for a method
             of a model's own: the other one would store and multiply the weight differently.
 
@@ -49,6 +51,7 @@ class QuantizeMethod(ABC):
     replaceable = False
     weight_aliases: Mapping[str, str] = MappingProxyType({})
     zero_weights: Mapping[str, str] = MappingProxyType({})
+    absent_names: tuple[str, ...] = ()
 
     @abstractmethod
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
@@ -195,6 +198,11 @@ class QuantizableLayer(vLLMModule):
     def zero_weights(self) -> Mapping[str, str]:
         """What checkpoints may have although the layer has no such tensor; see QuantizeMethod."""
         return self.quant_method.zero_weights
+
+    def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
+        """Return what fills a slot that checkpoints may lack, ``None`` if they may not."""
+        method = self.quant_method
+        return method.valid_weight(self, name, slot) if name in method.absent_names else None
 
     def quantize(self, method: QuantizeMethod) -> None:
         """Replace the weight, which is still on meta, by the parameters of ``method``.

@@ -1,26 +1,40 @@
-"""The experts of gpt-oss in MXFP4: four bits a number, and a power of two for each 32 of them."""
+"""Weights in MXFP4: four bits a number, and a power of two for each 32 of them in a row."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from vllm_module.errors import UnsupportedModelError, WeightReadError
-from vllm_module.kernels.grouped_matmul_mxfp4 import dequantize_mxfp4, grouped_matmul_mxfp4
-from vllm_module.parameters import BasevLLMParameter, Dim
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.grouped_matmul_mxfp4 import (
+    E2M1,
+    dequantize_mxfp4,
+    grouped_matmul_mxfp4,
+)
+from vllm_module.kernels.packed_matmul import packed_matmul
+from vllm_module.kernels.packed_words import Packing
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    Dim,
+    GroupQuantScaleParameter,
+    PackedvLLMParameter,
+)
+from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 
-_BLOCK = 32  # numbers along the input that share a scale, by the format
+BLOCK = 32  # numbers along the input that share a scale, by the format
 _BYTES = 16  # of a block
+_PACKING = Packing(4)  # the first of two numbers has the low bits of a byte
 
 
 @dataclass(frozen=True)
 class MXFP4Method(QuantizeMethod):
-    """Weights of experts in MXFP4 (OCP Microscaling Formats 1.0), dequantized by the product.
+    """Weights of experts in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss stores them.
 
     A checkpoint stores them as ``[experts, output, input]``, even if it stores them in another
-    order in full precision.
+    order in full precision. The product dequantizes them.
     """
 
     parameter_names = ("weight_blocks", "weight_scales")
@@ -36,7 +50,7 @@ class MXFP4Method(QuantizeMethod):
         """
         if layer.experts is None:
             raise UnsupportedModelError("expected experts: other layers are not stored in MXFP4")
-        blocks = layer.input.in_units(_BLOCK, "block")
+        blocks = layer.input.in_units(BLOCK, "block")
         common = layer.common(torch.uint8)
         return {
             "weight_blocks": BasevLLMParameter(layer.output, blocks, Dim.whole(_BYTES), **common),
@@ -45,20 +59,17 @@ class MXFP4Method(QuantizeMethod):
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for a scale of 255, which makes a block NaN."""
-        if bool((layer.get_parameter("weight_scales") == 255).any()):
-            raise WeightReadError(
-                "weight_scales has 255, which stands for NaN, and must be finite: quantize the "
-                "checkpoint again"
-            )
+        name = self.parameter_names[1]
+        rule = "255 stands for NaN, and scales must be finite: quantize the checkpoint again"
+        demand(layer.get_parameter(name), lambda scales: scales != 255, name, rule)
 
     def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        blocks, scales = map(layer.get_parameter, self.parameter_names)
-        return dequantize_mxfp4(blocks, scales, layer.params_dtype)
+        return dequantize_mxfp4(*self._blocks(layer), layer.params_dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        raise NotImplementedError("only experts are stored in MXFP4")
+        raise NotImplementedError("gpt-oss stores only experts in MXFP4")
 
     def apply_experts(
         self,
@@ -69,5 +80,60 @@ class MXFP4Method(QuantizeMethod):
         rows: torch.Tensor | None,
         top_k: int,
     ) -> torch.Tensor:
-        blocks, scales = map(layer.get_parameter, self.parameter_names)
+        blocks, scales = self._blocks(layer)
         return grouped_matmul_mxfp4(x, blocks, scales, offsets, bias=bias, rows=rows, top_k=top_k)
+
+    def _blocks(self, layer: QuantizableLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the blocks ``[..., input / 32, 16]`` and their scales."""
+        blocks, scales = map(layer.get_parameter, self.parameter_names)
+        return blocks, scales
+
+
+@dataclass(frozen=True)
+class MXFP4PackedMethod(MXFP4Method):
+    """Weights in MXFP4 as compressed-tensors stores them (``mxfp4-pack-quantized``).
+
+    They are those of linear layers or of experts, each with a tensor of its own. Inputs are not
+    quantized, on any device.
+    """
+
+    parameter_names = ("weight_packed", "weight_scale")
+    buffer_names = ("codebook", "scales_for_matmul")
+    replaceable = True
+
+    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
+        """Return ``weight_packed [output, input / 2]`` and ``weight_scale [output, input / 32]``.
+
+        Raises ``ShardingError`` where a row or a shard of the input ends inside a block.
+        """
+        layer.input.in_units(BLOCK, "block")  # none may be partial
+        common = layer.common(torch.uint8)
+        return {
+            "weight_packed": PackedvLLMParameter(
+                layer.output, layer.input, packed_dim=1, packed_factor=2, **common
+            ),
+            "weight_scale": GroupQuantScaleParameter(
+                layer.output, layer.input, group_size=BLOCK, **common
+            ),
+        }
+
+    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
+        """Return the values of codes, and the scales: bfloat16, which holds each power of two."""
+        if layer.experts is not None:
+            return {}
+        scales = layer.get_parameter("weight_scale").data
+        return {
+            "codebook": torch.tensor(E2M1, device=scales.device),
+            "scales_for_matmul": scales.view(torch.float8_e8m0fnu).to(torch.bfloat16),
+        }
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        words, scales = layer.get_parameter("weight_packed"), layer.get_buffer("scales_for_matmul")
+        codebook = layer.get_buffer("codebook")
+        return packed_matmul(x, words, scales, _PACKING, BLOCK, codebook=codebook, bias=bias)
+
+    def _blocks(self, layer: QuantizableLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        words, scales = super()._blocks(layer)
+        return words.view(*words.shape[:-1], words.shape[-1] // _BYTES, _BYTES), scales

@@ -105,6 +105,7 @@ class PackedMethod(QuantizeMethod):
     parameter_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     buffer_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     zero_weights: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    absent_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     processes = True
     replaceable = True
@@ -122,6 +123,9 @@ class PackedMethod(QuantizeMethod):
         )
         object.__setattr__(self, "parameter_names", tuple(filter(None, parameters)))
         object.__setattr__(self, "zero_weights", _ZERO_BIAS if names.stores_all else {})
+        # AutoRound and others leave out the groups of inputs that are in order.
+        in_order = (names.group_of,) if has_order and not self.act_order else ()
+        object.__setattr__(self, "absent_names", in_order)
         object.__setattr__(self, "buffer_names", () if self.symmetric else ("zeros_for_matmul",))
 
     def __str__(self) -> str:
@@ -258,12 +262,12 @@ class PackedMethod(QuantizeMethod):
         rows = group_of.vectors()
         for first, slot in pairwise(layer.output.names):
             at = layer.output.names.index(slot)
-            if not torch.equal(rows[..., at, :], rows[..., at - 1, :]):
+            if bool((apart := (rows[..., at, :] != rows[..., at - 1, :]).any(-1)).any()):
                 # One product multiplies all slots by the same inputs.
                 raise WeightReadError(
-                    f"{with_slot(name, slot)} is another one than that of slot {first!r}, and must "
-                    f"be the same: fused layers have the same inputs. {_ADVICE.capitalize()}, "
-                    "these layers at once"
+                    f"{with_slot(name, _of_expert(layer, slot, apart))} is another one than that "
+                    f"of slot {first!r}, and must be the same: fused layers have the same inputs. "
+                    f"{_ADVICE.capitalize()}, these layers at once"
                 )
         if self.act_order:
             return
@@ -271,11 +275,11 @@ class PackedMethod(QuantizeMethod):
             there = torch.arange(shard.start, shard.start + shard.length, device=group_of.device)
             expected = there // size
             held = group_of.data.narrow(-1, shard.offset, shard.length)
-            if not bool((held == expected).all()):
+            if bool((wrong := (held != expected).any(-1)).any()):
                 raise WeightReadError(
-                    f"{with_slot(name, shard.name)} has groups in another order than that of the "
-                    "inputs, where quantization_config has no desc_act: set it to true, or "
-                    f"{_ADVICE}"
+                    f"{with_slot(name, _of_expert(layer, shard.name, wrong))} has groups in "
+                    "another order than that of the inputs, where quantization_config has no "
+                    f"desc_act: set it to true, or {_ADVICE}"
                 )
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
@@ -370,6 +374,13 @@ class PackedMethod(QuantizeMethod):
         zeros, group_of = layer._buffers.get("zeros_for_matmul"), self.groups_of_inputs(layer)
         size = self._size_of_group(self.packing.codes(words.shape[-2:], 32)[1])
         return words, scales, size, zeros, group_of
+
+
+def _of_expert(layer: QuantizableLayer, slot: str, wrong: torch.Tensor) -> str:
+    """Return the name of ``slot`` of the first expert that is ``wrong``, if the layer has any."""
+    if layer.experts is None:
+        return slot
+    return f"{layer.experts.kept[int(wrong.nonzero()[0])]}.{slot}".rstrip(".")
 
 
 def _must(rule: str) -> str:

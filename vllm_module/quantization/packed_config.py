@@ -98,18 +98,21 @@ class _AWQ(BaseModel):
 
     bits: Literal[4]
     group_size: _GroupSize
-    version: str = "gemm"
+    version: str | None = None
+    format: str | None = None
     modules_to_not_convert: list[str] | None = None
 
 
 def awq_rules(stored: Mapping[str, Any]) -> Targets:
     """Return the layers of an AWQ checkpoint, as :func:`gptq_rules` does."""
     config = _AWQ(**stored)
-    if config.version.lower() != "gemm":
-        raise UnsupportedModelError(
-            f"quantization_config.version of config.json: expected gemm, got "
-            f"{config.version!r:.100}, which packs weights in another order: convert it"
-        )
+    for entry in ("version", "format"):  # transformers 5 calls it format
+        form = getattr(config, entry)
+        if form is not None and form.lower() != "gemm":
+            raise UnsupportedModelError(
+                f"quantization_config.{entry} of config.json: expected gemm, got {form!r:.100}, "
+                "which packs weights in another order: convert it"
+            )
     size = None if config.group_size == -1 else config.group_size
     # Nobody quantizes the head, and not everybody lists it.
     ignored = [*(config.modules_to_not_convert or ()), "lm_head"]

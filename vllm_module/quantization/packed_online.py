@@ -19,12 +19,11 @@ from vllm_module.parameters import (
 )
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer
-from vllm_module.quantization.online import in_full_precision
+from vllm_module.quantization.online import in_full_precision, in_parts
 from vllm_module.quantization.packed import PackedFormat, PackedMethod
 from vllm_module.weights import Destination, Weight
 
 _BITS = 4
-_PIECE = 4 << 20  # bytes of the checkpoint read at a time
 _FORMAT = PackedFormat("int4", "weight", "weight_scale", "", "")
 
 
@@ -143,12 +142,10 @@ class PackOnline:
             if order is not None:
                 yield source, PackedRegion(words, scales, self.dtype, order)
                 continue
-            rows, dim = len(words), len(source.shape) - 2
-            step = max(1, _PIECE // max(1, source.shape[-1] * source.dtype.itemsize))
-            for top in range(0, rows, step):
-                count = min(step, rows - top)
-                part = words.narrow(0, top, count), scales.narrow(0, top, count)
-                yield source.narrow(dim, top, count), PackedRegion(*part, self.dtype, None)
+            for first, part in in_parts(source):
+                rows = first, part.shape[-2]
+                held = words.narrow(0, *rows), scales.narrow(0, *rows)
+                yield part, PackedRegion(*held, self.dtype, None)
 
     def restored(self, module: QuantizableLayer) -> torch.Tensor:
         """Return the weight multiplied by its scales, in float32."""

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from hypothesis import note
 
+from vllm_module.assignment import absent_weight
 from vllm_module.errors import DuplicateWeightError, ModelNotReadyError, WeightLoadError
+from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
@@ -22,6 +24,7 @@ from vllm_module.testing.checkpoints import (
     write_checkpoint,
 )
 from vllm_module.testing.sources import WatchedHandle, WatchedSource
+from vllm_module.tree import locations, slots_of
 from vllm_module.weights import open_checkpoint
 
 
@@ -124,6 +127,16 @@ def _assert_tie_is_compared(case: Case, tensors: Tensors, name: str, other: str)
     assert_same_state(state(module), before, f"after it refused two values of {name}")
 
 
+def _may_be_absent(module: vLLMModule) -> set[str]:
+    """Return the names that a checkpoint may lack, because a layer has what fills their slots."""
+    return {
+        location.stored_name(slot)
+        for location in locations(module)
+        for slot in slots_of(location.tensor)
+        if absent_weight(location, slot) is not None
+    }
+
+
 class _Damage:
     """A checkpoint damaged in one to three places, and the names to be reported for it.
 
@@ -151,9 +164,11 @@ class _Damage:
             "on meta": self._empty,
         }
         stored_twice = {*first_name, *first_name.values()}
+        absent = _may_be_absent(case.whole)
         for name in case.some(sorted([*case.tensors, *first_name]), "damaged names", most=3):
-            # Nothing is missing if another name stores the same tensor.
-            harmless = {"dropped", "renamed"} if name in stored_twice else set()
+            # Nothing is missing if another name stores the same tensor, or the layer has it.
+            dropped = {"dropped", "renamed"}
+            harmless = dropped if name in stored_twice or name in absent else set()
             kind = case.choose(sorted(kinds.keys() - harmless), f"damage of {name}")
             kinds[kind](name)
 
@@ -193,7 +208,10 @@ class _Damage:
     def _retype(self, name: str) -> None:
         tensor = self._tensors[name]
         others = {torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64}
-        dtype = self._case.choose(sorted(others - {tensor.dtype}, key=str), "dtype")
+        others.discard(tensor.dtype)
+        if tensor.dtype == torch.int64:  # which takes narrower integers
+            others.discard(torch.int32)
+        dtype = self._case.choose(sorted(others, key=str), "dtype")
         self._replace(name, torch.zeros(tensor.shape, dtype=dtype))
 
     def _empty(self, name: str) -> None:

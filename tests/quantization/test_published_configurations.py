@@ -1,0 +1,57 @@
+"""Entries that published checkpoints have, and that change nothing of what layers compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_module.quantization import rules_for
+
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+_PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
+}
+# What sparseml and the first versions of LLM Compressor wrote for weights that are not sparse.
+_DENSE = {
+    "format": "dense",
+    "global_sparsity": 0.14,
+    "ignore": ["model.layers.0.mlp.down_proj"],
+    "registry_requires_subclass": False,
+    "sparsity_structure": "unstructured",
+    "targets": [],
+}
+_FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+_W4AFP8 = {"targets": ["Linear"], "weights": _INT4, "input_activations": _FP8_INPUTS}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+_NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "plain"),
+    [
+        pytest.param(_PACKED | {"sparsity_config": _DENSE}, _PACKED, id="dense"),
+        pytest.param(_PACKED | {"sparsity_config": {}}, _PACKED, id="no sparsity"),
+        pytest.param(_PACKED | {"config_groups": {"group_0": _W4AFP8}}, _PACKED, id="FP8 inputs"),
+        pytest.param({**_AWQ, "format": "gemm"}, {**_AWQ, "version": "GEMM"}, id="format of AWQ"),
+        pytest.param({**_AWQ, "version": None}, _AWQ, id="no version of AWQ"),
+        pytest.param({**_NF4, "quant_method": None}, _NF4, id="bitsandbytes without a name"),
+    ],
+)
+def test_what_changes_nothing(entries: dict[str, Any], plain: dict[str, Any]) -> None:
+    """The layers have the methods that they have without the entry."""
+    given, expected = rules_for(None, entries), rules_for(None, plain)
+    assert given is not None
+    assert expected is not None
+    for name in ("model.layers.0.mlp.up_proj", "lm_head"):
+        method, same = given.rule_of(name)[1], expected.rule_of(name)[1]
+        assert (method is None) == (name == "lm_head")
+        assert str(method) == str(same)
