@@ -101,7 +101,7 @@ class GatedDeltaNet(DecayingLayer):
         states, places = self.kept(metadata)
         qkv = self.conv1d(qkv, states["conv"], places)
         keys = self.num_key_heads * self.key_dim
-        q, k, v = qkv.split([keys, keys, self.value_features], dim=-1)
-        q, k = (part.unflatten(-1, (self.num_key_heads, -1)) for part in (q, k))
-        v = v.unflatten(-1, (self.num_value_heads, -1))
+        q, k, v = torch.split(qkv, [keys, keys, self.value_features], dim=-1)
+        q, k = (part.view(-1, self.num_key_heads, self.key_dim) for part in (q, k))
+        v = v.view(-1, self.num_value_heads, self.value_dim)
         return gated_delta_rule(q, k, v, log_decay, beta, states["recurrence"], *places)

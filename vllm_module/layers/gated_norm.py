@@ -67,7 +67,8 @@ class GroupedGatedRMSNorm(vLLMModule):
         wide, factor = x.float(), F.silu(gate.float())
         wide = wide if self.norm_before_gate else wide * factor
         # Of one group a rank may keep a part.
-        groups = wide.unflatten(-1, (-1, min(self.group_size, wide.shape[-1])))
+        size = min(self.group_size, wide.shape[-1])
+        groups = wide.view(*wide.shape[:-1], wide.shape[-1] // size, size)
         total = groups.pow(2).sum(-1, keepdim=True)
         if groups.shape[-1] < self.group_size:
             total = self.tp_group.all_reduce(total)

@@ -108,12 +108,13 @@ class Mamba2Mixer(DecayingLayer):
         states, places = self.kept(metadata)
         xbc = self.conv1d(xbc, states["conv"], places)
         shared = self.n_groups * self.state_size
-        x, b, c = xbc.split([self.num_heads * self.head_dim, shared, shared], dim=-1)
-        b, c = (part.unflatten(-1, (self.n_groups, -1)) for part in (b, c))
-        x = x.unflatten(-1, (self.num_heads, -1))
-        vectors = self.D, self.dt_bias
-        state = states["recurrence"]
-        y = mamba2_scan(x, dt, self.decay(), b, c, *vectors, state, *places, *self.time_step_limit)
+        x, b, c = torch.split(xbc, [self.num_heads * self.head_dim, shared, shared], dim=-1)
+        b, c = (part.view(-1, self.n_groups, self.state_size) for part in (b, c))
+        x = x.view(-1, self.num_heads, self.head_dim)
+        kept = states["recurrence"], *places
+        low, high = self.time_step_limit
+        decay, bias = self.decay(), self.dt_bias
+        y = mamba2_scan(x, dt, decay, b, c, self.D, bias, *kept, dt_min=low, dt_max=high)
         return y.flatten(-2)
 
 

@@ -14,7 +14,7 @@ from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.kernels.causal_conv1d import causal_conv1d
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.module import vLLMModule
-from vllm_module.parameters import BasevLLMParameter, ColumnvLLMParameter, Dim
+from vllm_module.parameters import BasevLLMParameter, ColumnvLLMParameter, Common, Dim
 
 # state_slots, query_start_loc, context_lens and max_query_len of AttentionMetadata.
 Places = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int]
@@ -99,9 +99,10 @@ class DecayingLayer(RecurrentLayer):
     def __init__(self, heads: Dim) -> None:
         super().__init__()
         self.tp_group = group = tensor_parallel_group()
-        place = {"tp_rank": group.rank, "tp_size": group.size, "dtype": torch.float32}
-        self.A_log = ColumnvLLMParameter(heads, **place)
-        self.dt_bias = ColumnvLLMParameter(heads, **place)
+        self.A_log, self.dt_bias = (
+            ColumnvLLMParameter(heads, tp_rank=group.rank, tp_size=group.size, dtype=torch.float32)
+            for _ in range(2)
+        )
         decay = torch.zeros(self.A_log.shape, dtype=torch.float32)
         self.register_buffer("A", decay, persistent=False)
         self.A: torch.Tensor
@@ -153,7 +154,8 @@ class CausalConv1d(vLLMModule):
                 f"the convolution before the recurrence has a kernel of {width}: expected 2 to 8"
             )
         group = tensor_parallel_group()
-        place = {
+        place: Common = {
+            "experts": None,
             "tp_rank": group.rank,
             "tp_size": group.size,
             "dtype": torch.get_default_dtype(),
