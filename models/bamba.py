@@ -47,11 +47,11 @@ class BambaDecoderLayer(vLLMModule):
         if layer_idx in (config.attn_layer_indices or ()):
             self.self_attn = LlamaAttention(config, rotary_emb, layer_idx)
         else:
-            heads, head_dim = config.mamba_n_heads, config.mamba_d_head
+            heads = config.mamba_n_heads
             self.mamba = Mamba2Mixer(
                 hidden,
                 heads,
-                config.mamba_expand * hidden // heads if head_dim == "auto" else head_dim,
+                head_dim(config),
                 config.mamba_n_groups,
                 config.mamba_d_state,
                 config.mamba_d_conv,
@@ -78,6 +78,19 @@ class BambaDecoderLayer(vLLMModule):
             x = self.self_attn(x, cos_sin, metadata)
         x, residual = rows_for(self.feed_forward, self.pre_ff_layernorm, x, residual)
         return self.feed_forward(x), residual
+
+
+def head_dim(config: Any) -> int:
+    """Return the features of each head of the recurrence."""
+    features, heads = config.mamba_expand * config.hidden_size, config.mamba_n_heads
+    if config.mamba_d_head != "auto":
+        return int(config.mamba_d_head)
+    if features % heads:
+        raise UnsupportedModelError(
+            f"mamba_d_head is 'auto', and mamba_n_heads {heads} does not divide {features}, which "
+            "is mamba_expand * hidden_size"
+        )
+    return int(features // heads)
 
 
 class BambaModel(DecoderModel):

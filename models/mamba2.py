@@ -27,7 +27,6 @@ class Mamba2Config(HFConfig):
     state_size: Size = 128
     n_groups: Size = 8
     conv_kernel: Size = 4
-    expand: Size = 2
     hidden_act: Literal["silu", "swish"] = "silu"
     layer_norm_epsilon: Positive = 1e-5
     use_bias: bool = False
