@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError, UnsupportedModelError, WeightLoadError
+from vllm_module.kernels.causal_conv1d import causal_conv1d
 from vllm_module.layers import (
     AttentionMetadata,
+    CausalConv1d,
     GatedDeltaNet,
     GroupedGatedRMSNorm,
     Mamba2Mixer,
@@ -68,7 +70,10 @@ def name(request: pytest.FixtureRequest) -> str:
 @torch.inference_mode()
 def test_sequences_in_parts_equal_each_sequence_alone(name: str) -> None:
     """Prompts in chunks beside single tokens, in any slots, give what each sequence gives alone."""
-    layer = loaded(name)
+    compare_in_parts(loaded(name))
+
+
+def compare_in_parts(layer: RecurrentLayer) -> None:
     x, y = torch.randn(9, HIDDEN), torch.randn(6, HIDDEN)
     alone = layer(x), layer(y)
     keep_states(layer, 4)
@@ -86,6 +91,58 @@ def test_sequences_in_parts_equal_each_sequence_alone(name: str) -> None:
             done[at] += lengths[at]
     for got, expected in zip(parts, alone, strict=True):
         torch.testing.assert_close(torch.cat(got), expected, **WITHIN)
+
+
+def places_as(
+    change: Callable[..., Any],
+) -> Callable[[RecurrentLayer, AttentionMetadata | None], Any]:
+    """Return a faulty ``kept``: ``change`` is given what it returns of the step's sequences."""
+    right = RecurrentLayer.kept
+
+    def kept(layer: RecurrentLayer, metadata: AttentionMetadata | None) -> Any:
+        states, (slots, starts, contexts, most) = right(layer, metadata)
+        if metadata is None:
+            return states, (slots, starts, contexts, most)
+        return states, (*change(slots, starts, contexts), most)
+
+    return kept
+
+
+def convolve_too_late(conv: CausalConv1d, x: torch.Tensor, state: Any, places: Any) -> torch.Tensor:
+    """Convolve, and keep inputs that are one too old."""
+    y = causal_conv1d(x, conv.weight.squeeze(1), conv.bias, state, *places)
+    if state is not None:
+        state.copy_(state.roll(1, -1))
+    return y
+
+
+FAULTS: dict[str, tuple[type, str, Any]] = {
+    "a new sequence's state is not zeroed": (
+        RecurrentLayer,
+        "kept",
+        places_as(lambda slots, starts, contexts: (slots, starts, contexts + 1)),
+    ),
+    "the state of another sequence": (
+        RecurrentLayer,
+        "kept",
+        places_as(lambda slots, starts, contexts: (slots.flip(0), starts, contexts)),
+    ),
+    "the state of a chunk is dropped": (
+        RecurrentLayer,
+        "kept",
+        places_as(lambda slots, starts, contexts: (slots, starts, starts.diff())),
+    ),
+    "the convolution's tail is off by one": (CausalConv1d, "forward", convolve_too_late),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_states_shows(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of sequences in parts fails with each fault of where states are."""
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises(AssertionError, match="not close"):
+        compare_in_parts(loaded(name))
 
 
 @torch.inference_mode()

@@ -19,6 +19,8 @@ from vllm_module import ModelConfig, get_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
 from vllm_module.layers import AttentionMetadata, RecurrentLayer
+from vllm_module.parameters import Dim
+from vllm_module.parameters.division import division_of
 from vllm_module.runtime.kv_cache import attention_layers
 
 WITHIN = 1e-4
@@ -89,7 +91,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
             generator = torch.Generator().manual_seed(0)
             for key, parameter in model.named_parameters():
                 wide = "norm" in key or key.endswith((".D", "A_log", "dt_bias"))
-                projects = parameter.dim() == 2 and "embed" not in key and "head" not in key
+                # Larger logits would show how one rounding more changes a model of these weights.
+                projects = parameter.dim() == 2 and "embed" not in key
                 scale = 1.0 if wide else 0.15 if projects else 0.5
                 parameter.data.normal_(0, scale, generator=generator)
             folder = tmp_path_factory.mktemp(name)
@@ -194,6 +197,21 @@ def test_an_error_of_one_percent_in_any_tensor_shows(folders: Any, name: str) ->
 
 
 @torch.inference_mode()
+def test_groups_taken_for_slots_show(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with transformers fails if key heads' groups are read as slots."""
+    folder, reference = folders("qwen3-next")
+    ids = torch.arange(9)
+    monkeypatch.setattr(Dim, "alternates", property(lambda dim: False))
+    division_of.cache_clear()
+    try:
+        model = load(folder)
+    finally:
+        division_of.cache_clear()
+    logits = model.compute_logits(model(ids, ids))
+    assert (logits - reference(ids[None]).logits[0]).abs().max() > 0.1
+
+
+@torch.inference_mode()
 def test_layers_that_predict_further_tokens_are_skipped(folders: Any, tmp_path: Path) -> None:
     """Qwen3-Next's mtp is skipped with its reason, whatever is below it."""
     folder, _ = folders("qwen3-next")
@@ -229,6 +247,7 @@ def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
     [
         ("qwen3-next", {"layer_types": ["linear_attention", "mamba", "x"]}, r"layer_types\[1\]"),
         ("qwen3-next", {"layer_types": ["linear_attention"]}, r"layer_types\[1\] is None"),
+        ("qwen3-next", {"num_attention_heads": 3}, "3 attention heads with gates .* 2 key-value"),
         ("qwen3-next", {"linear_num_value_heads": 6}, "6 value heads .* 4 key heads"),
         ("bamba", {"attn_layer_indices": [2]}, "attn_layer_indices has 2"),
         ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "mamba_n_heads 7 .* 128"),
