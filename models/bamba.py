@@ -6,6 +6,7 @@ from math import inf
 from typing import Any, Literal
 
 import torch
+from pydantic import model_validator
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import Count, Positive, Size, TimeStepLimit
@@ -37,6 +38,18 @@ class BambaConfig(LlamaConfig):
     mamba_proj_bias: bool = False
     time_step_limit: TimeStepLimit = (0.0, inf)
 
+    @model_validator(mode="after")
+    def _fill_head_dim(self) -> BambaConfig:
+        features, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        if self.mamba_d_head == "auto":
+            if features % heads:
+                raise ValueError(
+                    f"mamba_d_head is 'auto', and mamba_n_heads {heads} does not divide "
+                    f"{features}, which is mamba_expand * hidden_size"
+                )
+            vars(self)["mamba_d_head"] = features // heads  # the fields are frozen
+        return self
+
 
 class BambaDecoderLayer(vLLMModule):
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
@@ -51,7 +64,7 @@ class BambaDecoderLayer(vLLMModule):
             self.mamba = Mamba2Mixer(
                 hidden,
                 heads,
-                head_dim(config),
+                config.mamba_d_head,
                 config.mamba_n_groups,
                 config.mamba_d_state,
                 config.mamba_d_conv,
@@ -78,19 +91,6 @@ class BambaDecoderLayer(vLLMModule):
             x = self.self_attn(x, cos_sin, metadata)
         x, residual = rows_for(self.feed_forward, self.pre_ff_layernorm, x, residual)
         return self.feed_forward(x), residual
-
-
-def head_dim(config: Any) -> int:
-    """Return the features of each head of the recurrence."""
-    features, heads = config.mamba_expand * config.hidden_size, config.mamba_n_heads
-    if config.mamba_d_head != "auto":
-        return int(config.mamba_d_head)
-    if features % heads:
-        raise UnsupportedModelError(
-            f"mamba_d_head is 'auto', and mamba_n_heads {heads} does not divide {features}, which "
-            "is mamba_expand * hidden_size"
-        )
-    return int(features // heads)
 
 
 class BambaModel(DecoderModel):

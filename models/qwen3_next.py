@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from vllm_module.errors import ShardingError
-from vllm_module.hf_config import Positive, Size
+from vllm_module.hf_config import NumExperts, Positive, Size
 from vllm_module.layers import (
     Attention,
     AttentionMetadata,
@@ -30,7 +30,10 @@ from vllm_module.module import vLLMModule
 
 
 class Qwen3NextConfig(Qwen3MoeConfig):
+    attribute_map: ClassVar = {}  # these files say num_experts
+
     head_dim: Size = 256
+    num_experts: NumExperts = 512
     num_experts_per_tok: Size = 10
     moe_intermediate_size: Size = 512
     shared_expert_intermediate_size: Size = 512

@@ -49,6 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_groups": 1,
         "use_bias": True,
         "use_conv_bias": False,
+        "time_step_limit": (0.3, 2.0),
         "tie_word_embeddings": True,
     },
     "bamba": {
