@@ -67,6 +67,7 @@ class DecoderModel(vLLMModule):
     norm_class: type[nn.Module] = RMSNorm  # as in DecoderLayer
     is_neox_style = True  # as in RotaryEmbedding
     layer_class: type[nn.Module]  # built and called like DecoderLayer
+    final_norm = "norm"  # what a checkpoint calls the final norm
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -83,7 +84,8 @@ class DecoderModel(vLLMModule):
         self.rotary_emb, *others = different = list(dict.fromkeys(rotary_embs))
         self.other_rotary_embs = nn.ModuleList(others)
         self.rotary_index = [different.index(each) for each in rotary_embs]  # of each layer
-        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.add_module(self.final_norm, norm)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(input_ids)
@@ -100,7 +102,7 @@ class DecoderModel(vLLMModule):
         cos_sins = [rotary_emb.cos_sin(positions) for rotary_emb in rotary_embs]
         for layer, index in zip(self.layers, self.rotary_index, strict=True):
             x, residual = layer(x, residual, cos_sins[index], metadata)
-        x, _ = self.norm(x, residual)
+        x, _ = getattr(self, self.final_norm)(x, residual)
         return x
 
 

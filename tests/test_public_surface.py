@@ -69,20 +69,28 @@ LAYERS = """
 Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=None,
     softcap=None, alibi_slopes=None)
 AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc, max_query_len, *,
-    fresh=False)
+    fresh=False, state_slots=None)
+CausalConv1d(channels, width, bias)
 ColumnParallelLinear(input_size, output_size, bias=True, gather_output=False,
     skip_bias_add=False, params_dtype=None, *, output=None)
+DecayingLayer(heads)
 EncoderAttention(num_heads, head_size, scale=None)
 FusedMoE(num_experts, top_k, hidden_size, intermediate_size, params_dtype=None, renormalize=True,
     use_grouped_topk=False, num_expert_group=None, topk_group=None, scoring_func='softmax',
     e_score_correction_bias=None, routed_scaling_factor=1.0, activation='silu', bias=False,
     apply_router_weight_on_input=False, *, shard_names=('gate_proj', 'up_proj', 'down_proj'),
     block=None, transposed=False, interleaved=False)
+GatedDeltaNet(hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, conv_kernel=4,
+    eps=1e-06)
+GatedRMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
 GeluAndMul(approximate='none')
+GroupedGatedRMSNorm(hidden_size, groups, eps, norm_before_gate=False)
 LatentRotation(rotary_emb, cos_sin, kv_norm)
 LayerNorm(hidden_size, eps=1e-05, bias=True, params_dtype=None)
 MLAAttention(num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, scale=None)
 MLAUpProjection(kv_lora_rank, num_heads, qk_nope_head_dim, v_head_dim, params_dtype=None)
+Mamba2Mixer(hidden_size, num_heads, head_dim, n_groups, state_size, conv_kernel=4, eps=1e-05,
+    bias=False, conv_bias=True, norm=True, norm_before_gate=False, time_step_limit=(0.0, inf))
 MergedColumnParallelLinear(input_size, output_sizes, bias=True, gather_output=False,
     skip_bias_add=False, params_dtype=None, *, shard_names)
 MergedReplicatedLinear(input_size, output_sizes, bias=True, skip_bias_add=False, params_dtype=None,
@@ -93,6 +101,7 @@ QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=No
     skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'),
     stored_rotary_pairs=False)
 RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
+RecurrentLayer()
 ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None, *,
     output=None)
 Rotation(rotary_emb, cos_sin, q_norm=None, k_norm=None)
@@ -107,6 +116,7 @@ SwigluOAIAndMul(alpha=1.702, limit=7.0)
 VocabParallelEmbedding(num_embeddings, embedding_dim, params_dtype=None, padding_size=64)
 get_act(name)
 get_act_and_mul(name)
+layer_kind(config, layer)
 layer_sliding_window(config, layer)
 read_by(layer)
 rows_for(reader, module, *args)

@@ -7,11 +7,20 @@ for the entries of its architecture, and sets ``config_class`` of its model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
@@ -27,6 +36,29 @@ NumExperts = Annotated[int, Field(gt=0, le=2**12)]
 NumNamed = Annotated[int, Field(ge=0, le=2**12)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _listed_limits(value: Any) -> Any:
+    """Return the least and greatest step of a file, in which transformers 5 spells infinity out."""
+    if value is None:
+        return 0.0, inf
+    if not isinstance(value, list):
+        return value
+    return tuple(inf if each == {"__float__": "Infinity"} else each for each in value)
+
+
+def _ordered_limits(value: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= value[0] <= value[1]:
+        raise PydanticCustomError(
+            "limits", "Input should be a least step from 0 and a greatest one"
+        )
+    return value
+
+
+# Of the steps of a recurrence, the least and the greatest.
+TimeStepLimit = Annotated[
+    tuple[float, float], BeforeValidator(_listed_limits), AfterValidator(_ordered_limits)
+]
 
 # Names that hub files give to the most positions of a sequence, besides max_position_embeddings.
 _POSITIONS = (

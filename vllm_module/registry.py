@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Names, not classes: a model's file is imported when the model is built.
 _OURS = {
+    "BambaForCausalLM": "vllm_module.models.bamba:BambaForCausalLM",
     "BertForMaskedLM": "vllm_module.models.bert:BertModel",
     "BertModel": "vllm_module.models.bert:BertModel",
     "Cohere2ForCausalLM": "vllm_module.models.cohere:Cohere2ForCausalLM",
@@ -55,6 +56,7 @@ _OURS = {
     "GptOssForCausalLM": "vllm_module.models.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "vllm_module.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "vllm_module.models.llama:LlamaForCausalLM",
+    "Mamba2ForCausalLM": "vllm_module.models.mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": "vllm_module.models.llama:MistralForCausalLM",
     "MixtralForCausalLM": "vllm_module.models.mixtral:MixtralForCausalLM",
     "Olmo2ForCausalLM": "vllm_module.models.olmo2:Olmo2ForCausalLM",
@@ -65,6 +67,7 @@ _OURS = {
     "Qwen2MoeForCausalLM": "vllm_module.models.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "vllm_module.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "vllm_module.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": "vllm_module.models.qwen3_next:Qwen3NextForCausalLM",
     "RobertaForMaskedLM": "vllm_module.models.roberta:RobertaModel",
     "RobertaModel": "vllm_module.models.roberta:RobertaModel",
     "Starcoder2ForCausalLM": "vllm_module.models.starcoder2:Starcoder2ForCausalLM",

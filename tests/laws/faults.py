@@ -257,6 +257,17 @@ FAULTS = (
           instead("distributed.groups:SimulatedGroup.all_reduce", sharding.without_last_rank)),
     Fault("outputs are joined in another order", "sharding_equivalent", "column",
           instead("distributed.groups:SimulatedGroup.all_gather", sharding.joined_backwards)),
+    # Layers with recurrent state
+    Fault("the channels of a convolution are cut by rank and not by slot", "sharding_equivalent", "mamba2",
+          instead("layers.recurrent:CausalConv1d.__init__", sharding.convolved_by_rank)),
+    Fault("a rank normalizes its part of a group alone", "sharding_equivalent", "mamba2",
+          instead("layers.gated_norm:GroupedGatedRMSNorm.forward", sharding.normalized_alone)),
+    Fault("every head has the decay of the rank's first", "sharding_equivalent", "gated delta net",
+          instead("layers.recurrent:DecayingLayer.decay", sharding.decays_of_first_heads)),
+    Fault("every rank reads the first key heads' groups", "sharding_equivalent", "gated delta net",
+          instead("parameters:Dim.groups_of", sharding.of_the_first_groups)),
+    Fault("decays are computed once", "reload_in_place", "gated delta net",
+          instead("layers.recurrent:DecayingLayer.process_weights_after_loading", sharding.decays_of_first_load)),
     # What ranks that load together pass to each other
     Fault("a buffer is reused before every rank has taken its batch", "sharding_equivalent", "row",
           together("distributed.shared_ring:SharedRing.start", sharding.never_waiting)),

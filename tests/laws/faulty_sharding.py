@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from vllm_module import BasevLLMParameter
 from vllm_module.errors import ShardingError
-from vllm_module.layers import RowParallelLinear
+from vllm_module.layers import CausalConv1d, DecayingLayer, GroupedGatedRMSNorm, RowParallelLinear
 from vllm_module.parameters import Dim, Experts, Piece, Shard, Slot
 from vllm_module.parameters.division import division_of
 
@@ -326,3 +326,34 @@ def one_row_too_far(joined: Any, one: Any, other: Any) -> Any:
         return chunk
     (start, length), *rest = chunk.box
     return chunk._replace(box=((start + 1, length), *rest)) if start else chunk
+
+
+# Layers with recurrent state
+
+
+def convolved_by_rank(init: Any, layer: CausalConv1d, channels: Dim, *others: Any) -> None:
+    """Cut a convolution's channels as one slot."""
+    init(layer, Dim.cut(channels.size, max(slot.parts for slot in channels.slots)), *others)
+
+
+def normalized_alone(forward: Any, norm: GroupedGatedRMSNorm, *inputs: torch.Tensor) -> Any:
+    """Normalize the rank's part of a group by itself."""
+    norm.group_size = min(norm.group_size, len(norm.weight))
+    return forward(norm, *inputs)
+
+
+def decays_of_first_load(process: Any, layer: DecayingLayer) -> None:
+    """Compute the decays once."""
+    if not layer.A.any():
+        process(layer)
+
+
+def decays_of_first_heads(heads: Any, layer: DecayingLayer) -> torch.Tensor:
+    """Return the decay of the first head for all."""
+    return heads(layer)[:1].expand(len(layer.A)).contiguous()
+
+
+def of_the_first_groups(groups_of: Any, dim: Dim, shards: Any) -> Any:
+    """Read the first groups on every rank."""
+    groups = groups_of(dim, shards)
+    return groups and (0, *groups[1:])

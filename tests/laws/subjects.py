@@ -21,11 +21,17 @@ from vllm_module import BasevLLMParameter, vLLMModule
 from vllm_module.distributed import expert_parallel, tensor_parallel_group
 from vllm_module.layers import (
     Attention,
+    CausalConv1d,
     ColumnParallelLinear,
+    DecayingLayer,
     EncoderAttention,
     FusedMoE,
+    GatedDeltaNet,
+    GatedRMSNorm,
     GeluAndMul,
+    GroupedGatedRMSNorm,
     LayerNorm,
+    Mamba2Mixer,
     MergedColumnParallelLinear,
     MergedReplicatedLinear,
     MLAAttention,
@@ -33,6 +39,7 @@ from vllm_module.layers import (
     ParallelLMHead,
     PerHeadLayerNorm,
     QKVParallelLinear,
+    RecurrentLayer,
     ReplicatedLinear,
     RMSNorm,
     RotaryEmbedding,
@@ -451,6 +458,28 @@ def quantized_mlp(schemes: st.SearchStrategy[Scheme]) -> Subject:
     return Subject(quantized(MLP), arguments, x_of(6), takes=takes)
 
 
+def mamba2(heads: tuple[int, int], **arguments: Any) -> vLLMModule:
+    groups, each = heads
+    return Mamba2Mixer(6, groups * each, n_groups=groups, **arguments)
+
+
+def groups_are_cut(size: int, heads: tuple[int, int], **arguments: Any) -> bool:
+    groups, each = heads
+    return groups % size == 0 or (groups == 1 and each % size == 0)
+
+
+def gated_delta_net(num_key_heads: int, values_per_key: int, **arguments: Any) -> vLLMModule:
+    return GatedDeltaNet(6, num_key_heads, num_key_heads * values_per_key, **arguments)
+
+
+MAMBA2: Mapping[str, Any] = {
+    "heads": st.tuples(features(), st.integers(1, 2)) | st.tuples(st.just(1), features()),
+    "head_dim": st.integers(1, 3),
+    "state_size": st.integers(1, 3),
+    "conv_kernel": st.integers(2, 4),
+    "bias": st.booleans(),
+    "conv_bias": st.booleans(),
+}
 EXPERTS: Mapping[str, Any] = {
     "spread": st.booleans(),
     "hidden": st.sampled_from([4, 6]),
@@ -549,6 +578,32 @@ LAYERS: dict[str, Subject] = {
         x_of(6),
         (MLAAttention, MLAUpProjection, MergedReplicatedLinear),
         lambda size, heads, **arguments: heads % size == 0,
+    ),
+    "mamba2": Subject(
+        mamba2,
+        MAMBA2 | {"norm": st.booleans(), "norm_before_gate": st.booleans()},
+        x_of(6),
+        (Mamba2Mixer, GroupedGatedRMSNorm, RecurrentLayer, DecayingLayer, CausalConv1d),
+        groups_are_cut,
+    ),
+    "quantized mamba2": Subject(
+        quantized(mamba2),
+        MAMBA2 | {"scheme": ONLINE["fp8_per_channel"]},
+        x_of(6),
+        takes=groups_are_cut,
+    ),
+    "gated delta net": Subject(
+        gated_delta_net,
+        {
+            "num_key_heads": features(),
+            "values_per_key": st.integers(1, 3),
+            "key_dim": st.integers(1, 3),
+            "value_dim": st.integers(1, 3),
+            "conv_kernel": st.integers(2, 4),
+        },
+        x_of(6),
+        (GatedDeltaNet, GatedRMSNorm),
+        lambda size, num_key_heads, **arguments: num_key_heads % size == 0,
     ),
     "mlp": Subject(
         MLP,

@@ -39,6 +39,9 @@ LARGE = {
     "packed experts": 6,
     "packed by bitsandbytes": 8,
     "experts packed by bitsandbytes": 4,
+    "mamba2": 12,
+    "quantized mamba2": 6,
+    "gated delta net": 10,
 }
 
 

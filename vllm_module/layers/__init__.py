@@ -15,6 +15,8 @@ from vllm_module.layers.attention import (
 )
 from vllm_module.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import FusedMoE, Router
+from vllm_module.layers.gated_delta_net import GatedDeltaNet
+from vllm_module.layers.gated_norm import GatedRMSNorm, GroupedGatedRMSNorm
 from vllm_module.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -23,8 +25,10 @@ from vllm_module.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm_module.layers.mamba2 import Mamba2Mixer
 from vllm_module.layers.mla import MLAAttention, MLAUpProjection
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
+from vllm_module.layers.recurrent import CausalConv1d, DecayingLayer, RecurrentLayer, layer_kind
 from vllm_module.layers.rotary import RotaryEmbedding
 from vllm_module.layers.rotation import LatentRotation, Rotation
 from vllm_module.layers.rows import read_by, rows_for
@@ -32,20 +36,27 @@ from vllm_module.layers.rows import read_by, rows_for
 __all__ = [
     "Attention",
     "AttentionMetadata",
+    "CausalConv1d",
     "ColumnParallelLinear",
+    "DecayingLayer",
     "EncoderAttention",
     "FusedMoE",
+    "GatedDeltaNet",
+    "GatedRMSNorm",
     "GeluAndMul",
+    "GroupedGatedRMSNorm",
     "LatentRotation",
     "LayerNorm",
     "MLAAttention",
     "MLAUpProjection",
+    "Mamba2Mixer",
     "MergedColumnParallelLinear",
     "MergedReplicatedLinear",
     "ParallelLMHead",
     "PerHeadLayerNorm",
     "QKVParallelLinear",
     "RMSNorm",
+    "RecurrentLayer",
     "ReplicatedLinear",
     "RotaryEmbedding",
     "Rotation",
@@ -57,6 +68,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "get_act",
     "get_act_and_mul",
+    "layer_kind",
     "layer_sliding_window",
     "read_by",
     "rows_for",

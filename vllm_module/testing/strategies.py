@@ -416,6 +416,16 @@ _LATENT: Mapping[str, st.SearchStrategy[Any]] = {
     "topk_group": st.integers(1, 2),
 }
 
+_MAMBA2: Mapping[str, st.SearchStrategy[Any]] = {
+    "mamba_n_heads": st.just(12),
+    "mamba_d_head": st.integers(1, 3),
+    "mamba_n_groups": st.sampled_from([1, 6, 12]),
+    "mamba_d_state": st.integers(1, 3),
+    "mamba_d_conv": st.integers(2, 4),
+    "mamba_conv_bias": st.booleans(),
+    "mamba_proj_bias": st.booleans(),
+}
+
 _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
     "CohereForCausalLM": {**_COHERE, "use_qk_norm": st.booleans()},
     "Cohere2ForCausalLM": {**_COHERE, **_PATTERN},
@@ -424,6 +434,11 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "attn_logit_softcapping": st.none() | st.just(5.0),
     },
     "Gemma3ForCausalLM": _GEMMA,
+    "BambaForCausalLM": {
+        **_MAMBA2,
+        "head_dim": st.sampled_from([4, 8]),
+        "attn_layer_indices": st.none() | st.lists(st.integers(0, 0)),
+    },
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM,
     "BertForMaskedLM": _BERT,
@@ -454,6 +469,14 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "mlp_bias": st.booleans(),
         "hidden_act": _ACTIVATIONS,
     },
+    "Mamba2ForCausalLM": {
+        "num_attention_heads": st.just(12),
+        "n_groups": st.sampled_from([1, 6, 12]),
+        "state_size": st.integers(1, 3),
+        "conv_kernel": st.integers(2, 4),
+        "use_bias": st.booleans(),
+        "use_conv_bias": st.booleans(),
+    },
     "MistralForCausalLM": {"sliding_window": _WINDOWS},
     "MixtralForCausalLM": {
         "num_local_experts": st.integers(3, 5),
@@ -478,6 +501,18 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "attention_bias": st.booleans(),
         "use_sliding_window": st.booleans(),
         "sliding_window": st.integers(1, 4),
+    },
+    "Qwen3NextForCausalLM": {
+        **_SPARSE_LAYERS,
+        "head_dim": st.sampled_from([8, 16]),
+        "shared_expert_intermediate_size": st.just(24),
+        "attention_bias": st.booleans(),
+        "full_attention_interval": st.integers(1, 3),
+        "linear_num_key_heads": st.just(12),
+        "linear_num_value_heads": st.sampled_from([12, 24]),
+        "linear_key_head_dim": st.integers(1, 3),
+        "linear_value_head_dim": st.integers(1, 3),
+        "linear_conv_kernel_dim": st.integers(2, 4),
     },
     "Starcoder2ForCausalLM": {"attention_bias": st.booleans(), "sliding_window": _WINDOWS},
     "RobertaForMaskedLM": _BERT,

@@ -1,0 +1,112 @@
+"""Bamba: Mamba-2 in most layers, Llama's attention in some, and an MLP in all."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, Literal
+
+import torch
+from pydantic import model_validator
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.hf_config import Count, Positive, Size, TimeStepLimit
+from vllm_module.layers import (
+    AttentionMetadata,
+    Mamba2Mixer,
+    RMSNorm,
+    RotaryEmbedding,
+    rows_for,
+)
+from vllm_module.layers.rotary import CosSin
+from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm_module.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
+from vllm_module.module import vLLMModule
+
+
+class BambaConfig(LlamaConfig):
+    rms_norm_eps: Positive = 1e-5
+    partial_rotary_factor: Positive = 0.5
+    max_position_embeddings: Size = 262144
+    attn_layer_indices: list[Count] | None = None
+    mamba_n_heads: Size = 128
+    mamba_d_head: Size | Literal["auto"] = "auto"
+    mamba_n_groups: Size = 1
+    mamba_d_state: Size = 256
+    mamba_d_conv: Size = 4
+    mamba_expand: Size = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: TimeStepLimit = (0.0, inf)
+
+    @model_validator(mode="after")
+    def _fill_head_dim(self) -> BambaConfig:
+        features, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        if self.mamba_d_head == "auto":
+            if features % heads:
+                raise ValueError(
+                    f"mamba_d_head is 'auto', and mamba_n_heads {heads} does not divide "
+                    f"{features}, which is mamba_expand * hidden_size"
+                )
+            vars(self)["mamba_d_head"] = features // heads  # the fields are frozen
+        return self
+
+
+class BambaDecoderLayer(vLLMModule):
+    def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.self_attn: LlamaAttention | None = None
+        if layer_idx in (config.attn_layer_indices or ()):
+            self.self_attn = LlamaAttention(config, rotary_emb, layer_idx)
+        else:
+            heads = config.mamba_n_heads
+            self.mamba = Mamba2Mixer(
+                hidden,
+                heads,
+                config.mamba_d_head,
+                config.mamba_n_groups,
+                config.mamba_d_state,
+                config.mamba_d_conv,
+                eps,
+                config.mamba_proj_bias,
+                config.mamba_conv_bias,
+                time_step_limit=config.time_step_limit,
+            )
+        self.pre_ff_layernorm = RMSNorm(hidden, eps)
+        self.feed_forward = LlamaMLP(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cos_sin: CosSin,
+        metadata: AttentionMetadata | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.self_attn is None:
+            x, residual = rows_for(self.mamba, self.input_layernorm, x, residual)
+            x = self.mamba(x, metadata)
+        else:
+            x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
+            x = self.self_attn(x, cos_sin, metadata)
+        x, residual = rows_for(self.feed_forward, self.pre_ff_layernorm, x, residual)
+        return self.feed_forward(x), residual
+
+
+class BambaModel(DecoderModel):
+    layer_class = BambaDecoderLayer
+    final_norm = "final_layernorm"
+
+    def __init__(self, config: Any) -> None:
+        beyond = [i for i in config.attn_layer_indices or () if i >= config.num_hidden_layers]
+        if beyond:
+            raise UnsupportedModelError(
+                f"attn_layer_indices has {beyond[0]}: expected numbers of layers, below "
+                f"num_hidden_layers {config.num_hidden_layers}"
+            )
+        super().__init__(config)
+
+
+class BambaForCausalLM(DecoderForCausalLM):
+    config_class = BambaConfig
+    model_class = BambaModel

@@ -1,0 +1,270 @@
+"""Models with recurrent state against transformers: prompts, chunks of them, and greedy tokens.
+
+Steps are made by hand here, with a page table of one page and a state slot for each sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import ModelConfig, get_model
+from vllm_module.distributed import run_ranks
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
+from vllm_module.layers import AttentionMetadata, RecurrentLayer
+from vllm_module.parameters import Dim
+from vllm_module.parameters.division import division_of
+from vllm_module.runtime.kv_cache import attention_layers
+
+WITHIN = 1e-4
+PAGE = 64
+SMALL: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+HEADS: dict[str, Any] = {
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 8, "chunk_size": 8}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mamba2": {"model_type": "mamba2", **SMALL, **MAMBA2, "n_groups": 4},
+    "mamba2-one-group-tied-biases": {
+        "model_type": "mamba2",
+        **SMALL,
+        **MAMBA2,
+        "n_groups": 1,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "time_step_limit": (0.3, 2.0),
+        "tie_word_embeddings": True,
+    },
+    "bamba": {
+        "model_type": "bamba",
+        **SMALL,
+        **HEADS,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "attn_layer_indices": [1],
+    },
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        **SMALL,
+        **HEADS,
+        "num_hidden_layers": 3,
+        "full_attention_interval": 2,
+        "mlp_only_layers": [2],
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Return the folder and the model of a name in CONFIGS. Each is made once."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]))
+            generator = torch.Generator().manual_seed(0)
+            for key, parameter in model.named_parameters():
+                wide = "norm" in key or key.endswith((".D", "A_log", "dt_bias"))
+                # Larger logits would show how one rounding more changes a model of these weights.
+                projects = parameter.dim() == 2 and "embed" not in key
+                scale = 1.0 if wide else 0.15 if projects else 0.5
+                parameter.data.normal_(0, scale, generator=generator)
+            folder = tmp_path_factory.mktemp(name)
+            model.save_pretrained(folder)
+            made[name] = folder, model.eval()
+        return made[name]
+
+    return get
+
+
+def load(folder: Path) -> Any:
+    return get_model(model_config=ModelConfig(model=str(folder)))
+
+
+def in_parts(model: Any, sequences: list[list[int]], chunk: int) -> list[torch.Tensor]:
+    """Return the logits of each sequence: in chunks all at once, then its second half one by one.
+
+    The states and pages hold large numbers before.
+    """
+    count = len(sequences)
+    for layer in model.modules():
+        if isinstance(layer, RecurrentLayer):
+            layer.states = {
+                name: torch.full((count + 1, *shape), 1e3)
+                for name, shape in layer.state_shapes.items()
+            }
+    for layer in attention_layers(model):
+        planes, *heads = layer.token_shape
+        layer.kv_cache = torch.full((planes, count, PAGE, *heads), 1e3)
+    done, logits = [0] * count, [[] for _ in sequences]
+    while any(begin < len(ids) for begin, ids in zip(done, sequences, strict=True)):
+        # The last one first: slots, pages and tokens lie in different orders.
+        of = [at for at in reversed(range(count)) if done[at] < len(sequences[at])]
+        ends = [
+            min(done[at] + (chunk if 2 * done[at] < len(sequences[at]) else 1), len(sequences[at]))
+            for at in of
+        ]
+        positions = [torch.arange(done[at], end) for at, end in zip(of, ends, strict=True)]
+        lengths = torch.tensor([len(each) for each in positions], dtype=torch.int32)
+        starts = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()))
+        metadata = AttentionMetadata(
+            torch.cat([at * PAGE + each for at, each in zip(of, positions, strict=True)]),
+            torch.tensor(of, dtype=torch.int32).unsqueeze(1),
+            torch.tensor(ends, dtype=torch.int32),
+            starts,
+            int(lengths.max()),
+            state_slots=torch.tensor([count - at for at in of]),
+        )
+        ids = [torch.tensor(sequences[at])[each] for at, each in zip(of, positions, strict=True)]
+        hidden = model(torch.cat(ids), torch.cat(positions), metadata)
+        parts = model.compute_logits(hidden).split(lengths.tolist())
+        for at, end, part in zip(of, ends, parts, strict=True):
+            logits[at].append(part)
+            done[at] = end
+    return [torch.cat(each) for each in logits]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers(folders: Any, name: str, size: int) -> None:
+    """Whole, in chunks beside others, and token by token, logits are transformers', at any size."""
+    folder, reference = folders(name)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(130, (n,), generator=generator).tolist() for n in (19, 1, 30)]
+    expected = [reference(torch.tensor([ids])).logits[0] for ids in sequences]
+
+    def compute(rank: int) -> list[list[torch.Tensor]]:
+        with torch.inference_mode():
+            model = load(folder)
+            whole = [
+                model.compute_logits(model(torch.tensor(ids), torch.arange(len(ids))))
+                for ids in sequences
+            ]
+            return [whole, in_parts(model, sequences, 7)]
+
+    for ways in run_ranks(size, compute):
+        for way in ways:
+            for logits, right in zip(way, expected, strict=True):
+                torch.testing.assert_close(logits, right, rtol=0, atol=WITHIN)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_error_of_one_percent_in_any_tensor_shows(folders: Any, name: str) -> None:
+    """The comparison with transformers fails if any tensor of the checkpoint is off by 1 %."""
+    folder, reference = folders(name)
+    ids = torch.arange(40) * 37 % 130
+    expected = reference(ids[None]).logits[0]
+    model = load(folder)
+
+    def error() -> float:
+        logits = model.compute_logits(model(ids, torch.arange(len(ids))))
+        return (logits - expected).abs().max().item()
+
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        noise = 1 + 0.01 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+        model.update_weights({key: tensor * noise})
+        assert error() > 5 * WITHIN, key
+        model.update_weights({key: tensor})
+    assert error() < WITHIN
+
+
+@torch.inference_mode()
+def test_groups_taken_for_slots_show(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with transformers fails if key heads' groups are read as slots."""
+    folder, reference = folders("qwen3-next")
+    ids = torch.arange(9)
+    monkeypatch.setattr(Dim, "alternates", property(lambda dim: False))
+    division_of.cache_clear()
+    try:
+        model = load(folder)
+    finally:
+        division_of.cache_clear()
+    logits = model.compute_logits(model(ids, ids))
+    assert (logits - reference(ids[None]).logits[0]).abs().max() > 0.1
+
+
+@torch.inference_mode()
+def test_layers_that_predict_further_tokens_are_skipped(folders: Any, tmp_path: Path) -> None:
+    """Qwen3-Next's mtp is skipped with its reason, whatever is below it."""
+    folder, _ = folders("qwen3-next")
+    extra = {"mtp.fc.weight": torch.ones(2, 3), "mtp.layers.0.mlp.gate.weight": torch.ones(1)}
+    rewrite(folder, tmp_path, extra)
+    report = load(tmp_path).load_report
+    assert set(extra) <= set(report.skipped)
+
+
+def rewrite(folder: Path, target: Path, tensors: dict[str, Any], **entries: Any) -> None:
+    """Copy a checkpoint with some tensors and entries of config.json changed."""
+    save_file(load_file(folder / "model.safetensors") | tensors, target / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | entries
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
+    folders: Any, tmp_path: Path
+) -> None:
+    """backbone.embedding of the authors' files is backbone.embeddings."""
+    folder, _ = folders("mamba2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert torch.equal(
+        load(tmp_path).backbone.embeddings.weight, load(folder).backbone.embeddings.weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("qwen3-next", {"layer_types": ["linear_attention", "mamba", "x"]}, r"layer_types\[1\]"),
+        ("qwen3-next", {"layer_types": ["linear_attention"]}, r"layer_types\[1\] is None"),
+        ("qwen3-next", {"num_attention_heads": 3}, "3 attention heads with gates .* 2 key-value"),
+        ("qwen3-next", {"linear_num_value_heads": 6}, "6 value heads .* 4 key heads"),
+        ("bamba", {"attn_layer_indices": [2]}, "attn_layer_indices has 2"),
+        ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "mamba_n_heads 7 .* 128"),
+        ("bamba", {"mamba_n_heads": 7}, r"in_proj\.weight"),
+        ("mamba2", {"n_groups": 3}, "8 heads .* 3 groups"),
+        ("mamba2", {"conv_kernel": 9}, "kernel of 9"),
+        ("mamba2", {"time_step_limit": [2.0, 1.0]}, "time_step_limit should be a least"),
+        ("mamba2", {"time_step_limit": ["a", 1.0]}, "time_step_limit"),
+        ("mamba2", {"conv_kernel": 3}, r"conv1d\.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    folders: Any, tmp_path: Path, name: str, entries: dict[str, Any], message: str
+) -> None:
+    """A configuration that is wrong or does not fit its tensors is refused by the entry."""
+    rewrite(folders(name)[0], tmp_path, {}, **entries)
+    kinds = CheckpointFormatError, UnsupportedModelError, WeightLoadError
+    with pytest.raises(kinds, match=message):
+        load(tmp_path)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.errors import ShardingError
+from vllm_module.kernels.gated_delta_rule import gated_delta_rule
+from vllm_module.layers.attention import AttentionMetadata
+from vllm_module.layers.gated_norm import GatedRMSNorm
+from vllm_module.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm_module.layers.recurrent import CausalConv1d, DecayingLayer
+from vllm_module.parameters import Dim, Slot
+
+
+class GatedDeltaNet(DecayingLayer):
+    """Qwen3-Next's linear attention: a convolution and the gated delta rule (arXiv:2412.06464).
+
+    A checkpoint stores the projections by key heads: of each its query, its key, and values and
+    gates of its value heads. The key heads are cut among the ranks.
+
+    Args:
+        hidden_size: features of input and output.
+        num_key_heads, num_value_heads: a key head serves neighbouring value heads.
+        key_dim, value_dim: features of a head of each kind.
+        conv_kernel: inputs of the convolution, 2 to 8.
+        eps: of the norm of each head.
+
+    Attributes:
+        num_key_heads, num_value_heads: those of this rank.
+
+    Raises ``ShardingError`` if the heads cannot be divided.
+
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_kernel: int = 4,
+        eps: float = 1e-6,
+    ) -> None:
+        size = tensor_parallel_group().size
+        if num_key_heads % size:
+            raise ShardingError(
+                f"{num_key_heads} key heads of linear attention cannot be shared evenly by {size} "
+                "tensor-parallel ranks: choose a size that divides them"
+            )
+        if num_value_heads % num_key_heads:
+            raise ShardingError(
+                f"{num_value_heads} value heads of linear attention cannot share {num_key_heads} "
+                "key heads evenly: check linear_num_value_heads and linear_num_key_heads"
+            )
+        super().__init__(Dim.cut(num_value_heads, size))
+        keys, values = num_key_heads * key_dim, num_value_heads * value_dim
+        q, k, v = Slot("q", keys, size), Slot("k", keys, size), Slot("v", values, size)
+        qkvz = Dim((q, k, v, Slot("z", values, size)), groups=num_key_heads)
+        ba = Dim(
+            (Slot("b", num_value_heads, size), Slot("a", num_value_heads, size)),
+            groups=num_key_heads,
+        )
+        self.num_key_heads, self.num_value_heads = num_key_heads // size, num_value_heads // size
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.in_proj_qkvz = ColumnParallelLinear(hidden_size, qkvz.size, bias=False, output=qkvz)
+        self.in_proj_ba = ColumnParallelLinear(hidden_size, ba.size, bias=False, output=ba)
+        self.conv1d = CausalConv1d(Dim((q, k, v), groups=1), conv_kernel, bias=False)
+        self.norm = GatedRMSNorm(value_dim, eps)
+        self.out_proj = RowParallelLinear(values, hidden_size, bias=False)
+        recurrence = self.num_value_heads, key_dim, value_dim
+        self.state_shapes = {"conv": self.conv1d.state_shape, "recurrence": recurrence}
+        self.state_dtypes = {"conv": None, "recurrence": torch.float32}
+
+    def forward(self, x: torch.Tensor, metadata: AttentionMetadata | None = None) -> torch.Tensor:
+        """Map ``x [tokens, hidden_size]`` to the same shape.
+
+        Without ``metadata`` the tokens are one whole sequence, and no state is kept. With
+        ``metadata``, torch.compile breaks the graph here.
+        """
+        channels = len(self.conv1d.weight)
+        qkv, z = self.in_proj_qkvz(x).split([channels, self.value_features], dim=-1)
+        b, a = self.in_proj_ba(x).split(self.num_value_heads, dim=-1)
+        log_decay = self.decay() * F.softplus(a.float() + self.dt_bias)
+        y = self.over_sequences(self._recur, metadata, qkv, log_decay, b.sigmoid())
+        return self.out_proj(self.norm(y, z.unflatten(-1, (-1, self.value_dim))).flatten(-2))
+
+    @property
+    def value_features(self) -> int:
+        """Features of this rank's value heads."""
+        return self.num_value_heads * self.value_dim
+
+    def _recur(
+        self,
+        qkv: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        metadata: AttentionMetadata | None,
+    ) -> torch.Tensor:
+        states, places = self.kept(metadata)
+        qkv = self.conv1d(qkv, states["conv"], places)
+        keys = self.num_key_heads * self.key_dim
+        q, k, v = torch.split(qkv, [keys, keys, self.value_features], dim=-1)
+        q, k = (part.view(-1, self.num_key_heads, self.key_dim) for part in (q, k))
+        v = v.view(-1, self.num_value_heads, self.value_dim)
+        return gated_delta_rule(q, k, v, log_decay, beta, states["recurrence"], *places)
