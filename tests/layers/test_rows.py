@@ -34,6 +34,7 @@ from vllm_module.layers import (
     rows,
     rows_for,
 )
+from vllm_module.layers.plain import is_plain
 from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, Scheme
 from vllm_module.quantization.rows import QuantizedRows
 from vllm_module.readiness import unguard
@@ -371,6 +372,17 @@ def test_a_hook_of_all_modules_sees_tensors(kind: str) -> None:
         reader(given)
     assert len(seen) == (0 if "backward" in kind else 4)
     assert all(type(each) is torch.Tensor for each in (given, *seen))
+
+
+def test_a_class_with_a_call_of_its_own_is_given_tensors() -> None:
+    """Its ``__call__`` may do more than its forward pass."""
+
+    class Calling(nn.Linear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().__call__(x)
+
+    assert is_plain(nn.Linear(2, 2))
+    assert not is_plain(Calling(2, 2))
 
 
 @torch.no_grad()

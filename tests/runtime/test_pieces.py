@@ -436,8 +436,8 @@ def test_a_model_that_reads_the_layout_itself_runs_without(
         assert graphs._sizes == [1, 2], "steps that only decode replay graphs"
 
 
-def test_what_fails_in_a_capture_is_raised() -> None:
-    """As in the capture of a whole step, and what was being captured is ended."""
+def test_what_fails_in_a_capture_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """As in the capture of a whole step; what was captured is ended, and the log has advice."""
     device = SimulatedDevice()
 
     def body(x: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -451,9 +451,21 @@ def test_what_fails_in_a_capture_is_raised() -> None:
         with pytest.raises(Exception, match="of the model"):
             runner.capture(40)
         assert device.calls is None
+        assert "a step of 20 tokens failed: enforce_eager=True does without" in caplog.text
         wrong = ModelRunner(Own(lambda x, metadata: x[1:]), DEVICE, 2, 1)  # type: ignore[arg-type]
         with pytest.raises(Exception, match=r"should return hidden states of shape \(20, hidden"):
             wrong.capture(40)
+
+
+def test_a_torch_without_what_pieces_need(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps with prompts run without graphs, and the log says so."""
+    monkeypatch.setattr(pieces, "_ALIAS", "gone")
+    graphs = pieces.Pieces(torch.device("cpu"), [8])
+    graphs.capture(8, lambda *_: pytest.fail("nothing is captured"), None, None)  # type: ignore[arg-type]
+    assert graphs.size_for(3) is None
+    assert "this torch has no gone" in caplog.text
 
 
 @torch.inference_mode()

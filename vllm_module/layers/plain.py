@@ -9,11 +9,12 @@ from torch.nn.modules import module as of_all_modules
 def is_plain(module: nn.Module) -> bool:
     """Return whether a call of ``module`` is one of its class's ``forward``.
 
-    It is not with a hook of any kind, nor where the instance has a ``forward`` of its own or is
-    compiled.
+    It is not with a hook of any kind, nor where the class has a ``__call__`` or the instance a
+    ``forward`` of its own, or is compiled.
     """
     return not (
-        module._forward_hooks
+        type(module).__call__ is not nn.Module.__call__
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

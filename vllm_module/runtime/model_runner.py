@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
@@ -278,6 +279,7 @@ class ModelRunner:
     def _capture_pieces(self, sizes: list[int], pool: Any) -> None:
         """Capture graphs of what is between attention layers, the largest first."""
         self._pieces = Pieces(self.device, sizes)
+        gc.collect()  # what is collected inside a capture may free what it must not
         for size in reversed(sizes):
             parts = self._parts(_NOTHING, size, 1)
             step = unpack(pack(parts).to(self.device), parts)[:-3]

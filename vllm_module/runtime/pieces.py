@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 # Beyond, a step takes the device longer than the host needs to launch it kernel by kernel.
 MOST_TOKENS = 512
+_ALIAS = "_construct_storage_from_data_pointer"  # what alias() needs; torch does not document it
 _LAYOUT = frozenset(each.name for each in fields(AttentionMetadata))
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
@@ -87,6 +88,10 @@ class Pieces:
         """
         if not self.sizes:
             return
+        if not hasattr(torch._C, _ALIAS):
+            _log.warning("steps with prompts run without CUDA graphs: this torch has no %s", _ALIAS)
+            self.sizes = []
+            return
         # The first run compiles kernels and allocates the libraries' workspaces.
         for capturing in (False, True):
             metadata = _CaptureMetadata(example, pool, capturing)
@@ -98,6 +103,11 @@ class Pieces:
                 with suppress(Exception):  # what a failed capture says hides why it failed
                     metadata.end()
                 if metadata.was_read is None or not isinstance(error, Exception):
+                    _log.error(
+                        "capturing CUDA graphs of a step of %d tokens failed: enforce_eager=True "
+                        "does without graphs",
+                        size,
+                    )
                     raise
             torch.cuda.synchronize(self._ids.device)
             if metadata.was_read is not None:
@@ -205,8 +215,6 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     without graphs: else every layer of every size would keep its queries, keys and values.
     """
     storage = tensor.untyped_storage()
-    same = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), tensor.device, storage.nbytes()
-    )
+    same = getattr(torch._C, _ALIAS)(storage.data_ptr(), tensor.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -97,9 +97,13 @@ def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[
         return mixed[-1]
 
     mixed: list[float] = []
-    mixed_step()  # which may have been launched before the request arrived
+    # With overlap, a step without the new prompt is launched before each arrival, and the next one
+    # has the prompts of two.
+    overlapped, engine.async_scheduling = engine.async_scheduling, False
+    engine.step()  # what was launched before
     mixed_times = [mixed_step() for _ in range(steps)]
     mixed_busy, mixed_launches = device.busy(lambda: [mixed_step() for _ in range(PROFILED)])
+    engine.async_scheduling = overlapped
     mixed_step_time = statistics.median(mixed_times)
     for request_id in list(engine.requests):
         engine.abort(request_id)

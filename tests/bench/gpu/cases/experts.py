@@ -13,8 +13,12 @@ from torch.nn import functional as F
 from gpu.cases.case import BF16, E4M3, FP32, Case, Peer, Tensors, short
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.grouped_matmul_mxfp4 import dequantize_mxfp4, grouped_matmul_mxfp4
+from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed
+from vllm_module.kernels.packed_words import Packing, dequantize_packed
 from vllm_module.kernels.quantize import dequantize, quantize
 from vllm_module.kernels.sort_by_expert import sort_by_expert
+
+_INT4 = Packing(4)
 
 
 def experts(small: bool) -> Iterator[Case]:
@@ -22,11 +26,13 @@ def experts(small: bool) -> Iterator[Case]:
     tokens = (64, 4096)
     if small:
         sizes, tokens = [(4, 2, 48, 64)], (5,)
-    for size, way, m in product(sizes, ("wide", "fp8", "mxfp4"), tokens):
+    for size, way, m in product(sizes, ("wide", "fp8", "mxfp4", "int4"), tokens):
         yield experts_case(way, m, *size)
 
 
 def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Case:
+    group = min(128, k)  # inputs that share a scale of int4
+
     def make() -> Tensors:
         x = torch.randn(m, k, dtype=BF16)
         chosen = torch.rand(m, count).topk(top_k).indices.int()
@@ -35,6 +41,10 @@ def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Ca
             blocks = torch.randint(0, 256, (count, n, k // 32, 16), dtype=torch.uint8)
             scales = torch.randint(118, 124, (count, n, k // 32), dtype=torch.uint8)
             return x, blocks, scales, order, offsets
+        if way == "int4":
+            words = torch.randint(-(2**31), 2**31 - 1, (count, n, k // 8), dtype=torch.int32)
+            scales = (torch.rand(count, n, k // group) + 0.5).to(BF16) / k**0.5
+            return x, words, scales, order, offsets
         weight, scale = torch.randn(count, n, k, dtype=BF16) / k**0.5, None
         if way == "fp8":
             wide, weight = weight, torch.zeros(count, n, k, dtype=E4M3)
@@ -46,11 +56,16 @@ def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Ca
     def ours(x: Any, weight: Any, scale: Any, order: Any, offsets: Any) -> torch.Tensor:
         if way == "mxfp4":
             return grouped_matmul_mxfp4(x, weight, scale, offsets, rows=order, top_k=top_k)
+        if way == "int4":
+            packed = weight, scale, _INT4, group, offsets
+            return grouped_matmul_packed(x, *packed, rows=order, top_k=top_k)
         return grouped_matmul(x, weight, offsets, rows=order, top_k=top_k, scale=scale)
 
     def widened(weight: Any, scale: Any, dtype: torch.dtype) -> torch.Tensor:
         if way == "mxfp4":
             return dequantize_mxfp4(weight, scale, dtype)
+        if way == "int4":
+            return dequantize_packed(weight, scale, _INT4, group, dtype)
         return weight.to(dtype) if scale is None else dequantize(weight, scale, (1, k), dtype)
 
     def looped(x: Any, weights: Any, order: Any, bounds: list[int]) -> torch.Tensor:
@@ -92,7 +107,7 @@ def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Ca
     if way == "wide":
         peers["_grouped_mm"] = Peer(grouped, gathered)
     met = min(count, m * top_k)  # experts that have rows, at most
-    element = {"wide": 2.0, "fp8": 1.0, "mxfp4": 17 / 32}[way]
+    element = {"wide": 2.0, "fp8": 1.0, "mxfp4": 17 / 32, "int4": 0.5 + 2 / group}[way]
     return Case(
         name=f"experts {way} {m} x {top_k} of {count} x {n} x {k} {short(BF16)}",
         make=make,
