@@ -25,6 +25,7 @@ from vllm_module.layers.linear import (
 )
 from vllm_module.layers.mla import MLAAttention, MLAUpProjection
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
+from vllm_module.layers.recurrent import RecurrentLayer
 from vllm_module.layers.rotary import RotaryEmbedding
 from vllm_module.layers.rotation import LatentRotation, Rotation
 from vllm_module.layers.rows import read_by, rows_for
@@ -46,6 +47,7 @@ __all__ = [
     "PerHeadLayerNorm",
     "QKVParallelLinear",
     "RMSNorm",
+    "RecurrentLayer",
     "ReplicatedLinear",
     "RotaryEmbedding",
     "Rotation",

@@ -33,6 +33,8 @@ class AttentionMetadata:
         max_query_len: most tokens of one sequence in this step; 1 in a step that only decodes.
         fresh: whether the step has all tokens of each sequence, and stores all of its tokens; the
             host knows it. If false, it may be so or not.
+        state_slots: the state slot of each sequence, int64 ``[sequences]``; -1 for padding. Layers
+            with recurrent state read it.
 
     Attributes:
         layout, slot_bounds: what layers share; ``None`` before :meth:`laid_out`, and not on a CPU.
@@ -45,6 +47,7 @@ class AttentionMetadata:
     query_start_loc: torch.Tensor
     max_query_len: int
     fresh: bool = field(default=False, kw_only=True)
+    state_slots: torch.Tensor | None = field(default=None, kw_only=True)
 
     layout: PagedLayout | None = field(default=None, init=False, repr=False)
     slot_bounds: tuple[int, int] | None = field(default=None, init=False, repr=False)
