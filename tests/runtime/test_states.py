@@ -173,7 +173,7 @@ setups = st.builds(
 
 
 @given(setups, schedules)
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(
     setup: Setup, schedule: list[Any]
 ) -> None:
@@ -185,7 +185,7 @@ def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(
 
 
 @given(setups, schedules, st.data())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_states_are_right_after_aborts_and_new_weights(
     setup: Setup, schedule: list[Any], data: st.DataObject
 ) -> None:
@@ -203,7 +203,7 @@ def test_states_are_right_after_aborts_and_new_weights(
 
 
 @given(setups, schedules, st.data())
-@settings(max_examples=150)
+@settings(max_examples=70)
 def test_states_are_right_after_steps_that_failed(
     setup: Setup, schedule: list[Any], data: st.DataObject
 ) -> None:
@@ -227,8 +227,8 @@ def test_states_are_right_after_steps_that_failed(
 
 
 def test_a_soak_returns_every_page_and_state() -> None:
-    """Three hundred requests of all kinds leave nothing behind."""
-    soak(300)
+    """A hundred and fifty requests of all kinds leave nothing behind."""
+    soak(150)
 
 
 def soak(requests: int, seed: int = 0) -> int:

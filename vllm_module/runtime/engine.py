@@ -268,7 +268,7 @@ class Engine:
                 sequences.append(sequence)
                 rows.append(row)
         if len(rows) > len(launched.complete):
-            index = torch.tensor(rows, dtype=torch.int64, device=launched.logits.device)
+            index = torch.tensor(rows).to(launched.logits.device)
             launched.complete, launched.logits = sequences, launched.logits[index]
 
     def _sample(self, launched: Launched) -> Sampled:

@@ -16,7 +16,6 @@ from vllm_module.registry import blamed_on
 from vllm_module.runtime.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.pieces import Pieces, captured_sizes
 from vllm_module.runtime.scheduler import Moves, Step
-from vllm_module.runtime.state_cache import state_layers
 
 
 @dataclass
@@ -201,7 +200,6 @@ class ModelRunner:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._sizes: list[int] = []  # of graphs, ascending
         self._pieces = Pieces(device, [])
-        self._has_states = bool(state_layers(model))
         self._compiled = compiled
 
     @torch.inference_mode()
@@ -263,7 +261,7 @@ class ModelRunner:
         slots = torch.full((most,), -1, dtype=torch.int64, device=self.device)
         ones = torch.ones(most, dtype=torch.int32, device=self.device)
         starts = torch.arange(most + 1, dtype=torch.int32, device=self.device)
-        step = [ids[:most], ids[:most], slots, ones, starts, slots[: most * self._has_states]]
+        step = [ids[:most], ids[:most], slots, ones, starts, slots]
         self._logits(self._compute(step, torch.zeros_like(self._tables)), slice(None))
 
     @torch.inference_mode()
@@ -348,14 +346,13 @@ class ModelRunner:
             entries += range(row * width + first, row * width + first + len(changed))
             pages += changed
         zeros, none = [0] * padding, [0] * sequences
-        slots = inputs.table_rows + [-1] * sequences if self._has_states else []
         return [
             (torch.int64, inputs.input_ids + zeros),
             (torch.int64, inputs.positions + zeros),
             (torch.int64, inputs.slot_mapping + [-1] * padding),
             (torch.int32, inputs.context_lens + none),
             (torch.int32, [*inputs.query_start_loc, *range(tokens + 1, tokens + sequences + 1)]),
-            (torch.int64, slots),
+            (torch.int64, inputs.table_rows + [-1] * sequences),  # slots of states
             (torch.int64, inputs.table_rows + none),
             (torch.int64, inputs.rows),
             (torch.int64, entries),
@@ -398,8 +395,7 @@ def _metadata(
 ) -> AttentionMetadata:
     _, _, slot_mapping, context_lens, query_start_loc, slots = step[:6]
     places = slot_mapping, tables, context_lens, query_start_loc
-    state_slots = slots if len(slots) else None
-    return AttentionMetadata(*places, max_query_len, fresh=fresh, state_slots=state_slots)
+    return AttentionMetadata(*places, max_query_len, fresh=fresh, state_slots=slots)
 
 
 def described_result(value: object) -> str:

@@ -94,7 +94,7 @@ class StateCache:
                 for kept, state in zip(host[:, target], states[:, source], strict=True):
                     kept.copy_(state, non_blocking=True)
             if moves.copied:
-                sources, targets = torch.tensor(moves.copied, device=states.device).unbind(1)
+                sources, targets = torch.tensor(moves.copied).t().contiguous().to(states.device)
                 states.index_copy_(1, targets, states.index_select(1, sources))
             for source, target in moves.swapped_in:
                 for state, kept in zip(states[:, target], host[:, source], strict=True):
