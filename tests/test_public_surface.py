@@ -69,7 +69,7 @@ LAYERS = """
 Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=None,
     softcap=None, alibi_slopes=None)
 AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc, max_query_len, *,
-    fresh=False)
+    fresh=False, state_slots=None)
 ColumnParallelLinear(input_size, output_size, bias=True, gather_output=False,
     skip_bias_add=False, params_dtype=None, *, output=None)
 EncoderAttention(num_heads, head_size, scale=None)
@@ -93,6 +93,7 @@ QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=No
     skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'),
     stored_rotary_pairs=False)
 RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
+RecurrentLayer()
 ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None, *,
     output=None)
 Rotation(rotary_emb, cos_sin, q_norm=None, k_norm=None)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vllm_module import vLLMModule
+from vllm_module.config import EngineConfig
 from vllm_module.kernels.causal_conv1d import causal_conv1d
 from vllm_module.kernels.mamba2_scan import mamba2_scan
 from vllm_module.layers import Attention, AttentionMetadata, RecurrentLayer
@@ -24,6 +25,7 @@ from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Moves, Scheduler
 from vllm_module.runtime.state_cache import StateCache, state_bytes, state_layers
+from vllm_module.runtime.worker import Worker
 
 CPU = torch.device("cpu")
 PAGE, MOST, ROWS, VOCAB, WIDTH = 4, 64, 4, 40, 8
@@ -213,3 +215,44 @@ def test_states_are_moved_in_the_order_of_the_field() -> None:
     for states in cache._states:
         held = [states[:, slot].unique().tolist() for slot in range(4)]
         assert held == [[2.0], [0.0], [1.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    ("page", "state", "given", "pages"),
+    [
+        (2**20, 2**20, None, 1024 - 8),
+        (2**20, 2**30, None, 0),
+        (2**20, 2**20, 3 * 2**20, 3),
+        (0, 2**20, None, 8 * 5),
+        (0, 2**30, None, 0),
+        (2**20, 0, None, 1024),
+    ],
+)
+def test_pages_have_the_memory_that_states_leave(
+    page: int, state: int, given: int | None, pages: int
+) -> None:
+    """States of all sequences come first; pages of a model without attention take no memory."""
+    worker = Worker.__new__(Worker)
+    worker.config = EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=given)
+    worker.device, worker.page_bytes, worker.state_bytes = CPU, page, state
+    assert worker.pages(80) == pages
+
+
+@pytest.mark.parametrize(
+    ("page", "state", "swap_space", "states", "rest"),
+    [
+        (2**20, 2**20, 1.0, 8, 2**30 - 8 * 2**20),
+        (2**20, 2**27, 1.0, 4, 2**29),
+        (2**20, 2**20, 0.0, 0, 0),
+        (0, 2**20, 1.0, 0, 2**30),
+        (2**20, 0, 1.0, 0, 2**30),
+    ],
+)
+def test_states_take_at_most_half_of_the_host_memory(
+    page: int, state: int, swap_space: float, states: int, rest: int
+) -> None:
+    """Pages have the rest; without attention layers no sequence is preempted."""
+    worker = Worker.__new__(Worker)
+    worker.config = EngineConfig(max_num_seqs=8, swap_space=swap_space)
+    worker.page_bytes, worker.state_bytes = page, state
+    assert (worker.host_states, worker.host_bytes) == (states, rest)
