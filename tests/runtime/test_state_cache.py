@@ -7,6 +7,7 @@ import runpy
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,24 @@ def test_graphs_give_the_same_tokens() -> None:
     assert served.runner._pieces.sizes, "prompts were not captured"
 
 
+def test_padding_changes_no_state() -> None:
+    """A graph of four sequences that replays a step of three leaves the fourth's state alone."""
+    served = Served(Hybrid(), 8, simulated=True)
+    for states in served.states._states:
+        states.memory.fill_(7)
+    rows = [1, 2, 3]
+    pages = [(row, 0, [row]) for row in rows]
+    with served.present():
+        slots = [row * PAGE for row in rows]
+        served.runner.run(
+            StepInputs([5] * 3, [0] * 3, slots, [1] * 3, [0, 1, 2, 3], rows, pages, 1, [0, 1, 2], 1)
+        )
+    assert served.runner._graphs[4][0].replays == 1
+    for states in served.states._states:
+        assert (states.memory[:, 0] == 7).all()
+        assert not (states.memory[:, 1:] == 7).all()
+
+
 def test_memory_is_counted_and_given_back() -> None:
     """Each state has its own dtype; ``state_bytes`` is the memory divided by its slots."""
     model = Hybrid()
@@ -218,23 +237,13 @@ def test_states_are_moved_in_the_order_of_the_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "state", "given", "pages"),
-    [
-        (2**20, 2**20, None, 1024 - 8),
-        (2**20, 2**30, None, 0),
-        (2**20, 2**20, 3 * 2**20, 3),
-        (0, 2**20, None, 8 * 5),
-        (0, 2**30, None, 0),
-        (2**20, 0, None, 1024),
-    ],
+    ("page", "left", "pages"), [(2, 11, 5), (2, -1, 0), (0, 0, 40), (0, -1, 0)]
 )
-def test_pages_have_the_memory_that_states_leave(
-    page: int, state: int, given: int | None, pages: int
-) -> None:
-    """States of all sequences come first; pages of a model without attention take no memory."""
+def test_pages_have_the_memory_that_states_leave(page: int, left: int, pages: int) -> None:
+    """Pages of a model without attention layers take none."""
     worker = Worker.__new__(Worker)
-    worker.config = EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=given)
-    worker.device, worker.page_bytes, worker.state_bytes = CPU, page, state
+    worker.config, worker.page_bytes = EngineConfig(max_num_seqs=8), page
+    worker._memory = lambda max_model_len: left  # type: ignore[method-assign]
     assert worker.pages(80) == pages
 
 
@@ -256,3 +265,18 @@ def test_states_take_at_most_half_of_the_host_memory(
     worker.config = EngineConfig(max_num_seqs=8, swap_space=swap_space)
     worker.page_bytes, worker.state_bytes = page, state
     assert (worker.host_states, worker.host_bytes) == (states, rest)
+
+
+def test_a_worker_releases_states_when_it_closes() -> None:
+    """Then it can start again, as after a sleep."""
+    worker = Worker.__new__(Worker)
+    worker.config, worker.model = EngineConfig(max_num_seqs=2, swap_space=0.01), Hybrid()
+    worker.device, worker.cache_dtype, worker._shape = CPU, torch.float32, None
+    worker.source = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
+    worker.page_bytes, worker.state_bytes = 2**10, state_bytes(worker.model, torch.float32)
+    for _ in range(2):
+        worker.start(3, 3, 16)
+        assert [len(each) for each in state_layers(worker.model)[0].states.values()] == [2, 2]
+        assert worker.states._host[0].shape[1] == 2
+        worker.close()
+        assert [layer.states for layer in state_layers(worker.model)] == [None, None]

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,6 +227,42 @@ def test_states_are_right_after_steps_that_failed(
     assert_right(asked)
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_step_that_failed_after_it_advanced_states(early: bool, number: int) -> None:
+    """Launched in its turn or before, it is computed again from the first tokens."""
+    setup = Setup(async_scheduling=early)
+    launched = []
+
+    def failing(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = setup.model(inputs, sampled)
+        launched.append(inputs.num_sampled > 0)
+        if len(launched) == number:
+            raise RuntimeError("after all was computed")
+        return logits
+
+    setup.engine.execute = failing
+    asked = []
+    for index in range(3):
+        request = setup.engine.add(str(index), [index] * 5, greedy(12))
+        asked.append((request, expected([index] * 5, 12)))
+    setup.run()
+    assert launched[number - 1] == early
+    assert {request.sequences[0].finish_reason for request, _ in asked} == {"length"}
+    assert_right(asked)
+
+
+def test_a_sequence_that_ends_in_host_memory_gives_its_state_back() -> None:
+    """Aborted while it is swapped out, it leaves no slot of the host taken."""
+    setup = Setup(num_pages=8, host_pages=20, host_states=2)
+    for index in range(4):
+        setup.engine.add(str(index), [index] * 7, greedy(16))
+    while not (swapped := [s for s in setup.scheduler.waiting if s.host_state >= 0]):
+        setup.engine.step()
+    setup.engine.abort(swapped[0].request.request_id)
+    setup.run()
+
+
 def test_a_soak_returns_every_page_and_state() -> None:
     """A hundred and fifty requests of all kinds leave nothing behind."""
     soak(150)
@@ -248,3 +285,7 @@ def soak(requests: int, seed: int = 0) -> int:
     assert_right([(request, expected(prompt, count)) for request, prompt, count in asked])
     assert setup.scheduler.preemptions
     return setup.scheduler.preemptions
+
+
+if __name__ == "__main__":
+    assert soak(10_000)

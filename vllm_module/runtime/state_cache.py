@@ -33,7 +33,8 @@ class StateCache:
 
     It knows nothing of sequences: the scheduler says whose state is in which slot. Layers whose
     states have one name, shape and dtype share one tensor. A slot is never cleared: a sequence
-    starts from zeros, whatever its slot holds.
+    starts from zeros, whatever its slot holds. So a CPU's memory is used from the first sequence on
+    that takes the slot.
 
     Args:
         model: its recurrent layers get their views; :meth:`close` removes them.
@@ -67,7 +68,7 @@ class StateCache:
         self._host: list[torch.Tensor] = []
         views: dict[RecurrentLayer, dict[str, torch.Tensor]] = {each: {} for each in self._layers}
         for (name, shape, kind), layers in alike.items():
-            states = torch.zeros(len(layers), slots, *shape, dtype=kind, device=device)
+            states = torch.empty(len(layers), slots, *shape, dtype=kind, device=device)
             for layer, view in zip(layers, states, strict=True):
                 views[layer][name] = view
             self._states.append(states)

@@ -111,11 +111,11 @@ class Worker:
     def _memory(self, max_model_len: int) -> int:
         """Return the bytes that are left for pages; negative if the states do not fit."""
         config, size = self.config, self.config.block_size
-        states = self.state_bytes * config.max_num_seqs
+        # What a user gives, and a CPU has, is of pages alone.
         if config.kv_cache_memory_bytes is not None:
-            return config.kv_cache_memory_bytes  # of pages alone
+            return config.kv_cache_memory_bytes
         if self.device.type != "cuda":
-            return _CPU_CACHE - states
+            return _CPU_CACHE
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -130,7 +130,7 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = total * (1 - config.gpu_memory_utilization)
-        return int(free - reserved - step) - states
+        return int(free - reserved - step) - self.state_bytes * config.max_num_seqs
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
         """Allocate the caches; on a GPU, compile kernels and capture graphs of decoding steps."""
