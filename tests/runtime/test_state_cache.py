@@ -192,11 +192,11 @@ def test_graphs_give_the_same_tokens() -> None:
 def test_padding_changes_no_state() -> None:
     """A graph of four sequences that replays a step of three leaves the fourth's state alone."""
     served = Served(Hybrid(), 8, simulated=True)
-    for states in served.states._states:
-        states.memory.fill_(7)
     rows = [1, 2, 3]
     pages = [(row, 0, [row]) for row in rows]
     with served.present():
+        for states in served.states._states:
+            states.fill_(7)
         slots = [row * PAGE for row in rows]
         served.runner.run(
             StepInputs([5] * 3, [0] * 3, slots, [1] * 3, [0, 1, 2, 3], rows, pages, 1, [0, 1, 2], 1)
