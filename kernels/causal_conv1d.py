@@ -10,7 +10,9 @@ from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl,
 from vllm_module.kernels.recurrent_state import (
     check_state,
     each_sequence,
+    empty_output,
     loaded_states,
+    single_tokens,
     store_states,
 )
 
@@ -81,7 +83,7 @@ def causal_conv1d_reference(
     wide, weights = x.float(), weight.float()
     if state is None or state_slots is None or query_start_loc is None or context_lens is None:
         y = _convolved(F.pad(wide.t(), (width - 1, 0)), weights)
-    elif max_query_len == 1:
+    elif single_tokens(x, state_slots, max_query_len):
         before = loaded_states(state, state_slots, context_lens)
         window = torch.cat([before, wide.unsqueeze(2)], 2)
         y = (window * weights).sum(2)
@@ -115,7 +117,7 @@ def causal_conv1d_triton(
     silu: bool,
 ) -> torch.Tensor:
     """Convolve by a Triton kernel; see :func:`causal_conv1d`."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = empty_output(x, state_slots, max_query_len)
     tokens, channels = x.shape
     sequences, longest = 1, tokens
     if state_slots is not None:

@@ -15,7 +15,9 @@ from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl,
 from vllm_module.kernels.recurrent_state import (
     check_state,
     each_sequence,
+    empty_output,
     loaded_states,
+    single_tokens,
     store_states,
 )
 
@@ -124,7 +126,7 @@ def gated_delta_rule_reference(
     if state is None or state_slots is None or query_start_loc is None or context_lens is None:
         zeros = values.new_zeros(v.shape[1], q.shape[2], v.shape[2])
         return _chunked(queries, keys, values, g, strengths, zeros)[0].to(v.dtype)
-    if max_query_len == 1:
+    if single_tokens(v, state_slots, max_query_len):
         s = g.exp()[:, :, None, None] * loaded_states(state, state_slots, context_lens)
         u = strengths.unsqueeze(2) * (values - (keys.unsqueeze(2) @ s).squeeze(2))
         s = s + keys.unsqueeze(3) * u.unsqueeze(2)
@@ -190,7 +192,7 @@ def gated_delta_rule_triton(
     keeps the state in registers.
     Single tokens, float32 and keys of more than 128 features are computed token by token.
     """
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    o = empty_output(v, state_slots, max_query_len)
     tokens, heads, dv = v.shape
     sequences = 1 if state_slots is None else len(state_slots)
     if not (o.numel() and sequences):

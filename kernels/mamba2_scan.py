@@ -16,7 +16,9 @@ from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl,
 from vllm_module.kernels.recurrent_state import (
     check_state,
     each_sequence,
+    empty_output,
     loaded_states,
+    single_tokens,
     store_states,
 )
 
@@ -134,7 +136,7 @@ def mamba2_scan_reference(
     if state is None or state_slots is None or query_start_loc is None or context_lens is None:
         zeros = wide.new_zeros(*x.shape[1:], b.shape[2])
         y, _ = _chunked(wide, steps, a, b, c, zeros)
-    elif max_query_len == 1:
+    elif single_tokens(x, state_slots, max_query_len):
         h = loaded_states(state, state_slots, context_lens)
         decay = (steps * a).exp()[:, :, None, None]
         h = decay * h + (steps[:, :, None] * wide)[..., None] * b[:, :, None, :]
@@ -196,7 +198,7 @@ def mamba2_scan_triton(
     A program computes its sequence's chunks one after the other, and keeps the state in registers.
     Single tokens and float32 are computed token by token.
     """
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = empty_output(x, state_slots, max_query_len)
     tokens, heads, features = x.shape
     sequences = 1 if state_slots is None else len(state_slots)
     if not (y.numel() and sequences):

@@ -78,6 +78,20 @@ def each_sequence(
             yield slice(begin, end), slot, contexts[index] > end - begin
 
 
+def single_tokens(tokens: torch.Tensor, state_slots: torch.Tensor, max_query_len: int) -> bool:
+    """Return whether each token is one of a sequence of its own; else some may be padding."""
+    return max_query_len == 1 and len(tokens) == len(state_slots)
+
+
+def empty_output(
+    tokens: torch.Tensor, state_slots: torch.Tensor | None, max_query_len: int
+) -> torch.Tensor:
+    """Return memory in the shape of ``tokens``; zeros, if some may be of no sequence."""
+    every = state_slots is None or single_tokens(tokens, state_slots, max_query_len)
+    make = torch.empty_like if every else torch.zeros_like
+    return make(tokens, memory_format=torch.contiguous_format)
+
+
 def loaded_states(
     state: torch.Tensor, state_slots: torch.Tensor, context_lens: torch.Tensor
 ) -> torch.Tensor:

@@ -229,10 +229,13 @@ class EngineConfig(_Closed):
         gpu_memory_utilization: share of a GPU's memory for weights, one step and the KV cache.
         kv_cache_memory_bytes: size of the KV cache on each rank, instead of that share. On a CPU,
             1 GiB unless given.
-        swap_space: GiB of host memory on each rank for the pages of preempted sequences. With 0,
-            they are computed again, except for the pages that are still cached.
-        enable_prefix_caching: reuse cached pages for prompts that begin with the same tokens.
-        max_num_seqs: most sequences in a step.
+        swap_space: GiB of host memory on each rank for the pages of preempted sequences, and at
+            most half of it for their states. With 0, they are computed again, except for the pages
+            that are still cached.
+        enable_prefix_caching: reuse cached pages for prompts that begin with the same tokens. By
+            default, if no layer keeps a state of each sequence; such models cannot.
+        max_num_seqs: most sequences in a step. Layers that keep a state of each sequence have
+            memory for so many, beside the KV cache.
         max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.
         step_timeout: seconds that a rank waits in a step for the others, which it then names.
         enforce_eager: run every step without CUDA graphs.
@@ -248,7 +251,7 @@ class EngineConfig(_Closed):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9
     kv_cache_memory_bytes: _Count | None = None
     swap_space: Annotated[float, Field(ge=0, le=2**20, strict=True)] = 0.0
-    enable_prefix_caching: _Flag = True
+    enable_prefix_caching: _Flag | None = None
     max_num_seqs: _Count = 256
     max_num_batched_tokens: _Count = 2048
     step_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 300.0

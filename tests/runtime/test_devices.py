@@ -76,6 +76,7 @@ class StandIn:
     def __init__(self, source: Any, load_config: Any, device_config: Any, config: Any) -> None:
         self.device, self.config = device_config.torch_device, config
         self.source, self.page_bytes = SimpleNamespace(dtype=torch.bfloat16), 1
+        self.state_bytes = self.host_bytes = 0
         self.calls: dict[str, int] = {}
         self.refused: str | None = None
         self._note("load")

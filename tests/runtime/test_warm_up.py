@@ -168,12 +168,13 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     runner = SimpleNamespace(run=run, capture=lambda *given: calls.append(("capture", *given)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(workers, "KVCache", lambda *_: cache)
+    monkeypatch.setattr(workers, "StateCache", lambda *_: None)
     monkeypatch.setattr(workers, "ModelRunner", lambda *_: runner)
     worker = Worker.__new__(Worker)  # a model would have to be on the GPU
     worker.config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=9, enforce_eager=eager)
     worker.device, worker.model, worker.cache_dtype = torch.device("cuda:0"), None, torch.float32
-    worker.source = SimpleNamespace(config=SimpleNamespace(vocab_size=7))
-    worker._shape = None
+    worker.source = SimpleNamespace(config=SimpleNamespace(vocab_size=7), dtype=torch.float32)
+    worker._shape, worker.state_bytes = None, 0
     worker.start(num_pages=2, host_pages=1, max_model_len=40)
     assert calls[:2] == [([(0, 0)], [(0, 1)], [(0, 0)]), 1]
     assert 9 in calls

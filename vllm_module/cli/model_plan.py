@@ -66,14 +66,15 @@ class ModelPlan:
 
     def _needs(self, rank: RankPlan) -> str:
         kv_cache = rank.kv_cache_bytes(self.tokens)
-        if rank.quantizing_bytes > kv_cache:
-            other = f"{size(rank.quantizing_bytes)} for what is being quantized"
-        elif not rank.kv_page_bytes:
-            return f"{size(rank.device_bytes)} for weights"
-        else:
+        parts = [f"{size(rank.device_bytes)} for weights"]
+        if rank.quantizing_bytes > kv_cache + rank.state_bytes:
+            return f"{parts[0]}, {size(rank.quantizing_bytes)} for what is being quantized"
+        if rank.kv_page_bytes:
             tokens = f"{self.tokens:,} token{'' if self.tokens == 1 else 's'}"
-            other = f"{size(kv_cache)} for the KV cache of {tokens}"
-        return f"{size(rank.device_bytes)} for weights, {other}"
+            parts.append(f"{size(kv_cache)} for the KV cache of {tokens}")
+        if rank.state_bytes:
+            parts.append(f"{size(rank.state_bytes)} for the state of a sequence")
+        return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints; the reads of a rank are an iterator."""
@@ -86,6 +87,7 @@ class ModelPlan:
                 "staging_bytes": rank.staging_bytes,
                 "quantizing_bytes": rank.quantizing_bytes,
                 "kv_page_bytes": rank.kv_page_bytes,
+                "state_bytes": rank.state_bytes,
                 "kv_cache_bytes": rank.kv_cache_bytes(self.tokens),
                 "needed_bytes": rank.needed_bytes(self.tokens),
                 "kv_cache_tokens": None
@@ -155,6 +157,9 @@ def print_memory(out: Console, plan: ModelPlan, groups: Sequence[list[RankPlan]]
     if has_cache:
         label = f"KV cache of {tokens:,} tokens, in {dtype_name(plan.cache_dtype)}"
         rows.append(row(label, *(size(each.kv_cache_bytes(tokens)) for each in firsts)))
+    if any(rank.state_bytes for rank in plan.ranks):
+        label = "state of a sequence, whatever its length"
+        rows.append(row(label, *(size(each.state_bytes) for each in firsts)))
     if memory is not None:
         left = (_signed(memory - each.needed_bytes(tokens)) for each in firsts)
         rows.append(row(f"left of {plan.memory}", *left))
@@ -193,6 +198,7 @@ def _memory(rank: RankPlan) -> Hashable:
         rank.device_bytes,
         rank.quantizing_bytes,
         rank.kv_page_bytes,
+        rank.state_bytes,
         *rank.staging_bytes.values(),
     )
 

@@ -19,6 +19,7 @@ from vllm_module.held import plan_from, plan_of_rank
 from vllm_module.model_source import ModelSource
 from vllm_module.report import LoadReport
 from vllm_module.runtime.kv_cache import page_bytes
+from vllm_module.runtime.state_cache import state_bytes
 from vllm_module.tree import is_typed, slots_of
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import FileHandle
@@ -68,7 +69,8 @@ class RankPlan:
 
     ``device_bytes``: parameters and buffers. ``staging_bytes``: host memory, by kind of device.
     ``quantizing_bytes``: the peak of full-precision tensors on the device that are quantized.
-    ``kv_page_bytes``: a page of the KV cache, of ``PAGE_SIZE`` tokens.
+    ``kv_page_bytes``: a page of the KV cache, of ``PAGE_SIZE`` tokens. ``state_bytes``: what
+    recurrent layers keep of a sequence.
     ``plans``: of all ranks, in the model's order. ``paths``: the tensors of rank 0, each with its
     names.
     """
@@ -81,6 +83,7 @@ class RankPlan:
     staging_bytes: dict[str, int]
     quantizing_bytes: int
     kv_page_bytes: int
+    state_bytes: int
     paths: Mapping[torch.Tensor, Sequence[str]]
 
     def reads(self) -> Iterator[Read]:
@@ -125,11 +128,13 @@ class RankPlan:
 
     def needed_bytes(self, tokens: int) -> int:
         """Return the peak on the device; quantizing has ended when the KV cache is allocated."""
-        return self.device_bytes + max(self.quantizing_bytes, self.kv_cache_bytes(tokens))
+        cached = self.kv_cache_bytes(tokens) + self.state_bytes
+        return self.device_bytes + max(self.quantizing_bytes, cached)
 
     def kv_cache_tokens(self, memory: int) -> int:
-        """Return how many tokens of KV cache fit into ``memory`` bytes beside the parameters."""
-        pages = max(0, memory - self.device_bytes) // max(1, self.kv_page_bytes)
+        """Return how many tokens of one sequence fit into ``memory`` beside the parameters."""
+        left = memory - self.device_bytes - self.state_bytes
+        pages = max(0, left) // max(1, self.kv_page_bytes)
         return pages * PAGE_SIZE
 
 
@@ -149,6 +154,7 @@ def plan_ranks(
     with tensor_parallel(rank=0, size=tp_size), experts:
         model = source.build(torch.device("cpu"), len(checkpoint))
     page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
+    state = state_bytes(model, source.dtype)
     paths: dict[torch.Tensor, list[str]] = {}
     for path, tensor in _tensors(model):
         paths.setdefault(tensor, []).append(path)
@@ -176,6 +182,7 @@ def plan_ranks(
                 {device: each.staging for device, each in memory.items()},
                 max(each.quantizing for each in memory.values()),
                 page,
+                state,
                 paths,
             )
         )

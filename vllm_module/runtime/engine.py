@@ -85,6 +85,7 @@ class Engine:
         self.refusal: str | None = None  # why no requests are accepted
         self.lock = threading.RLock()
         self._next: Launched | None = None  # launched before the step before it was finished
+        self._start_over = False  # after the current step, whose states may be advanced
         self._busy = False
         self._aborts: list[tuple[str, FinishReason]] = []  # to be done when nothing else is
         self._arrivals = 0
@@ -111,7 +112,11 @@ class Engine:
                 step = launched.step
                 if self.async_scheduling:
                     self._next = self._launch_next(launched)
-                return self._finish_step(launched)
+                changed = self._finish_step(launched)
+                if self._start_over:
+                    self._start_over = False
+                    self.scheduler.start_over()
+                return changed
             except BaseException as error:
                 self._end_all(f"a step{_of_requests(step)} failed: {describe_error(error)}")
                 raise
@@ -140,7 +145,7 @@ class Engine:
         later on the same stream, so they win.
 
         If the launch raises, the error is found again when the step is launched in its turn, unless
-        nothing can be launched any more: then it is raised.
+        nothing can be launched any more: then it is raised. Sequences with states start over.
         """
         rows = launched.rows_of_next(len(self.scheduler.running))
         sequences = [launched.complete[row] for row in rows]
@@ -160,6 +165,7 @@ class Engine:
                 _of_requests(step),
                 describe_error(error),
             )
+            self._start_over = self.scheduler.has_states
             return None
         self.scheduler.mark_listed(step)
         return Launched(step, [], sequences, logits)
@@ -167,19 +173,25 @@ class Engine:
     def _compute_apart(self, step: Step, error: Exception) -> list[Request]:
         """Compute each sequence of a step that failed by itself; end requests that fail again.
 
+        With states, which the step may have advanced, all running sequences start over, and each of
+        the step is computed from its first token.
+
         Raises ``error`` if there is no telling which request is at fault: pages were moved, which
         cannot be repeated, or every sequence fails, or no other request is left.
         """
-        if not self.repeatable or step.swapped_out or step.copied or step.swapped_in:
+        if not self.repeatable or step.moves:
             raise error
         computed: list[Launched] = []
         failed: dict[Request, Exception] = {}
-        for sequence, count in step.scheduled:
-            apart = Step([(sequence, count)])
+        ends = [sequence.num_computed + count for sequence, count in step.scheduled]
+        if self.scheduler.has_states and len(step.scheduled) > 1:
+            self.scheduler.start_over()
+        for (sequence, _), end in zip(step.scheduled, ends, strict=True):
             try:
                 if len(step.scheduled) == 1:
                     raise error
-                computed.append(self._launch(apart))
+                if (alone := self._launch_alone(sequence, end)) is not None:
+                    computed.append(alone)
             except Exception as again:
                 failed[sequence.request] = again
         if not computed and (len(step.scheduled) > 1 or len(self.requests) == 1):
@@ -197,6 +209,21 @@ class Engine:
             if launched.step.scheduled[0][0].finish_reason is None:
                 changed += self._finish_step(launched)
         return list(dict.fromkeys(changed))
+
+    def _launch_alone(self, sequence: Sequence, end: int) -> Launched | None:
+        """Compute the tokens of one sequence up to ``end``; return the launched last step.
+
+        Returns None if other sequences, which start over too, have left too few pages.
+        """
+        while True:
+            step = self.scheduler.schedule_alone(sequence, end)
+            if step is None:
+                return None
+            launched = self._launch(step)
+            if sequence.num_computed + step.scheduled[0][1] == end:
+                return launched
+            self.scheduler.mark_computed(step)
+            self._add_prompt_logprobs(launched)
 
     def _finish_step(self, launched: Launched) -> list[Request]:
         """Use a step's logits: prompt logprobs, then tokens. Return the requests that change."""
@@ -241,7 +268,7 @@ class Engine:
                 sequences.append(sequence)
                 rows.append(row)
         if len(rows) > len(launched.complete):
-            index = torch.tensor(rows, dtype=torch.int64, device=launched.logits.device)
+            index = torch.tensor(rows).to(launched.logits.device)
             launched.complete, launched.logits = sequences, launched.logits[index]
 
     def _sample(self, launched: Launched) -> Sampled:
@@ -361,7 +388,9 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def drop(self) -> None:
-        """Drop what is launched and not finished, with its memory."""
+        """Drop what is launched and not finished, with its memory; states start over."""
+        if self._next is not None and self.scheduler.has_states:
+            self.scheduler.start_over()
         self._next = None
 
     @contextmanager
@@ -432,7 +461,7 @@ class Engine:
         """End all requests and free all pages, even if a step failed in the middle."""
         requests = list(self.requests.values())
         self.requests.clear()
-        self._next = None
+        self._next, self._start_over = None, False
         self.token_counts = TokenCounts()
         self.scheduler.reset()
         sequences = [s for r in requests for s in r.sequences if s.finish_reason is None]

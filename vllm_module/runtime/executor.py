@@ -102,14 +102,20 @@ class Executor:
         """
         config = self.worker.config
         most = config.max_num_seqs * -(-max_model_len // config.block_size)
+        worker = self.worker
         pages = min(most, *self._everywhere("pages", max_model_len))
         if pages < 1:
+            states, lower = "", ""
+            if worker.state_bytes:
+                nbytes = config.max_num_seqs * worker.state_bytes
+                states = f" beside the states of {config.max_num_seqs} sequences ({nbytes} bytes)"
+                lower = ", or lower max_num_seqs"
             raise ValueError(
                 f"there is no memory for a page of {config.block_size} tokens, which takes "
-                f"{self.worker.page_bytes} bytes: raise kv_cache_memory_bytes or "
-                "gpu_memory_utilization"
+                f"{worker.page_bytes} bytes{states}: raise kv_cache_memory_bytes or "
+                f"gpu_memory_utilization{lower}"
             )
-        host_pages = min(most, int(config.swap_space * 2**30) // self.worker.page_bytes)
+        host_pages = min(most, worker.host_bytes // worker.page_bytes) if worker.page_bytes else 0
         self._everywhere("start", pages, host_pages, max_model_len)
         return pages, host_pages
 

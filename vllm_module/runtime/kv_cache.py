@@ -88,7 +88,7 @@ class KVCache:
             ordered = {source for source, _ in copied} & {target for _, target in copied}
             for pairs in [[pair] for pair in copied] if ordered else [copied]:
                 for cache in self._caches:
-                    copy_blocks(cache, torch.tensor(pairs, device=cache.device))
+                    copy_blocks(cache, torch.tensor(pairs).to(cache.device))
         for cache, host in zip(self._caches, self._host_caches, strict=False):
             if swapped_in:
                 swap_blocks(host, cache, torch.tensor(swapped_in))

@@ -214,8 +214,10 @@ class LLM:
             PagePool(host_pages, size),
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            config.enable_prefix_caching,
+            worker.caches_prefixes,
             worker.window,
+            has_states=worker.state_bytes > 0,
+            host_states=worker.host_states,
         )
         self.engine = Engine(
             self.executor.run,
@@ -259,6 +261,9 @@ class LLM:
             f"{pool.num_pages} KV pages of {config.block_size} tokens ({self.engine.cache_tokens} "
             f"tokens, {pool.num_pages * worker.page_bytes / 2**20:.1f} MiB)"
         )
+        if worker.state_bytes:
+            nbytes = config.max_num_seqs * worker.state_bytes
+            cache += f" and {config.max_num_seqs} states of sequences ({nbytes / 2**20:.1f} MiB)"
         return (
             f"loaded {self.source.name} ({self.source.config.architectures[0]}, "
             f"{str(self.source.dtype).removeprefix('torch.')}) on {worker.device}: {ranks}"

@@ -16,7 +16,7 @@ from vllm_module.module import vLLMModule
 from vllm_module.registry import blamed_on
 from vllm_module.runtime.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.pieces import Pieces, captured_sizes
-from vllm_module.runtime.scheduler import Step
+from vllm_module.runtime.scheduler import Moves, Step
 
 
 @dataclass
@@ -37,6 +37,8 @@ class StepInputs:
         num_sampled: if not 0, ``input_ids`` are not tokens but indices of tokens: of those, so
             many, which were chosen after the step before and are on the device.
         swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.scheduler.Step`.
+        states: as there; ``None`` if no states are moved. The slot of a sequence's state is the
+            row of its block table.
 
     """
 
@@ -54,6 +56,7 @@ class StepInputs:
     swapped_out: list[tuple[int, int]] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
     swapped_in: list[tuple[int, int]] = field(default_factory=list)
+    states: Moves | None = None
 
 
 def step_inputs(step: Step, page_size: int) -> StepInputs:
@@ -113,6 +116,7 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
         swapped_out=step.swapped_out,
         copied=step.copied,
         swapped_in=step.swapped_in,
+        states=step.states or None,
     )
 
 
@@ -258,7 +262,7 @@ class ModelRunner:
         slots = torch.full((most,), -1, dtype=torch.int64, device=self.device)
         ones = torch.ones(most, dtype=torch.int32, device=self.device)
         starts = torch.arange(most + 1, dtype=torch.int32, device=self.device)
-        step = [ids[:most], ids[:most], slots, ones, starts]
+        step = [ids[:most], ids[:most], slots, ones, starts, slots]
         self._logits(self._compute(step, torch.zeros_like(self._tables)), slice(None))
 
     @torch.inference_mode()
@@ -350,6 +354,7 @@ class ModelRunner:
             (torch.int64, inputs.slot_mapping + [-1] * padding),
             (torch.int32, inputs.context_lens + none),
             (torch.int32, [*inputs.query_start_loc, *range(tokens + 1, tokens + sequences + 1)]),
+            (torch.int64, inputs.table_rows + [-1] * sequences),  # slots of states
             (torch.int64, inputs.table_rows + none),
             (torch.int64, inputs.rows),
             (torch.int64, entries),
@@ -390,9 +395,9 @@ class ModelRunner:
 def _metadata(
     step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int, fresh: bool = False
 ) -> AttentionMetadata:
-    _, _, slot_mapping, context_lens, query_start_loc = step[:5]
+    _, _, slot_mapping, context_lens, query_start_loc, slots = step[:6]
     places = slot_mapping, tables, context_lens, query_start_loc
-    return AttentionMetadata(*places, max_query_len, fresh=fresh)
+    return AttentionMetadata(*places, max_query_len, fresh=fresh, state_slots=slots)
 
 
 def described_result(value: object) -> str:

@@ -11,13 +11,32 @@ from vllm_module.runtime.sequence import Request, Sequence
 
 
 @dataclass
+class Moves:
+    """What is copied before a step, as (from, to) pairs, in this order.
+
+    Attributes:
+        swapped_out, copied, swapped_in: from the device to the host, on the device, from the host
+            to the device.
+
+    """
+
+    swapped_out: list[tuple[int, int]] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    swapped_in: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.swapped_out or self.copied or self.swapped_in)
+
+
+@dataclass
 class Step:
-    """What the model computes at once, and which pages are copied before that.
+    """What the model computes at once, and which pages and states are copied before that.
 
     Attributes:
         scheduled: sequences, each with the number of its next tokens to compute.
         swapped_out, copied, swapped_in: (from, to) pairs of pages, copied in this order: from the
             device to the host, on the device, from the host to the device.
+        states: (from, to) pairs of states; on the device, these are rows.
 
     """
 
@@ -25,6 +44,12 @@ class Step:
     swapped_out: list[tuple[int, int]] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
     swapped_in: list[tuple[int, int]] = field(default_factory=list)
+    states: Moves = field(default_factory=Moves)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is copied before the step."""
+        return bool(self.swapped_out or self.copied or self.swapped_in or self.states)
 
 
 class Scheduler:
@@ -38,6 +63,10 @@ class Scheduler:
     starts over later, or continues if its pages could be swapped to host memory. The first sequence
     is never preempted, and every sequence becomes the first at some time, so none starves.
 
+    With ``has_states``, layers keep a state of each running sequence, in the slot that is its row
+    of the block tables. So a sequence keeps its row while it runs, and no more run than there are
+    rows. A state cannot be advanced twice: see :meth:`start_over`.
+
     Args:
         pool: pages of the cache.
         host: pages of the host memory that sequences are swapped to.
@@ -46,6 +75,8 @@ class Scheduler:
         prefix_caching: whether a prompt reuses the pages of earlier sequences that begin alike.
         window: the widest sliding window of all layers, in tokens; pages before it are freed.
             ``None`` if a layer attends to all tokens.
+        has_states: whether layers keep a state of each sequence; not with ``prefix_caching``.
+        host_states: states in host memory, of sequences that are swapped out.
 
     """
 
@@ -57,7 +88,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
         window: int | None = None,
+        *,
+        has_states: bool = False,
+        host_states: int = 0,
     ) -> None:
+        assert not (has_states and prefix_caching), "a page of a prefix has no state"
+        self.has_states, self.host_states = has_states, host_states
         self.pool, self.host = pool, host
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -66,7 +102,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both in the order of arrival
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self._free_rows = list(range(max_num_seqs))  # a heap: rows next to each other are a view
+        self._free_all()
+
+    def _free_all(self) -> None:
+        self._free_rows = list(range(self.max_num_seqs))  # a heap: neighbouring rows are a view
+        self._free_host_states = list(range(self.host_states))
+        self._forked: dict[int, int] = {}  # rows of new samples, and those with their states
 
     def schedule(self) -> Step:
         """Choose the sequences and tokens of the next step, and allocate their pages."""
@@ -85,20 +126,30 @@ class Scheduler:
             step.scheduled.append((sequence, count))
             budget -= count
             position += 1
+        step.states.copied += [(first, row) for row, first in self._forked.items()]
+        self._forked.clear()
         if self.preemptions > preemptions:
             return step  # pages are short: admit nothing
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            if not self._admit(sequence, step):
+            count = self._start(self.waiting[0], budget, step)
+            if not count:
                 break
-            del self.waiting[0]
-            insort(self.running, sequence, key=_arrival)
-            count = min(sequence.remaining, budget)
-            allocated = self._allocate(sequence, count, step)
-            assert allocated, "_admit made sure that the pages for all its tokens are free"
-            self._take_row(sequence)
-            step.scheduled.append((sequence, count))
             budget -= count
+        return step
+
+    def schedule_alone(self, sequence: Sequence, end: int) -> Step | None:
+        """Return a step of ``sequence`` alone, which computes its tokens up to ``end`` at most.
+
+        If it waits, it starts. Returns None, and changes nothing, if too few pages are free.
+        """
+        step = Step()
+        if sequence.row < 0:
+            started = self._start(sequence, min(end, self.max_num_batched_tokens), step)
+            return step if started else None
+        count = min(end - sequence.num_computed, self.max_num_batched_tokens)
+        if not self._allocate(sequence, count, step):
+            return None
+        step.scheduled.append((sequence, count))
         return step
 
     def schedule_next(self, sequences: list[Sequence]) -> Step | None:
@@ -157,11 +208,21 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def fork(self, request: Request) -> None:
-        """Add the request's other samples, which share the pages of its first sequence."""
+        """Add the request's other samples, which share the pages of its first sequence.
+
+        The next step copies its state to them.
+        """
         first = request.sequences[0]
         first.num_writable = 0
         while len(request.sequences) < request.params.n:
             sequence = request.new_sequence()
+            if self.has_states:
+                if not self._free_rows:  # no state can be copied: it computes the prompt again
+                    request.sequences.append(sequence)
+                    self.add(sequence)
+                    continue
+                self._take_row(sequence)
+                self._forked[sequence.row] = first.row
             sequence.num_computed, sequence.pages = first.num_computed, list(first.pages)
             sequence.num_cached_pages, sequence.prefix = first.num_cached_pages, first.prefix
             sequence.num_passed_pages = first.num_passed_pages
@@ -177,13 +238,25 @@ class Scheduler:
         self._free_pages(sequence)
         self.host.free(sequence.host_pages)
         sequence.host_pages = []
+        self._free_host_state(sequence)
+
+    def start_over(self) -> None:
+        """Have every running sequence wait, and compute all of its tokens again.
+
+        That is what happens after a step that failed or was dropped, if there are states: it may
+        have advanced any of them.
+        """
+        for sequence in list(self.running):
+            self.running.remove(sequence)
+            self._free_pages(sequence)
+            self.add(sequence)
 
     def reset(self) -> None:
         """Remove all sequences and free all pages, even if a step failed in the middle."""
         self.waiting, self.running = [], []
         self.pool.reset()
         self.host.reset()
-        self._free_rows = list(range(self.max_num_seqs))
+        self._free_all()
 
     def reset_prefix_cache(self) -> None:
         """Make later prompts reuse no page computed before now, as after a weight update."""
@@ -196,6 +269,25 @@ class Scheduler:
         if sequence.host_pages:
             return self._swap_fits(sequence)
         return self._find_pages(sequence) is not None
+
+    def _start(self, sequence: Sequence, most: int, step: Step) -> int:
+        """Have a waiting sequence run, with at most so many tokens in the step.
+
+        Returns their number; it is 0, and nothing has changed, if too few pages are free.
+        """
+        if not self._admit(sequence, step):
+            return 0
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_arrival)
+        count = min(sequence.remaining, most)
+        allocated = self._allocate(sequence, count, step)
+        assert allocated, "_admit made sure that the pages for all its tokens are free"
+        self._take_row(sequence)
+        if sequence.host_state >= 0:
+            step.states.swapped_in.append((sequence.host_state, sequence.row))
+            self._free_host_state(sequence)
+        step.scheduled.append((sequence, count))
+        return count
 
     def _admit(self, sequence: Sequence, step: Step) -> bool:
         """Prepare a waiting sequence to run; return whether pages for all its tokens are free."""
@@ -275,7 +367,9 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(sequence)
         pages = [page for page in sequence.pages if page >= 0]
-        if pages and len(pages) <= self.host.free_pages:
+        stateless = not self.has_states
+        if pages and len(pages) <= self.host.free_pages and (stateless or self._free_host_states):
+            self._swap_out_state(sequence, step)
             # ``sequence.pages`` stays: _swap_in replaces the entries that are not -1.
             sequence.host_pages = self.host.allocate(len(pages))
             step.swapped_out += zip(pages, sequence.host_pages, strict=True)
@@ -285,19 +379,33 @@ class Scheduler:
             self._free_pages(sequence)
         self.add(sequence)
 
+    def _swap_out_state(self, sequence: Sequence, step: Step) -> None:
+        """Copy a sequence's state to the host; of a new sample, that is its first one's."""
+        if self.has_states:
+            sequence.host_state = heappop(self._free_host_states)
+            row = self._forked.get(sequence.row, sequence.row)
+            step.states.swapped_out.append((row, sequence.host_state))
+
+    def _free_host_state(self, sequence: Sequence) -> None:
+        if sequence.host_state >= 0:
+            heappush(self._free_host_states, sequence.host_state)
+        sequence.host_state = -1
+
     def _take_row(self, sequence: Sequence) -> None:
         """Give ``sequence`` a row of the block tables.
 
         Samples may be more than ``max_num_seqs``. Then the last sequence with a row loses it: it is
-        not in this step, which has fewer sequences than there are rows.
+        not in this step, which has fewer sequences than there are rows. Not if there are states.
         """
         if not self._free_rows:
+            assert not self.has_states, "no more sequences run than there are rows"
             self._free_row(next(each for each in reversed(self.running) if each.row >= 0))
         sequence.row = heappop(self._free_rows)
 
     def _free_row(self, sequence: Sequence) -> None:
         if sequence.row >= 0:
             heappush(self._free_rows, sequence.row)
+            self._forked.pop(sequence.row, None)
         sequence.row, sequence.num_listed_pages = -1, 0
 
     def _free_passed_pages(self, sequence: Sequence, window: int) -> None:

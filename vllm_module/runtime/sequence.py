@@ -28,7 +28,8 @@ class Sequence:
         num_passed_pages: the first pages, which the sliding window has passed.
         num_writable: while it runs, the first tokens that can be stored without allocating or
             copying a page.
-        row: of the block tables, which every rank keeps; -1 for none.
+        row: of the block tables, which every rank keeps, and the slot of its state; -1 for none.
+        host_state: the slot of its state in host memory, while it is swapped out; else -1.
         num_listed_pages: the first pages, which the row has on every rank.
         uniform: generator of this sequence's random numbers, one per generated token.
         stream: turns tokens into text, if the text is needed at every step.
@@ -47,6 +48,7 @@ class Sequence:
     num_passed_pages: int = 0
     num_writable: int = 0
     row: int = -1
+    host_state: int = -1
     num_listed_pages: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0

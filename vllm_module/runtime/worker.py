@@ -17,6 +17,7 @@ from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs, described_result
+from vllm_module.runtime.state_cache import StateCache, state_bytes
 from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
 from vllm_module.wrapped.model import TransformersForCausalLM
@@ -59,6 +60,14 @@ class Worker:
             self.model.check()
         self.cache_dtype = CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
+        self.state_bytes = state_bytes(self.model, self.source.dtype)
+        # Pages of a prefix are of no use without the state after them, which nobody has kept.
+        self.caches_prefixes = config.enable_prefix_caching is not False and not self.state_bytes
+        if config.enable_prefix_caching and self.state_bytes:
+            raise ValueError(
+                f"enable_prefix_caching=True: {type(self.model).__name__} has layers that keep a "
+                "state of each sequence, and the states of prefixes are not kept: leave it out"
+            )
         self.runner: ModelRunner | None = None
         self._group = tensor_parallel_group()
         self._shape: tuple[int, int, int] | None = None  # what start was called with
@@ -77,31 +86,62 @@ class Worker:
             return None
         return max((window for window in windows if window is not None), default=None)
 
+    @property
+    def host_states(self) -> int:
+        """How many states fit into half of the host memory for preempted sequences."""
+        if not self.state_bytes or not self.page_bytes:  # without attention, none is preempted
+            return 0
+        most = int(self.config.swap_space * 2**29) // self.state_bytes
+        return min(self.config.max_num_seqs, most)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the pages of preempted sequences."""
+        return int(self.config.swap_space * 2**30) - self.host_states * self.state_bytes
+
     def pages(self, max_model_len: int) -> int:
-        """Return how many pages of the KV cache fit into this rank's memory."""
+        """Return how many pages of the KV cache fit into this rank's memory, beside the states.
+
+        A model without attention layers has pages without memory, one for each token that there
+        can be.
+        """
+        most = self.config.max_num_seqs * -(-max_model_len // self.config.block_size)
+        left = self._memory(max_model_len)
+        if not self.page_bytes:
+            return most if left >= 0 else 0
+        return max(0, left) // self.page_bytes
+
+    def _memory(self, max_model_len: int) -> int:
+        """Return the bytes that are left for pages; negative if the states do not fit."""
         config, size = self.config, self.config.block_size
+        # What a user gives, and a CPU has, is of pages alone.
         if config.kv_cache_memory_bytes is not None:
-            return config.kv_cache_memory_bytes // self.page_bytes
+            return config.kv_cache_memory_bytes
         if self.device.type != "cuda":
-            return _CPU_CACHE // self.page_bytes
+            return _CPU_CACHE
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         cache = KVCache(self.model, 1, size, self.device, self.cache_dtype)
+        one_state = StateCache(self.model, 1, self.device, self.source.dtype)
         most_pages = -(-max_model_len // size)
         runner = ModelRunner(self.model, self.device, config.max_num_seqs, most_pages)
         runner.largest_steps(config.max_num_batched_tokens)
         cache.close()
+        one_state.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = total * (1 - config.gpu_memory_utilization)
-        return max(0, int(free - reserved - step) // self.page_bytes)
+        return int(free - reserved - step) - self.state_bytes * config.max_num_seqs
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
-        """Allocate the KV cache; on a GPU, compile kernels and capture graphs of decoding steps."""
+        """Allocate the caches; on a GPU, compile kernels and capture graphs of decoding steps."""
         config, size, on_gpu = self.config, self.config.block_size, self.device.type == "cuda"
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
+        self.states = StateCache(
+            self.model, config.max_num_seqs, self.device, self.source.dtype, self.host_states
+        )
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
         self.runner = ModelRunner(
             self.model, self.device, config.max_num_seqs, most_pages, compiled
@@ -118,7 +158,7 @@ class Worker:
             self.runner.capture(config.max_num_batched_tokens)
 
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """Move pages, compute the step's tokens, and return logits ``[rows, vocab]``.
+        """Move pages and states, compute the step's tokens, and return logits ``[rows, vocab]``.
 
         ``sampled`` are the tokens that ``inputs.input_ids`` index, if they do. The first rank has
         them, and the other ranks get them here.
@@ -128,6 +168,8 @@ class Worker:
         if self.runner is None:
             raise RuntimeError("the engine sleeps: wake_up() first")
         self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        if inputs.states is not None:
+            self.states.move(inputs.states)
         if inputs.num_sampled:
             if sampled is None:
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
@@ -163,15 +205,16 @@ class Worker:
         return None
 
     def sleep(self) -> None:
-        """Free the memory of the weights, the KV cache and the CUDA graphs."""
+        """Free the memory of the weights, the caches and the CUDA graphs."""
         self.close()
         self.model.sleep()
 
     def close(self) -> None:
-        """Free the memory of the KV cache and the CUDA graphs."""
+        """Free the memory of the caches and the CUDA graphs."""
         if self.runner is not None:
             self.runner = None
             self.cache.close()
+            self.states.close()
 
     def wake_up(self) -> None:
         """Load the weights again from the same folder; allocate the KV cache if it was freed."""

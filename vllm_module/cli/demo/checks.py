@@ -23,6 +23,7 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.state_cache import StateCache, state_layers
 from vllm_module.weights import Weight, read_into
 
 CPU = torch.device("cpu")
@@ -88,13 +89,18 @@ def _greedy_tokens(
     length = min(len(prompt) + max_tokens, config.context_length or sys.maxsize)
     pages = PagePool(-(-length // _PAGE_SIZE), _PAGE_SIZE)
     cache = KVCache(model, pages.num_pages, _PAGE_SIZE, CPU, torch.float32)
-    scheduler = Scheduler(pages, PagePool(0, _PAGE_SIZE), 1, length)
+    states = StateCache(model, 1, CPU, torch.float32)
+    recurrent = bool(state_layers(model))
+    scheduler = Scheduler(
+        pages, PagePool(0, _PAGE_SIZE), 1, length, not recurrent, has_states=recurrent
+    )
     runner = ModelRunner(model, CPU, 1, pages.num_pages)
     engine = Engine(runner.run, scheduler, config.vocab_size, length, stop_token_ids=stops)
     request = engine.add("demo", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
     while engine.requests:
         engine.step()
     cache.close()
+    states.close()
     return request.sequences[0].output
 
 

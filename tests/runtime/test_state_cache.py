@@ -1,0 +1,282 @@
+"""States in memory: a small hybrid of attention and recurrent layers, on a CPU and with graphs."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_module import vLLMModule
+from vllm_module.config import EngineConfig
+from vllm_module.kernels.causal_conv1d import causal_conv1d
+from vllm_module.kernels.mamba2_scan import mamba2_scan
+from vllm_module.layers import Attention, AttentionMetadata, RecurrentLayer
+from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.scheduler import Moves, Scheduler
+from vllm_module.runtime.state_cache import StateCache, state_bytes, state_layers
+from vllm_module.runtime.worker import Worker
+
+CPU = torch.device("cpu")
+PAGE, MOST, ROWS, VOCAB, WIDTH = 4, 64, 4, 40, 8
+
+# runpy, because pytest's importlib mode has no imports between test files.
+_simulated = runpy.run_path(str(Path(__file__).with_name("simulated_device.py")))
+DEVICE, SimulatedDevice = _simulated["DEVICE"], _simulated["SimulatedDevice"]
+
+
+class Recurrent(RecurrentLayer):
+    """A convolution of three inputs, and Mamba-2's recurrence of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_shapes = {"conv": (WIDTH, 2), "scan": (2, WIDTH // 2, 4)}
+        self.state_dtypes = {"conv": None, "scan": torch.float32}
+        self.weight = nn.Parameter(torch.randn(WIDTH, 3))
+        self.b, self.c = (nn.Parameter(torch.randn(WIDTH, 4)) for _ in range(2))
+        self.a = nn.Parameter(torch.tensor([-0.02, -0.3]))
+
+    def forward(self, x: torch.Tensor, metadata: AttentionMetadata | None) -> torch.Tensor:
+        if metadata is None:
+            return self._over_sequences(x, None)
+        return metadata.attend(self._over_sequences, x)
+
+    def _over_sequences(self, x: torch.Tensor, metadata: AttentionMetadata | None) -> torch.Tensor:
+        states, places = self.kept(metadata)
+        x = causal_conv1d(x, self.weight, None, states["conv"], *places)
+        heads = x.view(len(x), 2, -1)
+        b, c = ((x @ each).unsqueeze(1) for each in (self.b, self.c))
+        dt = torch.full_like(heads[..., 0], 0.5)
+        return mamba2_scan(heads, dt, self.a, b, c, None, None, states["scan"], *places).flatten(1)
+
+
+class Hybrid(vLLMModule):
+    """Two recurrent layers, and attention between them unless ``attention`` is false."""
+
+    def __init__(self, *, attention: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(VOCAB, WIDTH))
+        self.first, self.last = Recurrent(), Recurrent()
+        self.attention = Attention(2, WIDTH // 2) if attention else None
+        self.load_weights([(name, weight.clone()) for name, weight in self.named_parameters()])
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        x = nn.functional.embedding(input_ids, self.table)
+        x = x + nn.functional.rms_norm(self.first(x, metadata), (WIDTH,))
+        if self.attention is not None:
+            heads = x.view(len(x), 2, -1)
+            x = x + self.attention(heads, heads, heads, metadata)
+        return nn.functional.rms_norm(x + self.last(x, metadata), (WIDTH,))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.table.t()
+
+
+@torch.inference_mode()
+def alone(model: vLLMModule, prompt: list[int], count: int) -> list[int]:
+    """Return the greedy tokens of a whole sequence, computed anew for each token."""
+    tokens, run = list(prompt), model
+    for _ in range(count):
+        ids = torch.tensor(tokens)
+        hidden: torch.Tensor = run(ids, torch.arange(len(ids)))
+        tokens.append(int(run.compute_logits(hidden[-1:]).argmax()))  # type: ignore[operator]
+    return tokens[len(prompt) :]
+
+
+class Served:
+    """An engine of a model, on a CPU or on a simulated device with graphs."""
+
+    def __init__(
+        self,
+        model: vLLMModule,
+        pages: int,
+        host: int = 0,
+        *,
+        tokens: int = 16,
+        simulated: bool = False,
+    ) -> None:
+        self.device: Any = SimulatedDevice() if simulated else None
+        device, self.model = CPU, deepcopy(model)
+        with self.present():
+            if simulated:
+                self.device.take(self.model)
+                device = DEVICE
+            self.cache = KVCache(self.model, pages, PAGE, device, torch.float32, host)
+            self.states = StateCache(self.model, ROWS, device, torch.float32, host)
+            self.runner = ModelRunner(self.model, device, ROWS, MOST // PAGE)
+            if simulated:
+                self.runner.capture(32)
+        if not simulated:  # what slots hold at first is never read
+            for states in self.states._states:
+                states.fill_(torch.nan)
+        self.scheduler = Scheduler(
+            PagePool(pages, PAGE), PagePool(host, PAGE), ROWS, tokens, False,
+            has_states=True, host_states=host,
+        )  # fmt: skip
+        self.engine = Engine(
+            self.execute, self.scheduler, VOCAB, MOST, async_scheduling=simulated,
+            wait=lambda event: event.synchronize(),
+        )  # fmt: skip
+        self.moves = [0, 0, 0]
+
+    def present(self) -> Any:
+        return nullcontext() if self.device is None else self.device.present()
+
+    def execute(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.inference_mode():
+            self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+            if (moves := inputs.states) is not None:
+                self.states.move(moves)
+                for index, each in enumerate((moves.swapped_out, moves.copied, moves.swapped_in)):
+                    self.moves[index] += len(each)
+        return self.runner.run(inputs, sampled)
+
+    def check(self, requests: int, seed: int = 0) -> None:
+        """Serve drawn requests, and compare the tokens with those of each alone."""
+        chance, asked = random.Random(seed), []
+        with self.present():
+            for index in range(requests):
+                prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 30))]
+                count, n = chance.randint(1, 12), chance.choice([1, 1, 3])
+                params = SamplingParams(temperature=0, max_tokens=count, n=n)
+                asked.append((self.engine.add(str(index), prompt, params), prompt, count))
+                for _ in range(chance.choice([0, 2, 6])):
+                    self.engine.step()
+            while self.engine.requests:
+                self.engine.step()
+        pristine = Hybrid(attention=any(isinstance(m, Attention) for m in self.model.modules()))
+        for request, prompt, count in asked:
+            assert request.error is None, request.error
+            tokens = alone(pristine, prompt, count)
+            assert [s.output for s in request.sequences] == [tokens] * request.params.n
+        assert self.scheduler.pool.free_pages == self.scheduler.pool.num_pages
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize("attention", [True, False])
+def test_tokens_over_a_schedule_are_those_of_whole_sequences(tokens: int, attention: bool) -> None:
+    """Chunks, mixed steps, samples, preemptions and swaps, from slots full of NaN."""
+    served = Served(Hybrid(attention=attention), 17, 20, tokens=tokens)
+    served.check(40)
+    assert served.scheduler.preemptions
+    assert all(served.moves), "something was not tried"
+
+
+def test_graphs_give_the_same_tokens() -> None:
+    """On a simulated device, where steps overlap and replay graphs, whole and in pieces."""
+    served = Served(Hybrid(), 80, simulated=True)
+    served.check(8)
+    assert served.moves[1]
+    graphs = served.runner._graphs.values()
+    assert sum(graph.replays for graph, _ in graphs), "no graph was replayed"
+    assert served.runner._pieces.sizes, "prompts were not captured"
+
+
+def test_padding_changes_no_state() -> None:
+    """A graph of four sequences that replays a step of three leaves the fourth's state alone."""
+    served = Served(Hybrid(), 8, simulated=True)
+    rows = [1, 2, 3]
+    pages = [(row, 0, [row]) for row in rows]
+    with served.present():
+        for states in served.states._states:
+            states.fill_(7)
+        slots = [row * PAGE for row in rows]
+        served.runner.run(
+            StepInputs([5] * 3, [0] * 3, slots, [1] * 3, [0, 1, 2, 3], rows, pages, 1, [0, 1, 2], 1)
+        )
+    assert served.runner._graphs[4][0].replays == 1
+    for states in served.states._states:
+        assert (states.memory[:, 0] == 7).all()
+        assert not (states.memory[:, 1:] == 7).all()
+
+
+def test_memory_is_counted_and_given_back() -> None:
+    """Each state has its own dtype; ``state_bytes`` is the memory divided by its slots."""
+    model = Hybrid()
+    cache = StateCache(model, 5, CPU, torch.bfloat16, 2)
+    first = model.first.states
+    assert first is not None
+    assert (first["conv"].dtype, first["scan"].dtype) == (torch.bfloat16, torch.float32)
+    assert [tuple(each.shape) for each in first.values()] == [(5, 8, 2), (5, 2, 4, 4)]
+    assert cache.nbytes == 5 * state_bytes(model, torch.bfloat16) == 5 * 2 * (16 * 2 + 32 * 4)
+    with pytest.raises(RuntimeError, match="states already"):
+        StateCache(model, 1, CPU, torch.float32)
+    cache.close()
+    assert [layer.states for layer in state_layers(model)] == [None, None]
+    assert cache.nbytes == 0
+
+
+def test_states_are_moved_in_the_order_of_the_field() -> None:
+    """To the host, on the device (all read before any is written), and from the host."""
+    model = Hybrid()
+    cache = StateCache(model, 4, CPU, torch.float32, 2)
+    for states in cache._states:
+        for slot in range(4):
+            states[:, slot] = slot
+    cache.move(Moves([(1, 0)], [(0, 1), (2, 0)], [(0, 2)]))
+    for states in cache._states:
+        held = [states[:, slot].unique().tolist() for slot in range(4)]
+        assert held == [[2.0], [0.0], [1.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    ("page", "left", "pages"), [(2, 11, 5), (2, -1, 0), (0, 0, 40), (0, -1, 0)]
+)
+def test_pages_have_the_memory_that_states_leave(page: int, left: int, pages: int) -> None:
+    """Pages of a model without attention layers take none."""
+    worker = Worker.__new__(Worker)
+    worker.config, worker.page_bytes = EngineConfig(max_num_seqs=8), page
+    worker._memory = lambda max_model_len: left  # type: ignore[method-assign]
+    assert worker.pages(80) == pages
+
+
+@pytest.mark.parametrize(
+    ("page", "state", "swap_space", "states", "rest"),
+    [
+        (2**20, 2**20, 1.0, 8, 2**30 - 8 * 2**20),
+        (2**20, 2**27, 1.0, 4, 2**29),
+        (2**20, 2**20, 0.0, 0, 0),
+        (0, 2**20, 1.0, 0, 2**30),
+        (2**20, 0, 1.0, 0, 2**30),
+    ],
+)
+def test_states_take_at_most_half_of_the_host_memory(
+    page: int, state: int, swap_space: float, states: int, rest: int
+) -> None:
+    """Pages have the rest; without attention layers no sequence is preempted."""
+    worker = Worker.__new__(Worker)
+    worker.config = EngineConfig(max_num_seqs=8, swap_space=swap_space)
+    worker.page_bytes, worker.state_bytes = page, state
+    assert (worker.host_states, worker.host_bytes) == (states, rest)
+
+
+def test_a_worker_releases_states_when_it_closes() -> None:
+    """Then it can start again, as after a sleep."""
+    worker = Worker.__new__(Worker)
+    worker.config, worker.model = EngineConfig(max_num_seqs=2, swap_space=0.01), Hybrid()
+    worker.device, worker.cache_dtype, worker._shape = CPU, torch.float32, None
+    worker.source = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
+    worker.page_bytes, worker.state_bytes = 2**10, state_bytes(worker.model, torch.float32)
+    for _ in range(2):
+        worker.start(3, 3, 16)
+        assert [len(each) for each in state_layers(worker.model)[0].states.values()] == [2, 2]
+        assert worker.states._host[0].shape[1] == 2
+        worker.close()
+        assert [layer.states for layer in state_layers(worker.model)] == [None, None]

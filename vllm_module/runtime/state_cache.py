@@ -1,0 +1,108 @@
+"""The memory of what recurrent layers keep of each sequence, and the copying of these states."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vllm_module.layers import RecurrentLayer
+from vllm_module.module import vLLMModule
+from vllm_module.runtime.scheduler import Moves
+
+
+def state_layers(model: vLLMModule) -> list[RecurrentLayer]:
+    """Return the layers of ``model`` that keep a state of each sequence."""
+    return [module for module in model.modules() if isinstance(module, RecurrentLayer)]
+
+
+def state_bytes(model: vLLMModule, dtype: torch.dtype) -> int:
+    """Return the bytes that all layers keep of one sequence on this rank.
+
+    ``dtype`` is the model's, of states that have none of their own.
+    """
+    return sum(
+        math.prod(shape) * (layer.state_dtypes[name] or dtype).itemsize
+        for layer in state_layers(model)
+        for name, shape in layer.state_shapes.items()
+    )
+
+
+class StateCache:
+    """Memory for the states of sequences, on the device and in host memory.
+
+    It knows nothing of sequences: the scheduler says whose state is in which slot. Layers whose
+    states have one name, shape and dtype share one tensor. A slot is never cleared: a sequence
+    starts from zeros, whatever its slot holds. So a CPU's memory is used from the first sequence on
+    that takes the slot.
+
+    Args:
+        model: its recurrent layers get their views; :meth:`close` removes them.
+        slots: on the device.
+        device: of the states.
+        dtype: the model's, of states that have none of their own.
+        host_slots: in host memory, for sequences that are swapped out.
+
+    Raises:
+        RuntimeError: the layers have states already.
+
+    """
+
+    def __init__(
+        self,
+        model: vLLMModule,
+        slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        host_slots: int = 0,
+    ) -> None:
+        self._layers = state_layers(model)
+        if any(layer.states is not None for layer in self._layers):
+            raise RuntimeError("the model's layers have states already: close that cache first")
+        alike: dict[tuple[str, tuple[int, ...], torch.dtype], list[RecurrentLayer]] = {}
+        for layer in self._layers:
+            for name, shape in layer.state_shapes.items():
+                key = name, tuple(shape), layer.state_dtypes[name] or dtype
+                alike.setdefault(key, []).append(layer)
+        self._states: list[torch.Tensor] = []  # [layers, slots, *shape]
+        self._host: list[torch.Tensor] = []
+        views: dict[RecurrentLayer, dict[str, torch.Tensor]] = {each: {} for each in self._layers}
+        for (name, shape, kind), layers in alike.items():
+            states = torch.empty(len(layers), slots, *shape, dtype=kind, device=device)
+            for layer, view in zip(layers, states, strict=True):
+                views[layer][name] = view
+            self._states.append(states)
+            host = torch.empty(
+                len(layers), host_slots, *shape, dtype=kind,
+                pin_memory=device.type == "cuda" and host_slots > 0,
+            )  # fmt: skip
+            self._host.append(host)
+        for layer in self._layers:
+            layer.states = views[layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(states.nbytes for states in self._states)
+
+    def move(self, moves: Moves) -> None:
+        """Copy states between slots: to the host, on the device, and then from the host.
+
+        All that is copied on the device is read before any of it is written.
+        """
+        for states, host in zip(self._states, self._host, strict=True):
+            for source, target in moves.swapped_out:
+                for kept, state in zip(host[:, target], states[:, source], strict=True):
+                    kept.copy_(state, non_blocking=True)
+            if moves.copied:
+                sources, targets = torch.tensor(moves.copied).t().contiguous().to(states.device)
+                states.index_copy_(1, targets, states.index_select(1, sources))
+            for source, target in moves.swapped_in:
+                for state, kept in zip(states[:, target], host[:, source], strict=True):
+                    state.copy_(kept, non_blocking=True)
+
+    def close(self) -> None:
+        """Remove the states from the model's layers and release their memory."""
+        for layer in self._layers:
+            layer.states = None
+        self._states, self._host = [], []
