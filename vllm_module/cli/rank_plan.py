@@ -22,6 +22,7 @@ from vllm_module.runtime.kv_cache import page_bytes
 from vllm_module.tree import is_typed, slots_of
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import FileHandle
+from vllm_module.wrapped.model import replicated_share
 
 PAGE_SIZE = EngineConfig().block_size  # tokens
 
@@ -69,6 +70,7 @@ class RankPlan:
     ``device_bytes``: parameters and buffers. ``staging_bytes``: host memory, by kind of device.
     ``quantizing_bytes``: the peak of full-precision tensors on the device that are quantized.
     ``kv_page_bytes``: a page of the KV cache, of ``PAGE_SIZE`` tokens.
+    ``replicated``: the share of the parameters' elements that the rank holds whole.
     ``plans``: of all ranks, in the model's order. ``paths``: the tensors of rank 0, each with its
     names.
     """
@@ -81,6 +83,7 @@ class RankPlan:
     staging_bytes: dict[str, int]
     quantizing_bytes: int
     kv_page_bytes: int
+    replicated: float
     paths: Mapping[torch.Tensor, Sequence[str]]
 
     def reads(self) -> Iterator[Read]:
@@ -149,6 +152,7 @@ def plan_ranks(
     with tensor_parallel(rank=0, size=tp_size), experts:
         model = source.build(torch.device("cpu"), len(checkpoint))
     page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
+    replicated = replicated_share(model)
     paths: dict[torch.Tensor, list[str]] = {}
     for path, tensor in _tensors(model):
         paths.setdefault(tensor, []).append(path)
@@ -176,6 +180,7 @@ def plan_ranks(
                 {device: each.staging for device, each in memory.items()},
                 max(each.quantizing for each in memory.values()),
                 page,
+                replicated,
                 paths,
             )
         )

@@ -70,11 +70,10 @@ class TransformersForCausalLM(vLLMModule):
         # Not a child: its children are this module's.
         self._library = (model,)
         self.library_name = type(model).__name__
-        self.replicated = _replicated(model)
+        self.replicated = replicated_share(model)
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
-        _log.info("model_impl: transformers, the class %s", self.library_name)
         ranks = tensor_parallel_group().size
         if ranks > 1:
             share = f"{self.replicated:.0%}"
@@ -131,7 +130,8 @@ class TransformersForCausalLM(vLLMModule):
                 yield from parts
 
 
-def _replicated(model: nn.Module) -> float:
+def replicated_share(model: nn.Module) -> float:
+    """Return which part of the elements of all parameters this rank holds whole."""
     whole = total = 0
     for parameter in model.parameters():
         count = parameter.numel()
