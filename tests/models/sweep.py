@@ -28,8 +28,8 @@ from vllm_module.runtime.kv_cache import page_bytes
 VOCABULARY, TOKENS = 128, 12
 TOKEN_IDS = (torch.arange(TOKENS) * 37 + 5) % (VOCABULARY - 3) + 3
 TOLERANCE = 1e-4  # of logits in float32
-PROMPTS = 11, 3, 1, 6  # tokens
-GENERATED, PAGE, PAGES = 32, 4, 20  # each prompt needs 9 to 11 pages, so some are preempted
+PROMPTS = 11, 3, 1, 6, 9, 2, 5  # tokens
+GENERATED, PAGE, PAGES = 32, 4, 16  # of one sequence of 64; so others are preempted
 
 # Sizes by the names that configurations have for them.
 _SIZES: dict[str, Any] = {

@@ -54,6 +54,8 @@ def build(config: Any, architecture: str) -> Any:
                     f"{cls.__name__}: the buffer {path}.{name} has no values when the model is "
                     "built, and no checkpoint stores it"
                 )
+            if buffer is not None:  # without what torch's Buffer sets on the tensor
+                module._buffers[name] = buffer.detach()
     return model.eval()
 
 
