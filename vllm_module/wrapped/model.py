@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,8 +65,9 @@ class TransformersForCausalLM(vLLMModule):
         replacing.replace_others(calls)
         # The replaced model, without masks, as it will run: shapes are this rank's.
         held = probe_of(model)
-        run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
-        _add_attention(calls, held.calls, held.paths, type(model).__name__)
+        with _blamed_on_plan(replacing.plan.unused):
+            run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
+            _add_attention(calls, held.calls, held.paths, type(model).__name__)
         model.config._attn_implementation = NAME
         # Not a child: its children are this module's.
         self._library = (model,)
@@ -79,6 +81,11 @@ class TransformersForCausalLM(vLLMModule):
             share = f"{self.replicated:.0%}"
             _log.info("each of the %d ranks holds %s of the parameters whole", ranks, share)
             if unused := replacing.plan.unused:  # such as experts that this size of it has not
+                if len(unused) == len(replacing.plan.entries):
+                    raise UnsupportedModelError(
+                        f"the tensor-parallel plan of {self.library_name} names nothing that it "
+                        f"has: {', '.join(unused)}"
+                    )
                 _log.info("the plan of the class names what is not there: %s", ", ".join(unused))
 
     def forward(
@@ -128,6 +135,21 @@ class TransformersForCausalLM(vLLMModule):
                 Load.current().skip(name, parts)
             else:
                 yield from parts
+
+
+@contextmanager
+def _blamed_on_plan(unused: Sequence[str]) -> Iterator[None]:
+    """Say of what fails on several ranks only that the plan is why, and what it names in vain."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        size = tensor_parallel_group().size
+        if size == 1:
+            raise
+        lacks = f", which names what is not there: {', '.join(unused)}" if unused else ""
+        raise UnsupportedModelError(
+            f"{error}. On one rank it runs; on {size} its tensor-parallel plan does not fit{lacks}"
+        ) from error
 
 
 def replicated_share(model: nn.Module) -> float:
