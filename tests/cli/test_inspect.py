@@ -76,9 +76,7 @@ def test_an_unknown_or_damaged_config(run: Run, edited: Callable[..., Path]) -> 
     assert "total: 36 tensors" in damaged.out
 
 
-def test_an_architecture_that_only_transformers_has(
-    run: Run, edited: Callable[..., Path]
-) -> None:
+def test_an_architecture_that_only_transformers_has(run: Run, edited: Callable[..., Path]) -> None:
     """It is not called unsupported: plan tells whether the wrapper takes it."""
     folder = edited(architectures=["SmolLM3ForCausalLM"])
     assert "SmolLM3ForCausalLM (of transformers; plan tells" in run("inspect", folder).out

@@ -69,7 +69,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         tried = pool.starmap(hold, [(law, s) for law in _LAWS for s in _SUBJECTS], chunksize=1)
     by = {law: {f for of, f, was in caught if of == law and was} for law in _LAWS}
     missed = {name for name, fault in _FAULTS.items() if name not in by[f"assert_{fault.law}"]}
-    print(f"{len(_SUBJECTS)} subjects, {options.examples} cases each (wrapped: a twentieth); {len(_FAULTS)} faults\n")
+    cases_each = f"{options.examples} cases each (of wrapped models a twentieth)"
+    print(f"{len(_SUBJECTS)} subjects, {cases_each}; {len(_FAULTS)} faults\n")
     print("| law | cases tried | faults caught | no other law caught |\n|---|---|---|---|")
     for number, law in enumerate(_LAWS, 1):
         cases = sum(count for of, count in tried if of == law)

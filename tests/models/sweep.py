@@ -251,7 +251,9 @@ def try_engine(folder: Path, library: Any) -> str:
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = torch.tensor([*prompt, *output.outputs[0].token_ids])
         with torch.no_grad():  # all tokens at once: each is the greedy one after those before it
-            logits = library(input_ids=tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits = library(input_ids=tokens[None], use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
         chosen = logits.gather(-1, tokens[len(prompt) :, None])[:, 0]
         most = logits.max(-1).values
         if len(chosen) != GENERATED or bool((most - chosen > TOLERANCE * most.abs().max()).any()):

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from vllm_module import ModelConfig
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
+from vllm_module.wrapped.attention import stepping
+from vllm_module.wrapped.own_attention import divert
+from vllm_module.wrapped.probe import probe_of
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
 TOKEN_IDS: torch.Tensor = _sweep["TOKEN_IDS"]
@@ -100,7 +104,9 @@ def test_float32_is_kept_where_transformers_keeps_it(
     library = transformers.AutoModelForCausalLM.from_pretrained(saved(kind), dtype=dtype)
     expected = {name: each.dtype for name, each in library.state_dict().items()}
     assert len({*expected.values()}) == 2, "it shows nothing if all dtypes are equal"
-    ours = {name: each.dtype for name, each in _loaded(saved(kind), dtype=dtype).state_dict().items()}
+    ours = {
+        name: each.dtype for name, each in _loaded(saved(kind), dtype=dtype).state_dict().items()
+    }
     assert {name: ours[name] for name in ours.keys() & expected.keys()} == {
         name: expected[name] for name in ours.keys() & expected.keys()
     }
@@ -108,9 +114,21 @@ def test_float32_is_kept_where_transformers_keeps_it(
 
 PLANS = {
     "an unknown style": ("layers.*.self_attn.q_proj", "diagonal", "the style 'diagonal'"),
-    "queries under another name": ("layers.*.self_attn.q_prj", "colwise", "plan does not fit.*q_prj"),
-    "values under another name": ("layers.*.self_attn.v_prj", "colwise", "plan does not fit.*v_prj"),
-    "an output under another name": ("layers.*.mlp.down_prj", "rowwise", "plan does not fit.*down_prj"),
+    "queries under another name": (
+        "layers.*.self_attn.q_prj",
+        "colwise",
+        "plan does not fit.*q_prj",
+    ),
+    "values under another name": (
+        "layers.*.self_attn.v_prj",
+        "colwise",
+        "plan does not fit.*v_prj",
+    ),
+    "an output under another name": (
+        "layers.*.mlp.down_prj",
+        "rowwise",
+        "plan does not fit.*down_prj",
+    ),
 }
 
 
@@ -170,3 +188,68 @@ def test_the_log_says_whose_model_it_is(
     with caplog.at_level(logging.INFO, logger="vllm_module"):
         get_model(model_config=config)
     assert f"model_impl of MistralForCausalLM: {expected}" in caplog.messages
+
+
+class _Own(nn.Module):
+    """Computes attention in ``_attn``; ``change`` is done to the scores."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def _attn(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.change((query @ key.mT).double())
+        weights = scores.softmax(-1)
+        return weights @ value.double(), weights
+
+
+def _window(scores: torch.Tensor) -> torch.Tensor:
+    queries, keys = scores.shape[-2:]
+    row = torch.arange(keys - queries, keys)[:, None]
+    column = torch.arange(keys)
+    return scores.masked_fill((column > row) | (column <= row - 5), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda scores: scores, (1.0, None, False)),
+        (lambda scores: scores / 8, (0.125, None, False)),  # as for heads of 64
+        (_window, (1.0, 5, True)),
+        (lambda scores: scores / 7, (None, None, False)),
+        (lambda scores: 2 * (scores / 2).tanh(), None),
+        (lambda scores: scores + torch.arange(scores.shape[-1]) / 100, None),
+    ],
+    ids=["plain", "a scale", "a window", "an odd scale", "capped", "a bias of positions"],
+)
+def test_attention_of_its_own_is_measured(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    expected: tuple[float | None, int | None, bool] | None,
+) -> None:
+    """Scale and window are found from numbers; what is no scaled softmax is left alone."""
+    module = _Own(change)
+    divert(module, 32)
+    own = vars(module).get("_attn")
+    if expected is None:
+        assert own is None
+    else:
+        assert own is not None
+        assert (own.measured.scale(64), own.measured.window, own.is_causal) == expected
+
+
+def test_attention_without_a_causal_mask_is_refused() -> None:
+    """A method that masks nothing, in a model that makes no mask, attends to later tokens."""
+    module = _Own(lambda scores: scores)
+    divert(module, 32)
+    query = torch.zeros(1, 2, 3, 64, device="meta")
+    with (
+        stepping(probe_of(module)),
+        pytest.raises(UnsupportedModelError, match="is_causal is false"),
+    ):
+        module._attn(query, query, query)

@@ -23,10 +23,13 @@ from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.config import TransformersConfig, config_of
 from vllm_module.wrapped.names import Names
+from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
 from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
 from vllm_module.wrapped.replace import Replacing
 from vllm_module.wrapped.trunk import find_trunk, logits_of
+
+_MEASURED = 4096  # tokens, at most, of which attention in a method of its own is measured
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class TransformersForCausalLM(vLLMModule):
         model = build(library_config, config.architectures[0])
         whole = build_whole(library_config, config.architectures[0])
         refuse_architecture(model)
+        divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
         replacing = Replacing(model, self._names)
         replacing.replace_experts()

@@ -90,8 +90,8 @@ def load(
     JSON keys: checkpoint; model_impl (native or transformers); dtype; device;
     tensor_parallel_size; simulated; ranks (rank, load_format or null, bytes_read, seconds,
     bytes_per_second, resident_before_bytes, peak_resident_bytes, peak_cuda_bytes or null,
-    replicated: the share of the parameters that it holds whole); report (loaded: parameter to its checkpoint
-    names; skipped: name to rule).
+    replicated: the share of the parameters that it holds whole); report (loaded: parameter to its
+    checkpoint names; skipped: name to rule).
     """
     tp_size = tensor_parallel_size(tp)
     if rank is not None and (under_torchrun() or rank >= tp_size):
