@@ -21,8 +21,10 @@ from vllm_module.consistency import (
 from vllm_module.cooperative import CooperativeCheckpoint, read_together
 from vllm_module.distributed import message_group, together
 from vllm_module.held import load_from, number_of_tensors, plan_from
+from vllm_module.messages import printable_name
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
+from vllm_module.registry import implementation
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.sharded_state import ShardedState
 
@@ -92,6 +94,8 @@ def find_and_load(
         taken = checkpoint.load_format or "a registered source"
         _log.info("weights in %s: %s", source.name, taken)
         model = in_step(build, lambda _: {}, timeout, group, demand_alike)
+        impl, architecture = implementation(type(model)), source.config.architectures[0]
+        _log.info("model_impl of %s: %s", printable_name(architecture), impl)
         weights: OpenWeights | CooperativeCheckpoint = checkpoint
         # Of a sharded state each rank has files of its own, and dummy values it makes itself.
         shared = not isinstance(checkpoint, ShardedState) and checkpoint.load_format != "dummy"

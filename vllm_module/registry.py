@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_module.config import ModelImpl
 from vllm_module.errors import (
@@ -202,9 +202,9 @@ def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") ->
     elsewhere = "that library is not installed: pip install 'vllm-module[transformers]'"
     if model_impl == "native":
         elsewhere = "model_impl is 'native'"
+    elif in_transformers(architectures):
+        return _import(architectures[0], _WRAPPER)
     elif find_spec("transformers") is not None:
-        if any(name in _of_transformers() for name in architectures):
-            return _import(architectures[0], _WRAPPER)
         elsewhere = "it has none of that name"
     named = ", ".join(map(printable_name, architectures[:8]))
     raise UnsupportedModelError(
@@ -213,6 +213,21 @@ def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") ->
         "Add a model of your own with register_model, or with --model-code on the command line. "
         f"A causal language model of transformers was not looked for further: {elsewhere}."
     )
+
+
+def in_transformers(architectures: Sequence[str]) -> bool:
+    """Tell whether the transformers library is there and has one of these language models.
+
+    The wrapper may refuse it all the same, when it is built.
+    """
+    installed = find_spec("transformers") is not None
+    return installed and any(name in _of_transformers() for name in architectures)
+
+
+def implementation(cls: type[vLLMModule]) -> Literal["native", "transformers"]:
+    """Return the ``model_impl`` that ``cls``, of :func:`model_class`, is."""
+    wrapper = f"{cls.__module__}:{cls.__qualname__}" == _WRAPPER
+    return "transformers" if wrapper else "native"
 
 
 def config_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -> type[HFConfig]:

@@ -67,13 +67,21 @@ def test_a_folder_without_config_and_a_single_file(run: Run, folder: Path, tmp_p
 
 def test_an_unknown_or_damaged_config(run: Run, edited: Callable[..., Path]) -> None:
     """The message says so, and the tensors are still listed."""
-    unknown = run("inspect", edited(architectures=["RwkvForCausalLM"]))
-    assert (unknown.code, "RwkvForCausalLM (not supported)" in unknown.out) == (0, True)
+    unknown = run("inspect", edited(architectures=["NoSuchForCausalLM"]))
+    assert (unknown.code, "NoSuchForCausalLM (not supported)" in unknown.out) == (0, True)
     folder = edited()
     (folder / "config.json").write_text("{")
     damaged = run("inspect", folder)
     assert (damaged.code, "config.json is not valid JSON" in damaged.out) == (0, True)
     assert "total: 36 tensors" in damaged.out
+
+
+def test_an_architecture_that_only_transformers_has(run: Run, edited: Callable[..., Path]) -> None:
+    """It is not called unsupported: plan tells whether the wrapper takes it."""
+    folder = edited(architectures=["SmolLM3ForCausalLM"])
+    assert "SmolLM3ForCausalLM (of transformers; plan tells" in run("inspect", folder).out
+    architecture = run("inspect", folder, "--json").json["architecture"]
+    assert (architecture["supported"], architecture["model_impl"]) == (True, "transformers")
 
 
 def test_a_gguf_file_of_an_unknown_architecture(run: Run, tmp_path: Path) -> None:

@@ -39,10 +39,11 @@ def test_the_report(run: Run, folder: Path) -> None:
     assert result.code == 0
     lines = result.out.splitlines()
     assert lines[0].startswith("The ranks were loaded one after another in this process")
-    assert lines[1] == "loaded 36 tensors to 27 parameters"
-    assert lines[2] == "format: safetensors"
-    assert lines[3].split() == ["rank", "read", "time", "rate", "peak", "resident", "(added)"]
-    assert [line.split()[0] for line in lines[4:]] == ["0", "1"]
+    assert lines[1].startswith("model_impl: native; ")
+    assert lines[2] == "loaded 36 tensors to 27 parameters"
+    assert lines[3] == "format: safetensors"
+    assert lines[4].split() == ["rank", "read", "time", "rate", "peak", "resident", "(added)"]
+    assert [line.split()[0] for line in lines[5:]] == ["0", "1"]
     assert result.err == ""  # the bar is only for terminals
 
 

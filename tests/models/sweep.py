@@ -17,15 +17,19 @@ from typing import Any
 
 import torch
 
+from vllm_module import LLM, SamplingParams
 from vllm_module.config import ModelConfig
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import WeightLoadError
 from vllm_module.held import load_from
 from vllm_module.model_source import ModelSource
+from vllm_module.runtime.kv_cache import page_bytes
 
 VOCABULARY, TOKENS = 128, 12
 TOKEN_IDS = (torch.arange(TOKENS) * 37 + 5) % (VOCABULARY - 3) + 3
 TOLERANCE = 1e-4  # of logits in float32
+PROMPTS = 11, 3, 1, 6, 9, 2, 5  # tokens
+GENERATED, PAGE, PAGES = 32, 4, 16  # of one sequence of 64; so others are preempted
 
 # Sizes by the names that configurations have for them.
 _SIZES: dict[str, Any] = {
@@ -65,7 +69,7 @@ def types() -> list[str]:
 
 
 # Entries that only one type needs, for a small configuration that fits together.
-_OWN: dict[str, dict[str, Any]] = {
+OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
         "layer_types": ["full_attention"] * 2,
@@ -169,7 +173,7 @@ def try_type(kind: str, sizes: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
     ids, reasons = TOKEN_IDS, []
     for changes in _VARIANTS:
         try:
-            library = tiny_model(kind, **{**changes, **_OWN.get(kind, {})})
+            library = tiny_model(kind, **{**changes, **OWN.get(kind, {})})
             with torch.no_grad():
                 expected = library(input_ids=ids[None], use_cache=False).logits[0]
             break
@@ -180,6 +184,8 @@ def try_type(kind: str, sizes: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         library.save_pretrained(folder)
         tried = {str(size): _try_size(Path(folder), expected, ids, size) for size in sizes}
+        if tried[str(sizes[0])]["outcome"] == "right":
+            tried[str(sizes[0])]["engine"] = try_engine(Path(folder), library)
     first = tried.pop(str(sizes[0]))
     plan = bool(getattr(library, "_tp_plan", None))
     return {"class": type(library).__name__, "plan": plan, **first, "sizes": tried}
@@ -212,6 +218,50 @@ def _try_size(folder: Path, expected: torch.Tensor, ids: torch.Tensor, size: int
     return {"outcome": "right" if right else "wrong", "distance": distance}
 
 
+def try_engine(folder: Path, library: Any) -> str:
+    """Return ``"right"`` if the engine's tokens are greedy ones of ``library``, or what is wrong.
+
+    Prompts of mixed lengths are computed together, in chunks, with too few pages for all.
+    """
+    config = ModelConfig(
+        model=str(folder), model_impl="transformers", dtype="float32", max_model_len=64
+    )
+    prompts = [[(7 * at + 13 * length) % 120 + 4 for at in range(length)] for length in PROMPTS]
+    try:
+        page = page_bytes(ModelSource.find(config).build(torch.device("cpu")), PAGE, torch.float32)
+        with LLM(
+            str(folder),
+            model_impl="transformers",
+            dtype="float32",
+            device="cpu",
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            block_size=PAGE,
+            kv_cache_memory_bytes=PAGES * page,
+            max_num_batched_tokens=8,
+        ) as llm:
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts],
+                SamplingParams(max_tokens=GENERATED, temperature=0, ignore_eos=True),
+                use_tqdm=False,
+            )
+            preempted = llm.engine.scheduler.preemptions
+    except Exception as error:
+        return f"{type(error).__name__}: {_line(error)}"
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = torch.tensor([*prompt, *output.outputs[0].token_ids])
+        with torch.no_grad():  # all tokens at once: each is the greedy one after those before it
+            logits = library(input_ids=tokens[None], use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        chosen = logits.gather(-1, tokens[len(prompt) :, None])[:, 0]
+        most = logits.max(-1).values
+        if len(chosen) != GENERATED or bool((most - chosen > TOLERANCE * most.abs().max()).any()):
+            return f"tokens of the prompt of {len(prompt)} are not greedy"
+    # Where all layers have windows, pages before them are freed, and they may suffice.
+    return "right" if preempted else "right, without preemption"
+
+
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
@@ -225,6 +275,7 @@ _REASONS = {
     "takes no position_ids": "takes no position_ids",
     "a mask of its own": "a mask of its own",
     "indices in the call": "attention to chosen tokens only (indices)",
+    "moe_identity_expert": "a style of its plan (moe_identity_expert)",
     "without values": "branches on values, so that it cannot be probed",
 }
 
@@ -239,6 +290,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             wrong = [size for size, each in sizes.items() if each["outcome"] != "refused"]
             name = f"right on {', '.join(['1', *ranks])} ranks"
             name += "" if ranks == wrong else "; WRONG on others"
+            name += (
+                ""
+                if result["engine"].startswith("right")
+                else f"; ENGINE: {result['engine'][:100]}"
+            )
         else:
             known = (text for part, text in _REASONS.items() if part in result["reason"])
             name = f"{outcome}: {next(known, result['reason'][:100])}"
@@ -281,6 +337,7 @@ def main() -> None:
         each = results[kind]
         more = {size: one["outcome"] for size, one in each.get("sizes", {}).items()}
         detail = each.get("reason", each.get("distance"))
+        more |= {"engine": each["engine"]} if "engine" in each else {}
         seconds = f"{time.monotonic() - begin:.1f} s"
         print(f"{kind:28} {each['outcome']:9} {more or ''} {seconds} {detail}", flush=True)
         if asked.out:

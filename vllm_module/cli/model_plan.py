@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from vllm_module.cli.implementation import impl_line, impl_of
 from vllm_module.cli.output import CommandError, print_table, print_text, size
 from vllm_module.cli.rank_plan import RankPlan
 from vllm_module.cli.tensor_plan import dtype_name, rank_list, tensor_rows
@@ -86,6 +87,7 @@ class ModelPlan:
                 "device_bytes": rank.device_bytes,
                 "staging_bytes": rank.staging_bytes,
                 "quantizing_bytes": rank.quantizing_bytes,
+                "replicated": rank.replicated,
                 "kv_page_bytes": rank.kv_page_bytes,
                 "state_bytes": rank.state_bytes,
                 "kv_cache_bytes": rank.kv_cache_bytes(self.tokens),
@@ -99,6 +101,7 @@ class ModelPlan:
         problems = ("skipped", "missing", "unexpected", "duplicated", "misshapen")
         return {
             "checkpoint": self.source.name,
+            "model_impl": impl_of(self.source),
             "dtype": self.source.dtype,
             "tensor_parallel_size": self.tp_size,
             "expert_parallel_size": self.ep_size,
@@ -117,6 +120,7 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
     name = source.config.architectures[0]
     head = f"{name}, {size(plan.nbytes)} in {dtype_name(source.dtype)}, on {ranks}"
     print_text(out, head, "bold")
+    print_text(out, impl_line(source, plan.ranks))
     out.print()
     header, rows = tensor_rows(plan.ranks[0].plans, every=every)
     print_table(out, header, rows, right=[header.index("per rank")])

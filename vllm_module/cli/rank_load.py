@@ -18,6 +18,7 @@ from vllm_module.loader import progress
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
 from vllm_module.report import LoadReport
+from vllm_module.wrapped.model import replicated_share
 
 _PROCESS = Path("/proc/self")
 
@@ -27,6 +28,7 @@ class RankLoad:
     """The time and memory that loading one rank took; "resident" is the memory of the process.
 
     ``load_format`` is that of the weights, ``None`` for those of a registered source.
+    ``replicated`` is the share of the parameters' elements that the rank holds whole.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class RankLoad:
     resident_before_bytes: int
     peak_resident_bytes: int
     peak_cuda_bytes: int | None
+    replicated: float
 
     def row(self) -> tuple[str, ...]:
         """Return the cells of this rank's line in a table."""
@@ -84,7 +87,8 @@ def load_rank(
     cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     rate, peak = nbytes / seconds, _peak_resident()
     load_format = checkpoint.load_format
-    measured = RankLoad(rank, load_format, nbytes, seconds, rate, before, peak, cuda)
+    replicated = replicated_share(model)
+    measured = RankLoad(rank, load_format, nbytes, seconds, rate, before, peak, cuda, replicated)
     return measured, model.load_report, model
 
 

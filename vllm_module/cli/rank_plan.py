@@ -23,6 +23,7 @@ from vllm_module.runtime.state_cache import state_bytes
 from vllm_module.tree import is_typed, slots_of
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import FileHandle
+from vllm_module.wrapped.model import replicated_share
 
 PAGE_SIZE = EngineConfig().block_size  # tokens
 
@@ -71,6 +72,7 @@ class RankPlan:
     ``quantizing_bytes``: the peak of full-precision tensors on the device that are quantized.
     ``kv_page_bytes``: a page of the KV cache, of ``PAGE_SIZE`` tokens. ``state_bytes``: what
     recurrent layers keep of a sequence.
+    ``replicated``: the share of the parameters' elements that the rank holds whole.
     ``plans``: of all ranks, in the model's order. ``paths``: the tensors of rank 0, each with its
     names.
     """
@@ -84,6 +86,7 @@ class RankPlan:
     quantizing_bytes: int
     kv_page_bytes: int
     state_bytes: int
+    replicated: float
     paths: Mapping[torch.Tensor, Sequence[str]]
 
     def reads(self) -> Iterator[Read]:
@@ -155,6 +158,7 @@ def plan_ranks(
         model = source.build(torch.device("cpu"), len(checkpoint))
     page = page_bytes(model, PAGE_SIZE, cache_dtype or source.dtype)
     state = state_bytes(model, source.dtype)
+    replicated = replicated_share(model)
     paths: dict[torch.Tensor, list[str]] = {}
     for path, tensor in _tensors(model):
         paths.setdefault(tensor, []).append(path)
@@ -183,6 +187,7 @@ def plan_ranks(
                 max(each.quantizing for each in memory.values()),
                 page,
                 state,
+                replicated,
                 paths,
             )
         )

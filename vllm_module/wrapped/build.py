@@ -47,6 +47,7 @@ def build(config: Any, architecture: str) -> Any:
             f"model_type {config.model_type!r} is that of {cls.__name__}: expected both of one"
         )
     model = _built(cls, text)
+    _keep_float32(model)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
@@ -54,6 +55,8 @@ def build(config: Any, architecture: str) -> Any:
                     f"{cls.__name__}: the buffer {path}.{name} has no values when the model is "
                     "built, and no checkpoint stores it"
                 )
+            if buffer is not None:  # without what torch's Buffer sets on the tensor
+                module._buffers[name] = buffer.detach()
     return model.eval()
 
 
@@ -101,6 +104,26 @@ def _built(cls: Any, config: Any) -> Any:
             f"{describe_error(error)}"
         ) from error
     return model
+
+
+def _keep_float32(model: Any) -> None:
+    """Give the tensors float32 that transformers keeps in it where the model has 16 bits.
+
+    Such as the bias by which experts are chosen, which 16 bits would round.
+    """
+    plan = model._get_dtype_plan(torch.get_default_dtype())
+    if not plan:
+        return
+    named, *_ = library("core_model_loading").build_glob_alternation(list(plan))
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.itemsize > 2 or not tensor.is_floating_point():
+                    continue
+                if named.search(f"{path}.{name}".lstrip(".")):
+                    tensors[name] = tensor.float()
+                    if tensors is module._parameters:
+                        tensors[name] = nn.Parameter(tensors[name], requires_grad=False)
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -47,12 +47,14 @@ class TransformersConfig(HFConfig):
 
 def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return what others here read of ``entries``, and all of them."""
-    text = text_config(config_of(entries))
+    config = config_of(entries)
+    text = text_config(config)
     named = {name: getattr(text, name, None) for name in _LIFTED}
     lifted = {name: value for name, value in named.items() if type(value) is int and value > 0}
     # Models of recurrent layers have no heads, and are refused when they are built.
     lifted.setdefault("num_attention_heads", 1)
     kept = {name: entries[name] for name in _KEPT if name in entries}
+    kept["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
     return {**lifted, **kept, "entries": dict(entries)}
 
 

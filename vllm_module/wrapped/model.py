@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.config import TransformersConfig, config_of
 from vllm_module.wrapped.names import Names
+from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
 from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
 from vllm_module.wrapped.replace import Replacing
 from vllm_module.wrapped.trunk import find_trunk, logits_of
+
+_MEASURED = 4096  # tokens, at most, of which attention in a method of its own is measured
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class TransformersForCausalLM(vLLMModule):
         model = build(library_config, config.architectures[0])
         whole = build_whole(library_config, config.architectures[0])
         refuse_architecture(model)
+        divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
@@ -64,22 +69,27 @@ class TransformersForCausalLM(vLLMModule):
         replacing.replace_others(calls)
         # The replaced model, without masks, as it will run: shapes are this rank's.
         held = probe_of(model)
-        run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
-        _add_attention(calls, held.calls, held.paths, type(model).__name__)
+        with _blamed_on_plan(replacing.plan.unused):
+            run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
+            _add_attention(calls, held.calls, held.paths, type(model).__name__)
         model.config._attn_implementation = NAME
         # Not a child: its children are this module's.
         self._library = (model,)
         self.library_name = type(model).__name__
-        self.replicated = _replicated(model)
+        self.replicated = replicated_share(model)
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
-        _log.info("model_impl: transformers, the class %s", self.library_name)
         ranks = tensor_parallel_group().size
         if ranks > 1:
             share = f"{self.replicated:.0%}"
             _log.info("each of the %d ranks holds %s of the parameters whole", ranks, share)
             if unused := replacing.plan.unused:  # such as experts that this size of it has not
+                if len(unused) == len(replacing.plan.entries):
+                    raise UnsupportedModelError(
+                        f"the tensor-parallel plan of {self.library_name} names nothing that it "
+                        f"has: {', '.join(unused)}"
+                    )
                 _log.info("the plan of the class names what is not there: %s", ", ".join(unused))
 
     def forward(
@@ -131,7 +141,23 @@ class TransformersForCausalLM(vLLMModule):
                 yield from parts
 
 
-def _replicated(model: nn.Module) -> float:
+@contextmanager
+def _blamed_on_plan(unused: Sequence[str]) -> Iterator[None]:
+    """Say of what fails on several ranks only that the plan is why, and what it names in vain."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        size = tensor_parallel_group().size
+        if size == 1:
+            raise
+        lacks = f", which names what is not there: {', '.join(unused)}" if unused else ""
+        raise UnsupportedModelError(
+            f"{error}. On one rank it runs; on {size} its tensor-parallel plan does not fit{lacks}"
+        ) from error
+
+
+def replicated_share(model: nn.Module) -> float:
+    """Return which part of the elements of all parameters this rank holds whole."""
     whole = total = 0
     for parameter in model.parameters():
         count = parameter.numel()

@@ -84,7 +84,8 @@ def inspect(
     Of a sharded state, the tensors of rank 0 are listed.
 
     JSON keys: checkpoint; load_format (or null); ranks (of a sharded state, or null); architecture
-    (supported and entries of config.json; null if there is no config.json); tensors (name, dtype,
+    (supported, model_impl: native, transformers or null, and entries of config.json; null if there
+    is no config.json); tensors (name, dtype,
     shape, bytes, file and byte_range in the file, or null); files and dtypes (tensors and bytes of
     each); total (tensors, elements, bytes).
     """
@@ -166,7 +167,7 @@ def _architecture(folder: Path, unsupported: str | None) -> dict[str, Any] | Non
     """Return what config.json says, or why it says nothing, such as an ``unsupported`` model."""
     # Imported here because help does not read a configuration.
     from vllm_module.hf_config import architectures_of, read_entries
-    from vllm_module.registry import supported_architectures
+    from vllm_module.registry import in_transformers, supported_architectures
     from vllm_module.weights.regular_file import is_there
 
     if unsupported is not None:
@@ -180,9 +181,15 @@ def _architecture(folder: Path, unsupported: str | None) -> dict[str, Any] | Non
         # The tensors are listed all the same.
         return {"error": str(error), "supported": False}
     shown = {key: entries.get(key) for key in _SHOWN}
+    impl = None
+    if not set(supported_architectures()).isdisjoint(names):
+        impl = "native"
+    elif in_transformers(names):
+        impl = "transformers"
     return {
         "architectures": names,
-        "supported": not set(supported_architectures()).isdisjoint(names),
+        "supported": impl is not None,
+        "model_impl": impl,
         **{key: value for key, value in shown.items() if value is not None},
     }
 
@@ -194,6 +201,8 @@ def _print_architecture(out: Console, architecture: dict[str, Any] | None) -> No
         print_text(out, architecture["error"])
     else:
         supported = "supported" if architecture["supported"] else "not supported"
+        if architecture["model_impl"] == "transformers":
+            supported = "of transformers; plan tells whether it runs here"
         names = ", ".join(architecture["architectures"])
         print_text(out, printable(f"{names} ({supported})"), "bold")
         entries = (f"{key}={architecture[key]}" for key in _SHOWN if key in architecture)

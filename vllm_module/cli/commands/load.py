@@ -87,10 +87,11 @@ def load(
     With --tp, this process loads the ranks one after another. Under torchrun, each process loads
     its own rank.
 
-    JSON keys: checkpoint; dtype; device; tensor_parallel_size; simulated; ranks (rank,
-    load_format or null, bytes_read, seconds, bytes_per_second, resident_before_bytes,
-    peak_resident_bytes, peak_cuda_bytes or null); report (loaded: parameter to its checkpoint
-    names; skipped: name to rule).
+    JSON keys: checkpoint; model_impl (native or transformers); dtype; device;
+    tensor_parallel_size; simulated; ranks (rank, load_format or null, bytes_read, seconds,
+    bytes_per_second, resident_before_bytes, peak_resident_bytes, peak_cuda_bytes or null,
+    replicated: the share of the parameters that it holds whole); report (loaded: parameter to its
+    checkpoint names; skipped: name to rule).
     """
     tp_size = tensor_parallel_size(tp)
     if rank is not None and (under_torchrun() or rank >= tp_size):
@@ -105,6 +106,7 @@ def load(
     with working("importing torch") if is_first_rank() else nullcontext():
         asked_device = torch_device(device)
         # Imported here because usage errors and help need no torch.
+        from vllm_module.cli.implementation import impl_line, impl_of
         from vllm_module.cli.pictures.load_trace import RankTrace, chrome_trace
         from vllm_module.cli.rank_load import load_rank
         from vllm_module.distributed import tensor_parallel
@@ -145,6 +147,7 @@ def load(
         print_json(
             {
                 "checkpoint": model_source.name,
+                "model_impl": impl_of(model_source),
                 "dtype": model_source.dtype,
                 "device": target,
                 "tensor_parallel_size": tp_size,
@@ -157,6 +160,7 @@ def load(
     out = console()
     if simulated and len(loads) > 1:
         print_text(out, "The ranks were loaded one after another in this process.")
+    print_text(out, impl_line(model_source, loads))
     print_loads(out, report, loads)
 
 

@@ -99,11 +99,12 @@ def plan(
     fills, if that has another name. Only headers are read. The exit code is 1 if a tensor is
     missing, unexpected, duplicated or misshapen, or if a rank needs more than --memory.
 
-    JSON keys: checkpoint; dtype; tensor_parallel_size; expert_parallel_size (1 without experts that
-    are spread); checkpoint_bytes; context_len (tokens);
-    memory_bytes (or null); ranks (rank, bytes_read, device_bytes, quantizing_bytes, staging_bytes
-    for cpu and cuda, kv_cache_bytes for context_len, needed_bytes: the peak on the device,
-    kv_cache_tokens that fit into the memory, or null; reads: name, file, byte_range in the file,
+    JSON keys: checkpoint; model_impl (native or transformers); dtype; tensor_parallel_size;
+    expert_parallel_size (1 without experts that are spread); checkpoint_bytes; context_len
+    (tokens); memory_bytes (or null); ranks (rank, bytes_read, device_bytes, quantizing_bytes,
+    staging_bytes for cpu and cuda, replicated: the share of the parameters that it holds whole,
+    kv_cache_bytes for context_len, needed_bytes: the peak on the device, kv_cache_tokens that fit
+    into the memory, or null; reads: name, file, byte_range in the file,
     bytes, pieces, shape, of, dtype, parameter, slot, quantized, tied_to); skipped (name to rule);
     missing, unexpected, duplicated and misshapen (lists of [name, detail]).
     """

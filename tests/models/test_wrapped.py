@@ -1,0 +1,255 @@
+"""Models of transformers in the wrapper: dtypes, FP8, updates, and what is refused by name."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from vllm_module import ModelConfig
+from vllm_module.distributed import run_ranks, tensor_parallel
+from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.loader import get_model
+from vllm_module.model_source import ModelSource
+from vllm_module.wrapped.attention import stepping
+from vllm_module.wrapped.own_attention import divert
+from vllm_module.wrapped.probe import probe_of
+
+_sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
+TOKEN_IDS: torch.Tensor = _sweep["TOKEN_IDS"]
+tiny_model: Callable[..., Any] = _sweep["tiny_model"]
+
+FAMILIES = ("smollm3", "mixtral", "deepseek_v3")  # dense, experts, latents
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that saves a tiny model of a type, once."""
+    folders: dict[Any, Path] = {}
+
+    def save(kind: str, factor: float = 1.0) -> Path:
+        if (kind, factor) not in folders:
+            model = tiny_model(kind, **_sweep["OWN"].get(kind, {}))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+            folders[kind, factor] = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folders[kind, factor])
+        return folders[kind, factor]
+
+    return save
+
+
+def _source(folder: Path, **settings: Any) -> ModelSource:
+    settings = {"dtype": "float32", "model_impl": "transformers", "max_model_len": 64} | settings
+    return ModelSource.find(ModelConfig(model=str(folder), **settings))
+
+
+def _loaded(folder: Path, **settings: Any) -> Any:
+    source = _source(folder, **settings)
+    model: Any = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        model.load_weights(checkpoint)
+    return model
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.compute_logits(model(TOKEN_IDS, torch.arange(len(TOKEN_IDS))))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_update_quantizes_again_in_place(saved: Callable[..., Path], kind: str) -> None:
+    """A model in FP8 that is updated has the bits of one that is loaded anew, where it was."""
+    model = _loaded(saved(kind), quantization="fp8_per_channel")
+    held = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    kinds = {tensor.dtype for tensor in model.parameters()}
+    assert torch.float8_e4m3fn in kinds
+    exact = _logits(_loaded(saved(kind)))
+    assert (_logits(model) - exact).norm() < 0.2 * exact.norm()
+    with _source(saved(kind, 1.5)).open() as checkpoint:
+        model.update_weights(dict(checkpoint.items()))
+    fresh = _loaded(saved(kind, 1.5), quantization="fp8_per_channel")
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(model.state_dict()[name].view(torch.uint8), tensor.view(torch.uint8))
+    assert held == {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_ranks_quantize_what_they_keep(saved: Callable[..., Path], kind: str) -> None:
+    """In FP8, two ranks give what one gives, up to what a cut changes of the scales."""
+    logits = run_ranks(
+        2, lambda rank: _logits(_loaded(saved(kind), quantization="fp8_per_channel"))
+    )
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=0)
+    exact = _logits(_loaded(saved(kind)))
+    assert (logits[0] - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("deepseek_v3", "bfloat16"), ("flint", "bfloat16"), ("gpt_oss", "float16")],
+)
+def test_float32_is_kept_where_transformers_keeps_it(
+    saved: Callable[..., Path], kind: str, dtype: str
+) -> None:
+    """In 16 bits, each tensor has the dtype that transformers' own loader gives it."""
+    library = transformers.AutoModelForCausalLM.from_pretrained(saved(kind), dtype=dtype)
+    expected = {name: each.dtype for name, each in library.state_dict().items()}
+    assert len({*expected.values()}) == 2, "it shows nothing if all dtypes are equal"
+    ours = {
+        name: each.dtype for name, each in _loaded(saved(kind), dtype=dtype).state_dict().items()
+    }
+    assert {name: ours[name] for name in ours.keys() & expected.keys()} == {
+        name: expected[name] for name in ours.keys() & expected.keys()
+    }
+
+
+PLANS = {
+    "an unknown style": ("layers.*.self_attn.q_proj", "diagonal", "the style 'diagonal'"),
+    "queries under another name": (
+        "layers.*.self_attn.q_prj",
+        "colwise",
+        "plan does not fit.*q_prj",
+    ),
+    "values under another name": (
+        "layers.*.self_attn.v_prj",
+        "colwise",
+        "plan does not fit.*v_prj",
+    ),
+    "an output under another name": (
+        "layers.*.mlp.down_prj",
+        "rowwise",
+        "plan does not fit.*down_prj",
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "style", "expected"), PLANS.values(), ids=PLANS)
+def test_a_plan_that_does_not_fit_is_refused(
+    saved: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    style: str,
+    expected: str,
+) -> None:
+    """A style that is not known is named; a layer that a plan misses shows in the shapes."""
+    plan = dict(transformers.MistralConfig.base_model_tp_plan)
+    plan.pop(path.replace("_prj", "_proj"))
+    monkeypatch.setattr(transformers.MistralConfig, "base_model_tp_plan", plan | {path: style})
+    source = _source(saved("mistral"))
+    with tensor_parallel(rank=0, size=2), pytest.raises(WeightLoadError, match=expected):
+        source.build(torch.device("cpu"))
+
+
+def test_a_plan_for_other_modules_is_refused(
+    saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of which nothing is there would leave the whole model on each rank."""
+    monkeypatch.setattr(transformers.MistralConfig, "base_model_tp_plan", {"h.*.q": "colwise"})
+    monkeypatch.setattr(transformers.MistralForCausalLM, "_tp_plan", {})
+    source = _source(saved("mistral"))
+    with (
+        tensor_parallel(rank=0, size=2),
+        pytest.raises(UnsupportedModelError, match=r"names nothing .*h\.\*\.q"),
+    ):
+        source.build(torch.device("cpu"))
+
+
+def test_names_from_before_a_rename_are_refused_by_name(saved: Callable[..., Path]) -> None:
+    """Names that no rule of transformers has are listed, and nothing is read."""
+    source = _source(saved("mistral"))
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        old = {
+            name.replace("self_attn.q_proj", "attention.wq"): each
+            for name, each in checkpoint.items()
+        }
+        with pytest.raises(WeightLoadError, match=r"attention\.wq\.weight") as raised:
+            model.load_weights(old)
+    assert "self_attn.q_proj.weight" in str(raised.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+def test_the_log_says_whose_model_it_is(
+    saved: Callable[..., Path], caplog: pytest.LogCaptureFixture, impl: Any
+) -> None:
+    """With auto, too, the log names the architecture and the implementation."""
+    expected = "native" if impl == "auto" else "transformers"
+    config = ModelConfig(model=str(saved("mistral")), model_impl=impl)
+    with caplog.at_level(logging.INFO, logger="vllm_module"):
+        get_model(model_config=config)
+    assert f"model_impl of MistralForCausalLM: {expected}" in caplog.messages
+
+
+class _Own(nn.Module):
+    """Computes attention in ``_attn``; ``change`` is done to the scores."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def _attn(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.change((query @ key.mT).double())
+        weights = scores.softmax(-1)
+        return weights @ value.double(), weights
+
+
+def _window(scores: torch.Tensor) -> torch.Tensor:
+    queries, keys = scores.shape[-2:]
+    row = torch.arange(keys - queries, keys)[:, None]
+    column = torch.arange(keys)
+    return scores.masked_fill((column > row) | (column <= row - 5), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda scores: scores, (1.0, None, False)),
+        (lambda scores: scores / 8, (0.125, None, False)),  # as for heads of 64
+        (_window, (1.0, 5, True)),
+        (lambda scores: scores / 7, (None, None, False)),
+        (lambda scores: 2 * (scores / 2).tanh(), None),
+        (lambda scores: scores + torch.arange(scores.shape[-1]) / 100, None),
+    ],
+    ids=["plain", "a scale", "a window", "an odd scale", "capped", "a bias of positions"],
+)
+def test_attention_of_its_own_is_measured(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    expected: tuple[float | None, int | None, bool] | None,
+) -> None:
+    """Scale and window are found from numbers; what is no scaled softmax is left alone."""
+    module = _Own(change)
+    divert(module, 32)
+    own = vars(module).get("_attn")
+    if expected is None:
+        assert own is None
+    else:
+        assert own is not None
+        assert (own.measured.scale(64), own.measured.window, own.is_causal) == expected
+
+
+def test_attention_without_a_causal_mask_is_refused() -> None:
+    """A method that masks nothing, in a model that makes no mask, attends to later tokens."""
+    module = _Own(lambda scores: scores)
+    divert(module, 32)
+    query = torch.zeros(1, 2, 3, 64, device="meta")
+    with (
+        stepping(probe_of(module)),
+        pytest.raises(UnsupportedModelError, match="is_causal is false"),
+    ):
+        module._attn(query, query, query)

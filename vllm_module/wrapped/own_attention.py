@@ -1,0 +1,153 @@
+"""Attention that a module of transformers computes in a method of its own, ``_attn``.
+
+Older classes do not call transformers' interface for attention. Where they have such a method, it
+is measured: on a few numbers, it shows its scale, and which tokens it attends to. Then the module
+calls our attention with what was measured. A method that is anything else is left, and refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.wrapped.attention import attend
+from vllm_module.wrapped.mask import Mask, MaskRule
+
+_ARGUMENTS = ["self", "query", "key", "value", "attention_mask"]
+_SIZES = 16, 64  # of heads that are tried: a scale may depend on it
+_ROUNDING = 4e-3  # relative; a scale may be kept in bfloat16
+
+
+class Measured(NamedTuple):
+    """What a method ``_attn`` computes.
+
+    Attributes:
+        scales: of the scores, for heads of each of _SIZES.
+        window: tokens that the last one attends to; ``None`` for all.
+        is_causal: whether the method itself masks later tokens.
+
+    """
+
+    scales: tuple[float, float]
+    window: int | None
+    is_causal: bool
+
+    def scale(self, head_size: int) -> float | None:
+        """Return the factor of the scores of heads of ``head_size``; ``None`` if not known."""
+        by_size = head_size**-0.5
+        expected = [size**-0.5 for size in _SIZES]
+        for scale, alike in (
+            (by_size, expected),
+            (by_size, [by_size, by_size]),
+            (1.0, [1.0, 1.0]),
+        ):
+            pairs = zip(self.scales, alike, strict=True)
+            if all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in pairs):
+                return scale
+        return None
+
+
+class OwnAttention:
+    """Stands for the method ``_attn`` of ``module``; ``measured`` is what it computes."""
+
+    def __init__(self, module: nn.Module, measured: Measured) -> None:
+        self.module, self.measured = module, measured
+        self.is_causal = measured.is_causal  # or by the mask that the model makes
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Return ``[1, heads, tokens, value_size]``, and no weights."""
+        measured = self.measured
+        size = query.shape[-1]
+        scale = measured.scale(size)
+        if scale is None:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__}._attn multiplies scores by {measured.scales[0]:.3g}:"
+                f" expected 1, or one over the root of the head size {size}"
+            )
+        if isinstance(attention_mask, Mask) and attention_mask.rule == MaskRule():
+            attention_mask = None  # the window is the method's own
+            self.is_causal = True
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        output, _ = attend(
+            self.module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scale,
+            sliding_window=measured.window,
+            is_causal=self.is_causal,
+        )
+        return output.transpose(1, 2), None
+
+
+def divert(model: nn.Module, longest: int) -> None:
+    """Let the modules of ``model`` with a method ``_attn`` call our attention.
+
+    ``longest`` is the most tokens that the model takes. No tensor of it may be on meta that the
+    methods read.
+    """
+    for module in model.modules():
+        method = getattr(type(module), "_attn", None)
+        if method is None or list(inspect.signature(method).parameters) != _ARGUMENTS:
+            continue
+        try:
+            measured = _measured(module, longest)
+        except Exception:  # code from outside
+            measured = None
+        if measured is not None:
+            vars(module)["_attn"] = OwnAttention(module, measured)
+
+
+@torch.no_grad()
+def _measured(module: Any, longest: int) -> Measured | None:
+    """Return what the method computes; ``None`` if it is no softmax of scaled products."""
+    scales = []
+    for size in _SIZES:
+        first, second = (_scale(module, size, factor) for factor in (1.0, 3.0))
+        if not math.isclose(first, second, rel_tol=1e-3):
+            return None  # such as capped scores
+        scales.append(first)
+    # With scores of zero, all tokens that are attended to count the same.
+    positions = torch.arange(longest, dtype=torch.float64)
+    mean, squares = _uniform(module, 1, torch.stack([positions, positions**2], -1))[0].tolist()
+    window = round(2 * (longest - 1 - mean)) + 1
+    expected = positions[longest - window :]
+    if window < 1 or not (
+        math.isclose(mean, float(expected.mean()), rel_tol=1e-4)
+        and math.isclose(squares, float((expected**2).mean()), rel_tol=1e-4)
+    ):
+        return None
+    weights = _uniform(module, 3, torch.eye(3, dtype=torch.float64))
+    is_causal = bool((weights.triu(1) == 0).all())
+    return Measured((scales[0], scales[1]), window if window < longest else None, is_causal)
+
+
+def _scale(module: Any, size: int, factor: float) -> float:
+    """Return the factor of a product of query and key of ``factor``, from the weights of two."""
+    key = torch.zeros(1, 1, 2, size, dtype=torch.float32)
+    key[..., 0, 0] = factor
+    query = torch.zeros(1, 1, 1, size, dtype=torch.float32)
+    query[..., 0] = 1.0
+    value = torch.eye(2, dtype=torch.float32)[None, None]
+    one, other = module._attn(query, key, value)[0].flatten().tolist()
+    return math.log(one / other) / factor
+
+
+def _uniform(module: Any, queries: int, value: torch.Tensor) -> torch.Tensor:
+    """Return the means of rows of ``value`` that the last queries attend to."""
+    query = torch.zeros(1, 1, queries, _SIZES[0], dtype=torch.float32)
+    key = torch.zeros(1, 1, len(value), _SIZES[0], dtype=torch.float32)
+    output: torch.Tensor = module._attn(query, key, value[None, None])[0]
+    return output[0, 0]
