@@ -17,6 +17,7 @@ from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs, described_result
+from vllm_module.runtime.pieces import MOST_TOKENS
 from vllm_module.runtime.state_cache import StateCache, state_bytes
 from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
@@ -130,6 +131,11 @@ class Worker:
         cache.close()
         one_state.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
+        if (
+            not config.enforce_eager
+        ):  # graphs have a pool of their own, about as large as their step
+            tokens = config.max_num_batched_tokens
+            step += step * min(MOST_TOKENS, tokens) // tokens
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = total * (1 - config.gpu_memory_utilization)
