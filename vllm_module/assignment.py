@@ -218,7 +218,7 @@ def not_zeros(weight: Weight) -> str | None:
 
 def absent_weight(location: Location, slot: str) -> torch.Tensor | None:
     """Return what fills a slot that a checkpoint may lack; ``None`` if it has to have it."""
-    of_module = getattr(location.node.module, "absent_weight", None)
+    of_module = getattr(location.node.module, "absent_weight", None)  # none of a plain module
     found: torch.Tensor | None = of_module(location.attr, slot) if of_module else None
     return found
 

@@ -47,6 +47,8 @@ class vLLMModule(nn.Module):
             to another one, or to a rule, of the same module.
         skipped_weights: from a name, which may be a path, to the reason why it is not loaded, nor
             anything below it. Nothing is refused if the checkpoint lacks it.
+        zero_weights: from a name that no tensor has to the reason why one of zeros is skipped;
+            other numbers are refused.
         conversions: from a parameter's name to what converts the checkpoint's tensor for it.
 
     """
@@ -55,6 +57,7 @@ class vLLMModule(nn.Module):
     stored_beside: Mapping[str, str] = MappingProxyType({})
     weight_aliases: Mapping[str, str] = MappingProxyType({})
     skipped_weights: Mapping[str, str] = MappingProxyType({})
+    zero_weights: Mapping[str, str] = MappingProxyType({})
     conversions: Mapping[str, Conversion] = MappingProxyType({})
 
     def load_weights(self, weights: Weights) -> set[str]:
@@ -112,6 +115,13 @@ class vLLMModule(nn.Module):
                 child_module.load_weights(group)
             else:  # a plain module, such as nn.ModuleList, is routed for by this one
                 self._route(group, load)
+
+    def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
+        """Return what fills a slot of tensor ``name`` that a whole checkpoint may lack.
+
+        ``None`` if it has to have it.
+        """
+        return None
 
     def process_weights_after_loading(self) -> None:
         """Compute from the loaded weights what the module runs with.

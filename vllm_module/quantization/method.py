@@ -194,13 +194,7 @@ class QuantizableLayer(vLLMModule):
         """Whether the weight has another method than :class:`UnquantizedMethod`."""
         return not isinstance(self.quant_method, UnquantizedMethod)
 
-    @property
-    def zero_weights(self) -> Mapping[str, str]:
-        """What checkpoints may have although the layer has no such tensor; see QuantizeMethod."""
-        return self.quant_method.zero_weights
-
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
-        """Return what fills a slot that checkpoints may lack, ``None`` if they may not."""
         method = self.quant_method
         return method.valid_weight(self, name, slot) if name in method.absent_names else None
 
@@ -239,6 +233,8 @@ class QuantizableLayer(vLLMModule):
         self.conversions = {**conversions, **method.conversions(self)}
         aliases = {k: v for k, v in self.weight_aliases.items() if k not in own.weight_aliases}
         self.weight_aliases = {**aliases, **method.weight_aliases}
+        zeros = {k: v for k, v in self.zero_weights.items() if k not in own.zero_weights}
+        self.zero_weights = {**zeros, **method.zero_weights}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move quantized parameters, but never cast them: ``model.half()`` casts the others."""
