@@ -39,7 +39,7 @@ EXTRAS = {
 # Core dependencies that our own code does not import.
 INDIRECT = {"numpy": "safetensors.torch, which imports it to write files"}
 # Benchmarks measure beside it where it is installed, and say so where it is not.
-PEERS = {"s3fs", "vllm"}
+PEERS = {"runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}
 # For type checkers only: mypy brings it.
 TYPING_ONLY = {"typing_extensions"}
 

@@ -5,7 +5,8 @@ connection, over HTTP and as S3 does. "one stream" downloads the files one after
 keeps nothing. "5 % errors" are 503, resets and answers that are cut off. Each load is compared with
 that of the local folder, bit by bit, in the first round. The libraries request the same ranges of
 4 MiB, 16 at once, without latency and limit; their bytes are compared too. fsspec is measured where
-s3fs is installed.
+s3fs is installed, and Run:ai's model streamer where it is, with its part for S3: it gives tensors
+of the whole files, which are copied.
 
     python tests/bench/stores.py [--rounds 5] [--layers 4] [--out tests/bench/results/stores.json]
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import write_qwen3
 from machine import machine, over, rounds, spread, write
+from safetensors.torch import load_file
 
 import vllm_module.models.qwen3  # noqa: F401  # imported once, for all forks
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model
@@ -73,7 +76,9 @@ def serve(folder: Path) -> None:
 
     def fault(handler: Any) -> bool:
         server = handler.server
-        path, _, query = handler.path.partition("?")
+        # Run:ai's client names the host in each request, as if the server were a proxy.
+        named = re.sub("^http://[^/]*", "", handler.path)
+        path, _, query = named.partition("?")
         if path.startswith("/-/"):
             name, *value = path.removeprefix("/-/").split("/")
             if value:
@@ -136,6 +141,25 @@ def one_stream(url: str, folder: Path) -> None:
         assert nbytes == path.stat().st_size
 
 
+def by_runai(folder: Path) -> Callable[[], dict[str, torch.Tensor]] | None:
+    """Return a load of all tensors by Run:ai's streamer; ``None`` where it is not installed."""
+    try:
+        import runai_model_streamer_s3  # noqa: F401  # which it looks for
+        from runai_model_streamer import SafetensorsStreamer
+    except ImportError:
+        print("Run:ai's streamer: not measured, because it is not installed with its S3 part")
+        return None
+    os.environ["RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"] = "0"
+    files = [f"s3://bucket/model/{path.name}" for path in sorted(folder.glob("*.safetensors"))]
+
+    def load() -> dict[str, torch.Tensor]:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_files(files)
+            return {name: tensor.clone() for name, tensor in streamer.get_tensors()}
+
+    return load
+
+
 def times(url: str, folder: Path, n: int) -> dict[str, Any]:
     local = state(str(folder))
     for name, value in (("latency", LATENCY), ("rate", RATE)):
@@ -154,9 +178,16 @@ def times(url: str, folder: Path, n: int) -> dict[str, Any]:
         "s3": lambda: state("s3://bucket/model"),
         "https, 5 % errors": with_errors,
     }
+    if (streamed := by_runai(folder)) is not None:
+        works["Run:ai streamer, s3"] = streamed
     for name, work in works.items():
         found = work()
-        if name != "one stream":
+        if name == "Run:ai streamer, s3":
+            stored = {}
+            for path in folder.glob("*.safetensors"):
+                stored |= load_file(path)
+            demand_same(found, stored)
+        elif name != "one stream":
             demand_same(found, local)
     seconds = rounds(works, n)
     result: dict[str, Any] = {name: {"seconds": spread(each)} for name, each in seconds.items()}
