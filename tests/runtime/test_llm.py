@@ -836,14 +836,15 @@ def test_a_call_whose_every_prompt_is_refused_raises(
     assert "1 of 2 prompts are refused: prompt 1: the prompt has no tokens" in caplog.text
 
 
-def test_loading_logs_two_lines(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One has the format, one what was loaded, the time, and the memory of weights and cache."""
+def test_loading_logs_three_lines(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The format; whose model it is; what was loaded, the time, the memory of weights and cache."""
     root = logging.getLogger("vllm_module")
     assert [type(handler) for handler in root.handlers] == [logging.NullHandler]
     with caplog.at_level(logging.INFO, "vllm_module"), LLM(folder, **SMALL):
         pass
-    found, record = (record for record in caplog.records if record.levelname == "INFO")
+    found, whose, record = (record for record in caplog.records if record.levelname == "INFO")
     assert found.getMessage() == f"weights in {folder}: safetensors"
+    assert whose.getMessage() == "model_impl of Qwen3ForCausalLM: native"
     assert re.fullmatch(
         rf"loaded {folder} \(Qwen3ForCausalLM, float32\) on cpu: 1 rank with 0\.3 MiB of weights "
         r"and 128 KV pages of 16 tokens \(2048 tokens, 1\.0 MiB\) in \d+\.\d s",
