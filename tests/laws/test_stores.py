@@ -59,7 +59,8 @@ class Both:
 def waiting_for_others(threads: set[threading.Thread]) -> Iterator[None]:
     """Wait at the end until only ``threads`` are there: those of connections end a bit later."""
     yield
-    for each in {*threading.enumerate()} - threads:
+    started = {each for each in threading.enumerate() if each.ident is not None}
+    for each in started - threads:
         if each.name.startswith("store-request") or "process_request" in each.name:
             each.join(10)
 
