@@ -100,7 +100,7 @@ def test_tensors_that_are_fused_or_tied_on_disk(run: Run, edited: Callable[..., 
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     out = run("plan", edited(fuse, tie_word_embeddings=True), "--tp", 2).out
-    pieces = r"\[64/4, 32\] \+ \[64/8, 32\] \+ \[64/8, 32\]"
+    pieces = r"\[16 of 64, 32\] \+ \[8 of 64, 32\] \+ \[8 of 64, 32\]"
     assert re.search(rf"qkv_proj\.weight +all +{pieces} +cut in 2 +6.14 kB$", out, re.MULTILINE)
     assert re.search(r"^model\.embed_tokens.* compared .* tied$", out, re.MULTILINE)
 
@@ -281,6 +281,24 @@ def test_packed_experts_are_counted() -> None:
     plan = TensorPlan(name, kept, name, None, None, None, None)
     (row,) = tensor_rows([plan], every=False)[1]
     assert row[1] == "128 x [128/128, 64, 192/2]"
+
+
+def test_what_is_put_in_order_is_not_called_quantized(run: Run, tmp_path: Path) -> None:
+    """Memory to put tensors in order on a GPU has its own line; pieces of many sizes have rows."""
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
+        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    }  # fmt: skip
+    model = build_model(HFConfig(**config), torch.float32, torch.device("cpu"))
+    write_checkpoint(tmp_path, random_weights(model.expected_weights()), config=config)
+    out = run("plan", tmp_path, "--tp", 2).out
+    assert "quantized" not in out
+    assert "\ncast or put in order on a GPU, at the peak  " in out
+    assert re.search(r"linear_attn\.conv1d\.weight .*\[4 of 32, 1, 4\] .*\[8 of 32, 1, 4\]", out)
 
 
 def test_experts_of_a_layer_share_a_line(run: Run, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def print_memory(out: Console, plan: ModelPlan, groups: Sequence[list[RankPlan]]
     """Print a column for each group of ranks that need the same memory."""
     dtype, tokens, memory = dtype_name(plan.source.dtype), plan.tokens, plan.memory_bytes
     firsts = [ranks[0] for ranks in groups]
-    quantizing = any(rank.quantizing_bytes for rank in plan.ranks)
+    quantizing = any(each.kept.quantized for each in plan.ranks[0].plans)
     kept = f"quantized or in {dtype}" if quantizing else f"in {dtype}"
 
     def row(label: str, *values: str) -> list[str]:
@@ -154,8 +154,9 @@ def print_memory(out: Console, plan: ModelPlan, groups: Sequence[list[RankPlan]]
         ),
         row(f"weights and buffers, {kept}", *(size(each.device_bytes) for each in firsts)),
     ]
-    if quantizing:
-        label = "not quantized yet, at the peak"
+    if any(rank.quantizing_bytes for rank in plan.ranks):
+        state = "not quantized yet" if quantizing else "cast or put in order on a GPU"
+        label = f"{state}, at the peak"
         rows.append(row(label, *(size(each.quantizing_bytes) for each in firsts)))
     has_cache = any(rank.kv_page_bytes for rank in plan.ranks)  # an encoder has none
     if has_cache:

@@ -197,19 +197,21 @@ def _kept(kept: Shapes, of: tuple[int, ...]) -> str:
     """Write shapes as ``[8192/8, 128]``, or ``[2 of 130, 128]`` where that is no whole part."""
     if not kept:
         return f"nothing of {shape(of)}"
+    alike = len(set(kept)) == 1  # pieces of several sizes are no parts of one division
     pieces = [
-        f"[{', '.join(_part(n, all_) for n, all_ in zip(piece, of, strict=True))}]"
+        f"[{', '.join(_part(n, all_, alike) for n, all_ in zip(piece, of, strict=True))}]"
         for piece in kept
     ]
     if len(pieces) > 3:  # of many experts, which a checkpoint stores as one tensor
-        pieces = [f"{count} x {piece}" for piece, count in Counter(pieces).items()]
+        counts = Counter(pieces).items()
+        pieces = [f"{count} x {piece}" if count > 1 else piece for piece, count in counts]
     return " + ".join(pieces)
 
 
-def _part(kept: int, of: int) -> str:
+def _part(kept: int, of: int, is_quotient: bool) -> str:
     if kept == of:
         return str(of)
-    return f"{kept} of {of}" if kept == 0 or of % kept else f"{of}/{of // kept}"
+    return f"{of}/{of // kept}" if is_quotient and kept and of % kept == 0 else f"{kept} of {of}"
 
 
 def _fills(name: str, group: Sequence[TensorPlan]) -> str:
