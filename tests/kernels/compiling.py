@@ -640,7 +640,7 @@ HOPPER: dict[str, Callable[[], object]] = {
     "attention 256, e4m3, everything": attention(40, 8, 256, cache_dtype=E4M3, everything=True),
     "add-norm to FP8 by token": norm(8192, 4096, residual=True, group=4096),
     "add-norm to FP8 by group": norm(8192, 7168, residual=True, group=128),
-    "add-norm to FP8 by token, 16384": norm(64, 16384, residual=True, group=16384),
+    "add-norm to FP8 by token, 8192": norm(64, 8192, residual=True, group=8192),
     "add-norm to FP8 by token, offset": norm(8192, 3584, residual=True, group=4096, offset=1.0),
     "norm to FP8, static": norm(8192, 4096, group=0),
     "silu to FP8 by token": gated(14336, "silu", 14336),
