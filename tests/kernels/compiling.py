@@ -51,7 +51,7 @@ def main(capability: int, *, every_candidate: bool) -> None:
         module.capability = lambda _: divmod(capability, 10)
     cases = CASES | HOPPER if capability == 90 else CASES
     if every_candidate:
-        cases = cases | candidates_of_products()
+        cases = cases | candidates_of_products(fp8=capability == 90)
     results = []
     for name, launch in cases.items():
         with compiling(capability) as done:

@@ -38,13 +38,13 @@ LAUNCHED = {
 }
 
 
-def candidates_of_products() -> Cases:
+def candidates_of_products(fp8: bool) -> Cases:
     """Return every candidate of products with a weight of an 8B model, and with experts' weights.
 
-    They are more than a test has time for.
+    They are more than a test has time for. Those with FP8 numbers are left out unless ``fp8``.
     """
     found: Cases = {}
-    for kind, rows in product(("fp8 given", "fp8 weight"), (1, 128)):
+    for kind, rows in product(("fp8 given", "fp8 weight") if fp8 else (), (1, 128)):
         multiplied_in = E4M3 if kind == "fp8 given" else torch.bfloat16
         block = (1, 4096) if rows == 1 else (128, 128)
         for each in configurations(6144, 4096, block, multiplied_in):
@@ -53,6 +53,8 @@ def candidates_of_products() -> Cases:
                 name = f"multiply {kind}, {each.tokens}, {rows} x {rows}, {each.name}"
                 found[name] = tried("scaled_matmul", each.name, launch)
     for kind, rows in (("fp8", 1), ("fp8", 128), ("fp8 weight", 1), ("int8", 1), ("wide", 1)):
+        if kind.startswith("fp8") and not fp8:
+            continue
         multiplied_in = E4M3 if kind == "fp8" else torch.bfloat16
         block = (1, 2880) if rows == 1 else (128, 128)
         for each in grouped_configurations((128, 1536, 2880), block, multiplied_in):
