@@ -12,6 +12,7 @@ from vllm_module.kernels.recurrent_state import (
     each_sequence,
     empty_output,
     loaded_states,
+    place_of,
     single_tokens,
     store_states,
 )
@@ -79,6 +80,8 @@ def causal_conv1d_reference(
     silu: bool,
 ) -> torch.Tensor:
     """Convolve in plain torch; see :func:`causal_conv1d`."""
+    if not x.numel():  # torch's convolution refuses it
+        return causal_conv1d_fake(x)
     width = weight.shape[1]
     wide, weights = x.float(), weight.float()
     if state is None or state_slots is None or query_start_loc is None or context_lens is None:
@@ -181,14 +184,9 @@ def _convolve(
     """
     first = tl.program_id(0) * ROWS
     sequence = tl.program_id(1)
-    start, count, continues = tl.zeros((), tl.int64), tokens, False
-    slot = tl.zeros((), tl.int64)
-    if state_ptr is not None:
-        start = tl.load(query_start_loc_ptr + sequence).to(tl.int64)
-        count = (tl.load(query_start_loc_ptr + sequence + 1) - start).to(tl.int32)
-        continues = tl.load(context_lens_ptr + sequence) > count
-        slot = tl.load(state_slots_ptr + sequence)
-        continues = continues & (slot >= 0)
+    start, count, slot, continues = place_of(
+        sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens
+    )
     if first >= count:
         return
     row = first + tl.arange(0, ROWS)

@@ -17,6 +17,7 @@ from vllm_module.kernels.recurrent_state import (
     each_sequence,
     empty_output,
     loaded_states,
+    place_of,
     single_tokens,
     store_states,
 )
@@ -283,16 +284,13 @@ def _delta_rule(
     feature = tl.arange(0, KEYS)
     is_column, is_key = column < dv, feature < DK
 
-    start, count, continues = tl.zeros((), tl.int64), tokens, False
-    slot = tl.zeros((), tl.int64)
+    start, count, slot, continues = place_of(
+        sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens
+    )
     s = tl.zeros((KEYS, COLUMNS), tl.float32)
     state_at = state_ptr
     in_state = is_key[:, None] & is_column[None, :]
     if state_ptr is not None:
-        start = tl.load(query_start_loc_ptr + sequence).to(tl.int64)
-        count = (tl.load(query_start_loc_ptr + sequence + 1) - start).to(tl.int32)
-        slot = tl.load(state_slots_ptr + sequence)
-        continues = (tl.load(context_lens_ptr + sequence) > count) & (slot >= 0)
         at = feature.to(tl.int64)[:, None] * state_key
         at += column.to(tl.int64)[None, :] * state_value
         state_at = state_ptr + slot * state_slot + head * state_head + at

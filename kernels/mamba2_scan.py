@@ -18,6 +18,7 @@ from vllm_module.kernels.recurrent_state import (
     each_sequence,
     empty_output,
     loaded_states,
+    place_of,
     single_tokens,
     store_states,
 )
@@ -288,16 +289,13 @@ def _scan(
     n = tl.arange(0, STATE)
     is_feature, is_n = feature < features, n < N
 
-    start, count, continues = tl.zeros((), tl.int64), tokens, False
-    slot = tl.zeros((), tl.int64)
+    start, count, slot, continues = place_of(
+        sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens
+    )
     h = tl.zeros((COLUMNS, STATE), tl.float32)
     state_at = state_ptr
     in_state = is_feature[:, None] & is_n[None, :]
     if state_ptr is not None:
-        start = tl.load(query_start_loc_ptr + sequence).to(tl.int64)
-        count = (tl.load(query_start_loc_ptr + sequence + 1) - start).to(tl.int32)
-        slot = tl.load(state_slots_ptr + sequence)
-        continues = (tl.load(context_lens_ptr + sequence) > count) & (slot >= 0)
         at = feature.to(tl.int64)[:, None] * state_feature + n.to(tl.int64)[None, :] * state_n
         state_at = state_ptr + slot * state_slot + head * state_head + at
         h = tl.load(state_at, mask=in_state & continues, other=0.0).to(tl.float32)

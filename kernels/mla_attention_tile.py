@@ -31,9 +31,14 @@ def _rows(heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: b
 def decode_candidates(
     heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool
 ) -> dict[str, Decoding]:
-    """Return the candidates for heads, features of a latent, and bytes of their numbers."""
+    """Return the candidates for heads, features of a latent, and bytes of their numbers.
+
+    Before Hopper, tiles of 32 tokens spill with Triton 3.6.
+    """
     rows = _rows(heads, latent, itemsize, cache_itemsize, hopper)
-    tiles = Tiles(rows, 32, 8, 3) if itemsize < 4 else Tiles(16, 16, 8, 1)  # no tensor cores
+    tiles = Tiles(rows, 32 if hopper else 16, 8, 3)
+    if itemsize == 4:  # without tensor cores
+        tiles = Tiles(16, 16, 8, 1)
     found = {
         "splits of 512": Decoding(Splits(512, 64), tiles),
         "splits of 256": Decoding(Splits(256, 128), tiles),

@@ -22,8 +22,7 @@ from vllm_module.kernels.paged_layout import PagedLayout
 
 __all__ = ["causal_attention", "paged_attention"]
 
-MAX_HEAD_SIZE = 256
-MAX_GROUP = 128  # query heads that share a key-value head; half as many if heads exceed 128
+MAX_HEAD_SIZE = 512
 
 
 def paged_attention(
@@ -110,6 +109,11 @@ def paged_attention(
         raise
 
 
+def most_of_group(head_size: int) -> int:
+    """Return how many query heads may share a key-value head: what fits into registers."""
+    return 128 if head_size <= 128 else 64 if head_size <= 256 else 16
+
+
 def _check(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -135,7 +139,7 @@ def _check(
         raise ValueError(f"the head size must be 1 to {MAX_HEAD_SIZE}, got {head_size}")
     if page_size < 1:
         raise ValueError("a page must hold at least one token: page_size is 0")
-    max_group = MAX_GROUP if head_size <= 128 else MAX_GROUP // 2
+    max_group = most_of_group(head_size)
     if kv_heads < 1 or heads % kv_heads or not 1 <= heads // kv_heads <= max_group:
         raise ValueError(
             f"{heads} query heads of {head_size} cannot share {kv_heads} key-value heads: expected "

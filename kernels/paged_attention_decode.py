@@ -53,7 +53,9 @@ def decode_candidates(
     flight, four too, and five keep two. Before Hopper a third stage spills.
     """
     rows = max(16, next_power_of_2(group))
-    tokens, warps = max(32, min(128, 8192 // block_d)), 4 if rows <= 32 else 8
+    tokens, warps = max(32, min(128, 8192 // block_d)), 4
+    if rows > 32 or (block_d > 256 and (hopper or itemsize < 4)):
+        warps = 8
     if itemsize == 4 or (not hopper and rows > 32):
         tokens = max(16, tokens // 2)
     stages = 3 if hopper else 2

@@ -33,7 +33,9 @@ def prefill_candidates(
     """
     rows = next_power_of_2(group)
     if itemsize == 4:  # without tensor cores
-        return {"16 x 16": Tiles(max(16, rows), 16, 4, 1)}
+        return {"16 x 16": Tiles(max(16, rows), 16, 4 if block_d <= 256 else 8, 1)}
+    if block_d > 256:  # 64 rows of wgmma leave no registers for masks and conversions
+        return {"32 x 32": Tiles(32, 32, 8, 3)}
     if block_d > 128:
         return {"64 x 32": Tiles(max(64, rows), 32, 8, 3)}
     found = {"128 x 64": Tiles(128, 64, 8, 3)}

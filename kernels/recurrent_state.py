@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.operators import checks_values, expect, expect_writable
+from vllm_module.kernels.operators import checks_values, expect, expect_writable, tl, triton
 
 Operands = tuple[torch.Tensor | None, ...]
 
@@ -108,3 +108,19 @@ def store_states(state: torch.Tensor, state_slots: torch.Tensor, new: torch.Tens
     """Store the states of all sequences that are no padding."""
     used = state_slots >= 0
     state.index_copy_(0, state_slots[used], new[used].to(state.dtype))
+
+
+@triton.jit
+def place_of(sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens):
+    """Return a sequence's first token, its number of tokens, its slot, and whether it continues.
+
+    It continues if its state is to be read. Without pointers, one new sequence has all ``tokens``.
+    """
+    start, count, continues = tl.zeros((), tl.int64), tokens, False
+    slot = tl.zeros((), tl.int64)
+    if state_slots_ptr is not None:
+        start = tl.load(query_start_loc_ptr + sequence).to(tl.int64)
+        count = (tl.load(query_start_loc_ptr + sequence + 1) - start).to(tl.int32)
+        slot = tl.load(state_slots_ptr + sequence)
+        continues = (tl.load(context_lens_ptr + sequence) > count) & (slot >= 0)
+    return start, count, slot, continues

@@ -10,7 +10,7 @@ from vllm_module.kernels.operators import as_rows, expect, next_power_of_2, oper
 from vllm_module.kernels.quantized_rows import empty_rows, group_of, quantize_rows, store_quantized
 
 _MAX_COLUMNS = 65536
-_HELD = 65536  # bytes of a row that fit a program's registers; half as many if it is quantized
+_HELD = 65536  # bytes of a row that fit registers; a quarter if it is quantized (Triton 3.6)
 _BLOCK = 8192  # columns that a program reads at a time of a longer row
 _PER_PROGRAM = 4096  # elements for each program, if rows are short
 
@@ -187,7 +187,7 @@ def rms_norm_quantize_triton(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalize and quantize in a Triton kernel; see :func:`rms_norm_quantize`."""
     y, scale, total = rms_norm_quantize_fake(x, residual, weight, eps, dtype, group, static)
-    if x.shape[-1] and _is_held(x, 2) and can_convert(dtype, x):
+    if x.shape[-1] and _is_held(x, 4) and can_convert(dtype, x):
         sums = None if residual is None else total
         _launch(x, residual, weight, eps, y, sums, scale, group, static, weight_offset)
         return y, scale, total

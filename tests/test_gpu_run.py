@@ -234,13 +234,14 @@ def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = {
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("checks", "engine", "kernels")
+        for name in ("checks", "engine", "loading", "kernels")
     }
     checked = {each["name"] for each in found["checks"] if "check" in each}
     planned = {name for each in found["checks"] for name in each.get("planned", [])}
     assert planned <= checked
     groups = {each["operation"] for each in found["checks"] if "operation" in each}
-    assert groups >= {"tokens", "eight bits", "loading", "ranks", "decode", "matmul", "experts"}
+    assert groups >= {"tokens", "eight bits", "rows", "hybrids", "loading", "ranks"}
+    assert groups >= {"decode", "matmul", "experts"}
     timed = {each["name"]: each for each in found["kernels"] if "time" in each}
     assert timed.keys() == {x["name"] for x in found["checks"] if x.get("timed") and "check" in x}
     refused = {peer for each in timed.values() for peer in each["refused"]}
@@ -249,13 +250,17 @@ def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
                        "_scaled_mm rows fast", "_grouped_mm", "_weight_int4pack_mm"}  # fmt: skip
     served = {each["name"] for each in found["engine"] if "step" in each}
     assert {"Llama-8B, 2 requests", "transformers, Qwen3-0.6B, 2 requests"} <= served
+    rows = {"Llama-8B, quantization, 2 requests", "Llama-8B, quantization, rows apart, 2 requests"}
+    assert rows <= served
+    (loads,) = [each["over_limit"] for each in found["loading"] if "over_limit" in each]
+    assert {"as stored", "to FP8 per channel", "safetensors' load_file"} <= loads.keys()
     decisions = tmp_path / "candidates.jsonl"
     if decisions.exists():
         assert all("failed" not in json.loads(x) for x in decisions.read_text().splitlines())
     else:
         assert "candidates: no kernel" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert list(summary["parts"]) == sorted(["checks", "engine", "kernels", "candidates"])
+    assert list(summary["parts"]) == sorted(found | {"candidates": []})
     assert summary["failed"] == []
     assert "torch" in summary
     assert "say nothing of a GPU" in done.stdout

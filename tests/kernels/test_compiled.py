@@ -46,7 +46,12 @@ def test_kernels_compile_within_the_limits_of_the_gpu(capability: int) -> None:
     ]
     instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
     assert {one["kernel"] for one in matrix} == products
-    assert [one for one in matrix if instruction not in one["instructions"]] == []
+    # Tiles for heads of more than 256 features have fewer rows than wgmma takes.
+    large = [one for one in matrix if one["case"].startswith(("attention 320", "attention 512"))]
+    assert large
+    assert [one for one in large if "mma.sync" not in one["instructions"]] == []
+    others = [one for one in matrix if one not in large]
+    assert [one for one in others if instruction not in one["instructions"]] == []
     described = [one for one in results if "descriptors" in one["case"] + one["kernel"]]
     described = [one for one in described if one["kernel"] in products]
     assert [one for one in described if "cp.async.bulk.tensor" not in one["instructions"]] == []

@@ -188,11 +188,27 @@ def test_grouped_heads(heads: int, kv_heads: int, attend) -> None:
 
 
 @implementations
-@pytest.mark.parametrize("head_size", [1, 8, 80, 96, 112, 256])
+@pytest.mark.parametrize("head_size", [1, 8, 80, 96, 112, 256, 320, 512])
 def test_head_sizes(head_size: int, attend) -> None:
-    """Head sizes that are no power of two attend as densely, up to 256."""
+    """Head sizes that are no power of two attend as densely, up to 512."""
     batch = make_batch(MIXED[:3], 6, head_size=head_size, scale=head_size**-0.5)
     batch.check(attend, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "heads", "cache_dtype"),
+    [(320, 3, torch.float8_e4m3fn), (512, 2, torch.float8_e4m3fn), (512, 16, torch.float16)],
+)
+def test_large_heads(head_size: int, heads: int, cache_dtype: torch.dtype, as_accurate) -> None:
+    """Heads of more than 256 features take every option, splits, and an FP8 cache with scales."""
+    scales = dict(zip(("k_scale", "v_scale"), torch.rand(2, 1) + 0.5, strict=True))
+    batch = make_batch(
+        [(514, 1), (30, 4), (0, 1)], 16, heads, 1, head_size, head_size**-0.5,
+        torch.float16, cache_dtype, sliding_window=513, softcap=20.0, sinks=torch.randn(heads),
+        alibi_slopes=torch.rand(heads) / 50, **(scales if cache_dtype.itemsize == 1 else {}),
+    )  # fmt: skip
+    for attend in (paged_attention, paged_attention_triton):
+        as_accurate(batch.run(attend), batch.expected, batch.low)
 
 
 @implementations
@@ -692,11 +708,11 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
     ),
     "large heads": (
         lambda: changed(
-            query=torch.zeros(18, 4, 257),
-            k_cache=torch.zeros(12, 7, 2, 257),
-            v_cache=torch.zeros(12, 7, 2, 257),
+            query=torch.zeros(18, 4, 513),
+            k_cache=torch.zeros(12, 7, 2, 513),
+            v_cache=torch.zeros(12, 7, 2, 513),
         ),
-        "head size must be 1 to 256, got 257",
+        "head size must be 1 to 512, got 513",
     ),
     "first start": (
         lambda: changed(query_start_loc=int32(1, 9, 10, 15, 16, 16, 18)),
@@ -710,13 +726,21 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
         ),
         "at most 64",
     ),
+    "group of the largest heads": (
+        lambda: changed(
+            query=torch.zeros(18, 17, 257),
+            k_cache=torch.zeros(12, 7, 1, 257),
+            v_cache=torch.zeros(12, 7, 1, 257),
+        ),
+        "17 query heads of 257 cannot share 1 .*at most 16",
+    ),
     "no features": (
         lambda: changed(
             query=torch.zeros(18, 4, 0),
             k_cache=torch.zeros(12, 7, 2, 0),
             v_cache=torch.zeros(12, 7, 2, 0),
         ),
-        "head size must be 1 to 256, got 0",
+        "head size must be 1 to 512, got 0",
     ),
     "no room": (
         lambda: changed(k_cache=torch.zeros(12, 0, 2, 16), v_cache=torch.zeros(12, 0, 2, 16)),

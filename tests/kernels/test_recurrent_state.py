@@ -186,13 +186,18 @@ def test_a_sequence_without_a_place_is_whole(operation) -> None:
 
 
 @EACH
-def test_no_tokens_and_no_sequences(operation) -> None:
-    """A step of nothing returns nothing and leaves states alone."""
+@pytest.mark.parametrize("longest", [0, 1, 5])
+@pytest.mark.parametrize("sequences", [0, 1, 2])
+def test_no_tokens_and_no_sequences(operation, sequences, longest) -> None:
+    """A step of nothing returns nothing and leaves states alone; without states, too."""
     inputs, state = operation.inputs(0, torch.float32), torch.randn(SLOTS, *operation.state)
     before = state.clone()
-    nowhere = torch.zeros(0).long(), torch.zeros(1).int(), torch.zeros(0).int(), 1
+    nothing = torch.zeros(sequences + 1).int(), torch.zeros(sequences).int(), longest
     for run in (operation.call, *operation.runs):
-        assert len(run(*inputs, state, *nowhere)) == 0
+        y = run(*inputs, state, torch.arange(sequences), *nothing)
+        alone = run(*inputs, None, None, None, None, 0)
+        expected = run(*operation.inputs(1, torch.float32), None, None, None, None, 0)[:0]
+        assert y.shape == alone.shape == expected.shape
     assert torch.equal(state, before)
 
 

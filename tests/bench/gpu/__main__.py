@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpu import forked
 from gpu.budget import Budget
 from gpu.child import kill_all
 from gpu.parts import PARTS, Part, sanitizer
@@ -92,6 +93,9 @@ def main() -> int:
     budget = Budget(options.seconds, {name: share for name, (_, share) in parts.items()})
     with source_tree(options.dry) as environment:
         run = Run(results, options.dry, options.seed, environment, wrapper=wrapper)
+        if options.dry:  # most of its time would go into imports
+            forked.prepare(environment)
+            run.start = forked.Forked
         try:
             status = run_parts(run, parts, budget)
         finally:

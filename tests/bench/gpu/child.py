@@ -12,13 +12,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TextIO
 
 Result = dict[str, Any]
 
 OVER = "killed at its limit:"  # what the reason begins with where time was over
 
-_running: set[subprocess.Popen[str]] = set()
+_running: set[Process] = set()
+
+
+class Process(Protocol):
+    """What of ``subprocess.Popen`` is needed; its children are in its process group."""
+
+    pid: int
+    stdout: TextIO | None
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def new_process(command: Sequence[str], environment: Mapping[str, str] | None) -> Process:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
 
 
 def run_child(
@@ -29,6 +45,7 @@ def run_child(
     silence: float = float("inf"),
     environment: Mapping[str, str] | None = None,
     now: Callable[[], float] = time.monotonic,
+    start: Callable[[Sequence[str], Mapping[str, str] | None], Process] = new_process,
 ) -> str:
     """Run a command, and call ``on_result`` with each line of JSON as soon as it prints it.
 
@@ -39,15 +56,14 @@ def run_child(
         silence: seconds between two lines after which they are killed, too.
         environment: of the process.
         now: the clock.
+        start: starts the process.
 
     Returns:
         Why it did not end well, or an empty string.
 
     """
     end = now() + seconds
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    process = start(command, environment)
     _running.add(process)
     lines: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
@@ -84,7 +100,7 @@ def kill_all() -> None:
         _kill(process)
 
 
-def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+def _read(process: Process, lines: queue.Queue[str | None]) -> None:
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:
@@ -101,8 +117,9 @@ def _parsed(line: str) -> Result | None:
     return None
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # one that has no group of its own yet
     process.wait()
     _running.discard(process)

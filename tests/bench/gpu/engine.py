@@ -21,6 +21,7 @@ from gpu import ceilings
 from gpu.ceilings import rates
 from gpu.device import Gpu
 from gpu.models import random_model
+from gpu.row_checks import handing_on
 from gpu.timing import in_turns
 from gpu.worker import Emit
 from vllm_module import LLM, SamplingParams
@@ -29,15 +30,23 @@ PROMPT, STEPS, PROFILED = 512, 24, 6
 NEW_PROMPT, ARRIVING = 100, 8  # of mixed steps; places beside those of the requests that decode
 
 
-def main(emit: Emit, device: Gpu, model: str, options: dict[str, Any], requests: list[int]) -> None:
-    small, what = device.dry, {"model": model, "options": options}
+def main(
+    emit: Emit,
+    device: Gpu,
+    model: str,
+    options: dict[str, Any],
+    requests: list[int],
+    rows: bool = True,
+) -> None:
+    """Measure an engine; ``rows`` if layers hand quantized rows on."""
+    small, what = device.dry, {"model": model, "options": options, "rows": rows}
     sizes: dict[str, Any] = {"max_model_len": 4096, "gpu_memory_utilization": 0.6}
     if small:
         sizes = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20}
     limits = ceilings.ceilings(device)
     emit(facts=device.facts())
     begin = time.perf_counter()
-    with LLM(
+    with handing_on(rows), LLM(
         random_model(model, device.name, small), dtype="bfloat16", skip_tokenizer_init=True,
         device=device.name, max_num_seqs=max(requests) + ARRIVING,
         enable_prefix_caching=False,
@@ -45,7 +54,9 @@ def main(emit: Emit, device: Gpu, model: str, options: dict[str, Any], requests:
     ) as llm:  # fmt: skip
         emit(**what, name=f"{model}, start", seconds=time.perf_counter() - begin)
         for count in requests:
-            name = ", ".join([model, *map(str, options), f"{count} requests"])
+            name = ", ".join(
+                [model, *map(str, options), *["rows apart"] * (not rows), f"{count} requests"]
+            )
             prompt, steps = (6, 3) if small else (PROMPT, STEPS)
             cold = measure(llm, device, count, prompt, 2)
             figures = measure(llm, device, count, prompt, steps)

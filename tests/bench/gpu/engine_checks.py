@@ -5,36 +5,26 @@ Everything is of tiny models with random weights, which are saved by transformer
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from gpu.attempt import attempt
 from gpu.check import SMALLEST
 from gpu.device import Gpu
+from gpu.hybrid_checks import check_hybrids
+from gpu.row_checks import check_rows
+from gpu.small_engines import NEW, demand, engine, few, generated, relative, saved, scored
 from gpu.worker import Emit
-from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
+from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.errors import RankError
-
-T = TypeVar("T")
-TINY = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-    "max_position_embeddings": 256, "tie_word_embeddings": False, "bos_token_id": None,
-    "eos_token_id": None,
-}  # fmt: skip
-LENGTHS = (16, 1, 40, 5, 17)  # of prompts: 16 fill a page, 17 start another
-NEW = 24
-Scored = list[tuple[list[int], torch.Tensor]]  # sequences, and the logprobs of all tokens but one
 
 
 def main(emit: Emit, device: Gpu, what: list[str]) -> None:
@@ -50,69 +40,6 @@ def named(emit: Emit, group: str, name: str, work: Callable[[], dict[str, Any]])
     """Emit what a check found, or how it failed."""
     what = {"name": f"{group}: {name}", "operation": group}
     attempt(emit, what, lambda: {"check": work()})
-
-
-def few(values: Iterable[T], device: Gpu, count: int = 1) -> list[T]:
-    """Return the values, and of these only the first on the stand-in for a device."""
-    return list(values)[: count if device.dry else None]
-
-
-def saved(folder: Path, kind: str) -> Path:
-    """Save a model whose weights are large enough for its logits to differ."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        norm, embedding = "norm" in name, "embed" in name or "lm_head" in name
-        scale = 0.2 if norm else 0.5 if embedding else 0.08
-        parameter.data.normal_(float(norm), scale, generator=generator)
-    model.save_pretrained(folder / kind)
-    return folder / kind
-
-
-@contextmanager
-def engine(folder: Path, device: str, **options: Any) -> Iterator[LLM]:
-    """Start an engine whose prompts are computed in chunks, beside tokens that are decoded."""
-    with LLM(
-        str(folder), device=device, skip_tokenizer_init=True, max_model_len=128, max_num_seqs=8,
-        max_num_batched_tokens=32, kv_cache_memory_bytes=1 << 23, **options,
-    ) as llm:  # fmt: skip
-        yield llm
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    size = TINY["vocab_size"]
-    return [torch.randint(int(size or 0), (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-def generated(llm: LLM) -> Scored:
-    """Generate greedily: a prompt's logprobs come from prefill, and new tokens' from decoding."""
-    params = SamplingParams(
-        temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0
-    )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
-    found = []
-    for output in outputs:
-        if output.error is not None:
-            raise RuntimeError(output.error)
-        sequence = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        entries = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
-        values = [entry[token].logprob for entry, token in zip(entries, sequence[1:], strict=True)]
-        found.append((sequence, torch.tensor(values)))
-    return found
-
-
-def scored(llm: LLM, sequences: Sequence[list[int]]) -> torch.Tensor:
-    """Return the logprobs of the sequences' tokens, as one engine computes them as prompts."""
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate([{"prompt_token_ids": s} for s in sequences], params, use_tqdm=False)
-    return torch.tensor([
-        entry[token].logprob
-        for output in outputs
-        for entry, token in zip(
-            output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True
-        )
-    ])  # fmt: skip
 
 
 @torch.inference_mode()
@@ -133,18 +60,6 @@ def logprobs(logits: Sequence[torch.Tensor], sequences: Sequence[list[int]]) -> 
         each.log_softmax(-1).gather(-1, torch.tensor(s[1:])[:, None]).squeeze(-1)
         for each, s in zip(logits, sequences, strict=True)
     ])  # fmt: skip
-
-
-def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the norm of the difference over that of the truth; not a number is infinite."""
-    value = float((found.double() - truth.double()).norm() / truth.double().norm())
-    return math.inf if math.isnan(value) else value
-
-
-def demand(found: float, allowed: float, what: str) -> dict[str, float]:
-    if not found <= allowed:
-        raise AssertionError(f"{what}: {found:.3g}, and {allowed:.3g} is allowed")
-    return {"error": found, "allowed": allowed}
 
 
 def check_tokens(test: Callable[..., None], device: Gpu, folder: Path) -> None:
@@ -193,9 +108,9 @@ def check_eight_bits(test: Callable[..., None], device: Gpu, folder: Path) -> No
             found = generated(llm)
         sequences = [sequence for sequence, _ in found]
         with engine(path, "cpu", dtype="float32", **options) as llm:
-            truth = scored(llm, sequences)
+            truth, _ = scored(llm, sequences)
         with engine(path, "cpu", dtype="float32") as llm:
-            wide = scored(llm, sequences)
+            wide, _ = scored(llm, sequences)
         # The CPU rounds weights, or keys and values, and nothing else. The device rounds inputs of
         # products to the same format, and bfloat16 moves some values to the next one of eight bits:
         # each moves logprobs about as far as the CPU's rounding does. Twice that is allowed; a
@@ -278,6 +193,8 @@ def check_ranks(test: Callable[..., None], device: Gpu, folder: Path) -> None:
 CHECKS: dict[str, Callable[[Callable[..., None], Gpu, Path], None]] = {
     "tokens": check_tokens,
     "eight bits": check_eight_bits,
+    "rows": check_rows,
+    "hybrids": check_hybrids,
     "loading": check_loading,
     "ranks": check_ranks,
 }

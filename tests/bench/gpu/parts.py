@@ -1,4 +1,4 @@
-"""The parts of a run, most important first: checks, the engine, kernels, candidates."""
+"""The parts of a run, most important first: checks, engines, loading, kernels, candidates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checks(run: Run, seconds: float) -> None:
     """Check kernels and engines side by side, as most of the time is the compiler's."""
     small = run.dry or bool(run.wrapper)
     count = 1 if run.dry else min(KERNEL_PROCESSES, max(1, (os.cpu_count() or 1) - 4))
-    groups = ["tokens", "eight bits", "loading", "ranks"]
+    groups = ["tokens", "eight bits", "rows", "hybrids", "loading", "ranks"]
 
     def kernels(share: int) -> None:
         def following(results: list[Result]) -> Mapping[str, Any] | None:
@@ -87,13 +87,15 @@ def engine(run: Run, seconds: float) -> None:
         ("transformers", {"model": "Qwen3-0.6B", "requests": requests[:2]}),
         ("engine", {"model": "Llama-8B", "options": {"quantization": "fp8"},
                     "requests": requests[:2]}),
+        ("engine", {"model": "Llama-8B", "options": {"quantization": "fp8"},
+                    "requests": requests[:2], "rows": False}),
         ("engine", {"model": "Llama-8B", "options": {"enforce_eager": True},
                     "requests": requests[:2]}),
     ]  # fmt: skip
-    if "eight bits" not in right:
-        jobs = [job for job in jobs if "quantization" not in job[1].get("options", {})]
     if run.dry:
-        jobs = [jobs[0], jobs[2], jobs[4]]
+        jobs = [jobs[0], jobs[2], jobs[4], *jobs[5:7]]
+    if not {"eight bits", "rows"} <= right:
+        jobs = [job for job in jobs if "quantization" not in job[1].get("options", {})]
     for name, arguments in jobs:
         left = end - time.monotonic()
         if left < 1:
@@ -104,6 +106,21 @@ def engine(run: Run, seconds: float) -> None:
             run.results.leave(f"the rest of {name} of {arguments}: {why}")
         elif why and not any("failed" in each for each in found):
             run.results.fail(f"{name} of {arguments}: {why}")
+
+
+def loading(run: Run, seconds: float) -> None:
+    """Time loads onto the device."""
+    lacking = missing()
+    if lacking:
+        run.results.leave(f"loading: {', '.join(lacking)} cannot be imported here")
+    elif "loading" not in right_operations(run.results.parts.get("checks", [])):
+        run.results.leave("loading: no check has found its bits right")
+    else:
+        found, why = run.job("loading", "loading", {}, seconds, threads=8, silence=seconds)
+        if why.startswith(OVER):
+            run.results.leave(f"loading: {why}")
+        elif why and not any("failed" in each for each in found):
+            run.results.fail(f"loading: {why}")
 
 
 def kernels(run: Run, seconds: float) -> None:
@@ -140,6 +157,7 @@ def candidates(run: Run, seconds: float) -> None:
 PARTS: dict[str, tuple[Part, float]] = {  # with its share of the time
     "checks": (checks, 150.0),
     "engine": (engine, 180.0),
+    "loading": (loading, 45.0),
     "kernels": (kernels, 110.0),
     "candidates": (candidates, 80.0),
 }

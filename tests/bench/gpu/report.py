@@ -20,6 +20,7 @@ def report(results: Results) -> list[str]:
     right = sum("check" in each for each in found)
     lines.append(f"checks: {right} passed, {sum('failed' in each for each in found)} failed")
     lines += ["", *_engines(parts.get("engine", []))]
+    lines += ["", *_loads(parts.get("loading", []))]
     lines += ["", *_kernels(parts.get("kernels", []))]
     lines += ["", *_candidates(parts.get("candidates", []))]
     lines += [f"not done: {each[:200]}" for each in results.unfinished]
@@ -49,6 +50,20 @@ def _engines(found: list[dict[str, Any]]) -> list[str]:
             f"{_ms(first['median'])} {each['tokens_per_second']:9.0f}  {each['fraction']:12.0%}"
             f" {_ms(each['mixed']['step']['median'])} {_ms(each['mixed']['host_gap'] or math.nan)}"
         )
+    return lines
+
+
+def _loads(found: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'load':52} over pinned copies (least, greatest)"]
+    for each in found:
+        if "over_limit" not in each:
+            continue
+        rate = each["limit_bytes_per_second"] / 1e9
+        lines.append(f"{each['name']}: {each['bytes_read'] / 1e6:.0f} MB, copies {rate:.1f} GB/s")
+        lines += [
+            f"{name:52} {ratio['median']:.2f} ({ratio['least']:.2f}, {ratio['greatest']:.2f})"
+            for name, ratio in each["over_limit"].items()
+        ]
     return lines
 
 

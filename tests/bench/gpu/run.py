@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu.child import OVER, Result, run_child
+from gpu.child import OVER, Process, Result, new_process, run_child
 from gpu.results import Results
 
 BENCH = Path(__file__).parents[1]
@@ -32,6 +32,7 @@ class Run:
         environment: of the processes.
         command: what begins a process of a job.
         wrapper: a command before it, of processes that check kernels.
+        start: starts a process.
 
     """
 
@@ -41,6 +42,7 @@ class Run:
     environment: Mapping[str, str]
     command: Sequence[str] = (sys.executable, "-m", "gpu.worker")
     wrapper: Sequence[str] = ()
+    start: Callable[[Sequence[str], Mapping[str, str] | None], Process] = new_process
 
     def job(
         self,
@@ -73,6 +75,7 @@ class Run:
             keep,
             silence=silence,
             environment={**self.environment, "OMP_NUM_THREADS": str(threads)},
+            start=self.start,
         )
         return found, why
 

@@ -29,7 +29,8 @@ def replayed(
     device: Gpu, call: Callable[..., object], sets: Sequence[tuple[Any, ...]]
 ) -> Work:  # fmt: skip
     """Return a graph that calls an operation on each set of inputs."""
-    call(*sets[0])  # compiles, and allocates what libraries need
+    if not device.dry:
+        call(*sets[0])  # compiles, and allocates what libraries need
 
     def all_sets() -> list[object]:
         return [call(*inputs) for inputs in sets]  # kept: none is written where another was
@@ -42,9 +43,9 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of a call of each work, for each round; each round has all of them."""
     if device.dry:
-        rounds, seconds = 2, 0.0
-    counts = {}
-    for name, work in works.items():
+        rounds = 2
+    counts = dict.fromkeys(works, 1)
+    for name, work in works.items() if not device.dry else ():
         once = device.seconds(work.replay, 1)
         counts[name] = max(1, min(500, math.ceil(seconds / max(once, 1e-9))))
     times: dict[str, list[float]] = {name: [] for name in works}

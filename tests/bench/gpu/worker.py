@@ -20,6 +20,7 @@ JOBS = {
     "engine checks": "gpu.engine_checks",
     "engine": "gpu.engine",
     "transformers": "gpu.transformers_peer",
+    "loading": "gpu.loading",
     "kernels": "gpu.kernels",
     "candidates": "gpu.candidates",
 }

@@ -165,6 +165,8 @@ def options(small: bool) -> Iterator[Case]:
         {"softcap": lambda query: 20.0},
         {"alibi_slopes": lambda query: 2.0 ** -(each_head(query) / 4 + 1)},
         {"sinks": lambda query: each_head(query) / 8 - 2},
+        {"size": 512, "heads": (16, 2)},
+        {"size": 320, "heads": (16, 2), "kv_dtype": E4M3},
     ]
     for option in settings[:: 6 if small else 1]:
         extra = ", ".join(name for name, value in option.items() if callable(value))

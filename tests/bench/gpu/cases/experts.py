@@ -15,7 +15,7 @@ from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.grouped_matmul_mxfp4 import dequantize_mxfp4, grouped_matmul_mxfp4
 from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed
 from vllm_module.kernels.packed_words import Packing, dequantize_packed
-from vllm_module.kernels.quantize import dequantize, quantize
+from vllm_module.kernels.quantize import dequantize, quantize_reference
 from vllm_module.kernels.sort_by_expert import sort_by_expert
 
 _INT4 = Packing(4)
@@ -50,7 +50,7 @@ def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Ca
             wide, weight = weight, torch.zeros(count, n, k, dtype=E4M3)
             scale = torch.zeros(count, n, 1)
             for matrices in zip(wide, weight, scale, strict=True):
-                quantize(*matrices, (1, k))
+                quantize_reference(*matrices, 1, k)
         return x, weight, scale, order, offsets
 
     def ours(x: Any, weight: Any, scale: Any, order: Any, offsets: Any) -> torch.Tensor:
@@ -83,7 +83,7 @@ def experts_case(way: str, m: int, count: int, top_k: int, n: int, k: int) -> Ca
         if way == "fp8":  # the error of rounding the input is allowed
             rounded = torch.zeros(x.shape, dtype=E4M3, device=x.device)
             scales = torch.zeros(len(x), 1, device=x.device)
-            quantize(x, rounded, scales, (1, k))
+            quantize_reference(x, rounded, scales, 1, k)
             x = x if exact else dequantize(rounded, scales, (1, k), dtype)
         rows = x[order // top_k].to(dtype)
         for expert, (first, last) in enumerate(pairwise(offsets.tolist())):

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from gpu.cases.case import BF16, E4M3, FP16, FP32, Case, Peer, Tensors, short
-from vllm_module.kernels.quantize import dequantize, quantize
+from vllm_module.kernels.quantize import dequantize, quantize_reference
 from vllm_module.kernels.scaled_matmul import scaled_matmul
 
 PREFILL = 512  # tokens from which a product is bound by arithmetic
@@ -41,7 +41,7 @@ def product_case(way: str, m: int, n: int, k: int, dtype: torch.dtype, timed: bo
         wide = torch.randn(n, k, dtype=BF16) / k**0.5
         weight = torch.zeros(n, k, dtype=stored)
         scale = torch.zeros(-(-n // block[0]), -(-k // block[1]))
-        quantize(wide, weight, scale, block)
+        quantize_reference(wide, weight, scale, *block)
         x_scale = None
         if not (weight_only or from_wide):
             x, x_scale = rows_in_fp8(x, block[1])
@@ -82,7 +82,7 @@ def product_case(way: str, m: int, n: int, k: int, dtype: torch.dtype, timed: bo
 def rows_in_fp8(x: torch.Tensor, group: int) -> Tensors:
     quantized = torch.zeros(x.shape, dtype=E4M3, device=x.device)
     scale = torch.zeros(len(x), -(-x.shape[1] // group), device=x.device)
-    quantize(x, quantized, scale, (1, group))
+    quantize_reference(x, quantized, scale, 1, group)
     return quantized, scale
 
 

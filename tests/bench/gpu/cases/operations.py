@@ -12,6 +12,7 @@ from gpu.cases.latent import latent
 from gpu.cases.matmul import products
 from gpu.cases.packed import packed_products
 from gpu.cases.quantizing import fused_quantizers, quantizers
+from gpu.cases.recurrent import recurrences
 from gpu.cases.rows import activations, norms, rotary
 
 # With true, the small inputs of a CPU. Most important first.
@@ -29,6 +30,7 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "activation": activations,
     "quantize": quantizers,
     "fused_quantize": fused_quantizers,
+    "recurrence": recurrences,
     "attention options": options,
 }
 

@@ -1,0 +1,32 @@
+"""Job: loads onto the device over pinned copies of as many bytes, beside safetensors' own."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import load_device
+import torch
+from checkpoints import read_pages, write_qwen3
+
+from gpu.attempt import attempt
+from gpu.device import Gpu
+from gpu.models import shape
+from gpu.worker import Emit
+
+MODEL, ROUNDS = "Qwen3-0.6B", 5
+
+
+def main(emit: Emit, device: Gpu) -> None:
+    emit(facts=device.facts())
+    with tempfile.TemporaryDirectory() as directory:
+        attempt(emit, {"name": f"loads of {MODEL}"}, partial(figures, device, Path(directory)))
+
+
+def figures(device: Gpu, directory: Path) -> dict[str, Any]:
+    folder = write_qwen3(directory, files=3, **shape(MODEL, device.dry))
+    read_pages(folder)
+    rounds = 2 if device.dry else ROUNDS
+    return load_device.measure(folder, torch.device(device.name), rounds)
