@@ -18,10 +18,11 @@ from vllm_module.load import Load, Weights
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Weight
-from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepping
+from vllm_module.wrapped.attention import LAYERS, MASKED, NAME, Running, register, stepping
 from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.config import TransformersConfig, config_of
+from vllm_module.wrapped.inline_attention import attends_inline
 from vllm_module.wrapped.names import Names
 from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
@@ -59,20 +60,20 @@ class TransformersForCausalLM(vLLMModule):
         model = build(library_config, config.architectures[0])
         whole = build_whole(library_config, config.architectures[0])
         refuse_architecture(model)
-        divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
+        own = divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
-        self._trunk, found = find_trunk(model)
+        self._trunk, found = find_trunk(model, takes_positions=own.takes_positions)
         calls = {found.paths[module]: each for module, each in found.calls.items()}
-        refuse_calls(model, calls, config.max_model_len)
+        refuse_calls(model, calls, config.max_model_len, own.reason)
         replacing.replace_others(calls)
         # The replaced model, without masks, as it will run: shapes are this rank's.
         held = probe_of(model)
         with _blamed_on_plan(replacing.plan.unused):
             run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
             _add_attention(calls, held.calls, held.paths, type(model).__name__)
-        model.config._attn_implementation = NAME
+        model.config._attn_implementation = MASKED if attends_inline(model) else NAME
         # Not a child: its children are this module's.
         self._library = (model,)
         self.library_name = type(model).__name__
@@ -197,6 +198,15 @@ def _add_attention(
                     call.kv_heads,
                     all_ranks.rule.window,
                     all_ranks.softcap,
+                    _own_slopes(all_ranks, call),
                 )
             )
         module.add_module(LAYERS, layers)
+
+
+def _own_slopes(whole: Call, own: Call) -> tuple[float, ...] | None:
+    """Return the slopes of the heads of this rank."""
+    if whole.slopes is None:
+        return None
+    first = tensor_parallel_group().rank * own.heads if own.heads < whole.heads else 0
+    return whole.slopes[first : first + own.heads]
