@@ -40,8 +40,21 @@ class Understood(NamedTuple):
     slopes: tuple[float, ...] | None
 
 
-class InlineAttention:
-    """Stands for the forward pass of ``module``, with our attention in place of its own.
+class StandIn:
+    """What is called in place of the forward pass of ``module``, of transformers.
+
+    A model with one must get masks, whose values are not read.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class InlineAttention(StandIn):
+    """Runs the forward pass of ``module`` with our attention in place of its own.
 
     Args:
         module: of transformers.
@@ -50,7 +63,8 @@ class InlineAttention:
     """
 
     def __init__(self, module: nn.Module, calls: list[Understood]) -> None:
-        self.module, self.calls = module, calls
+        super().__init__(module)
+        self.calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the forward pass of the module's class returns."""
@@ -72,9 +86,9 @@ class InlineAttention:
             return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def attends_inline(model: nn.Module) -> bool:
-    """Return whether a module of ``model`` has an :class:`InlineAttention`."""
-    return any(isinstance(vars(each).get("forward"), InlineAttention) for each in model.modules())
+def has_stand_in(model: nn.Module) -> bool:
+    """Return whether a module of ``model`` has a :class:`StandIn`."""
+    return any(isinstance(vars(each).get("forward"), StandIn) for each in model.modules())
 
 
 def finished(

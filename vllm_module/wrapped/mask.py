@@ -34,7 +34,7 @@ class Mask(torch.Tensor):
     """Stands for a mask while a model is probed, or attends in its own way; on meta.
 
     Attributes:
-        rule: what it masks; ``None`` if it is no rule that we know, or nobody asks.
+        rule: what it masks; ``None`` if it is no rule that we know.
 
     """
 
@@ -53,8 +53,10 @@ class Mask(torch.Tensor):
 
 
 def standing_mask(*, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
-    """Return a mask whose rule nobody asks for; called by transformers' mask interface."""
-    return torch.empty(1, 1, q_length, kv_length, device="meta").as_subclass(Mask)
+    """Return a mask that is not read; called by transformers' mask interface."""
+    marker = torch.empty(1, 1, q_length, kv_length, device="meta").as_subclass(Mask)
+    marker.rule = MaskRule()
+    return marker
 
 
 def probing_mask(

@@ -19,7 +19,7 @@ from vllm_module.messages import describe_error, shorten
 from vllm_module.readiness import guard, modules_that_load, unguard
 from vllm_module.wrapped.attention import MASKED, NAME, PROBING, stepping
 from vllm_module.wrapped.constants import Constants
-from vllm_module.wrapped.inline_attention import attends_inline
+from vllm_module.wrapped.inline_attention import has_stand_in
 from vllm_module.wrapped.mask import Mask, MaskRule
 
 TOKENS = 3  # of the sequence; no usual number of heads or features
@@ -68,6 +68,7 @@ class Probe:
     Attributes:
         calls: by module, in order.
         order: the modules that attend, once for each call.
+        chosen: the path of a module that attends to chosen tokens, and their indices.
 
     """
 
@@ -75,6 +76,7 @@ class Probe:
     tokens: int = TOKENS
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
     order: list[nn.Module] = field(default_factory=list)
+    chosen: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     def attend(  # noqa: D102 # of Step
         self,
@@ -103,6 +105,8 @@ class Probe:
         window, softcap = options.pop("sliding_window", None), options.pop("softcap", None)
         options.pop("s_aux", None)
         slopes = options.pop("alibi_slopes", None)
+        if isinstance(indices := options.pop("indices", None), torch.Tensor):
+            self.chosen.append((path, indices))
         if options.pop("dropout", 0.0):
             raise _refused(path, "dropout")
         if not options.get("is_causal", getattr(module, "is_causal", True)):
@@ -157,7 +161,7 @@ def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
     Raises ``UnsupportedModelError`` if it fails, or for what we do not compute.
     """
     name = PROBING if masks else NAME
-    if attends_inline(model):  # it may look at values of constants, such as positions
+    if has_stand_in(model):  # it may look at values of constants, such as positions
         with constants_on_meta(model, MASKED, found) as (constants, given), constants:
             part(**given)
         return
