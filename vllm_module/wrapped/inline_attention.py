@@ -49,9 +49,6 @@ class StandIn:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
 
 class InlineAttention(StandIn):
     """Runs the forward pass of ``module`` with our attention in place of its own.

@@ -47,8 +47,11 @@ class Mask(torch.Tensor):
         if func is not torch.Tensor.to or not isinstance(args[0], Mask):
             parent: Any = super()
             return parent.__torch_function__(func, types, args, kwargs)
-        marker = torch.empty(args[0].shape, device="meta").as_subclass(Mask)
-        marker.rule = args[0].rule
+        mask: Mask = args[0]
+        given = [*args[1:], *kwargs.values()]
+        dtype = next((each for each in given if isinstance(each, torch.dtype)), mask.dtype)
+        marker = torch.empty(mask.shape, dtype=dtype, device="meta").as_subclass(Mask)
+        marker.rule = mask.rule
         return marker
 
 

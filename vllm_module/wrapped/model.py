@@ -201,15 +201,7 @@ def _add_attention(
                     call.kv_heads,
                     all_ranks.rule.window,
                     all_ranks.softcap,
-                    _own_slopes(all_ranks, call),
+                    all_ranks.slopes,
                 )
             )
         module.add_module(LAYERS, layers)
-
-
-def _own_slopes(whole: Call, own: Call) -> tuple[float, ...] | None:
-    """Return the slopes of the heads of this rank."""
-    if whole.slopes is None:
-        return None
-    first = tensor_parallel_group().rank * own.heads if own.heads < whole.heads else 0
-    return whole.slopes[first : first + own.heads]

@@ -158,7 +158,8 @@ def _divert_forward(model: Any, longest: int) -> Diverted:
         if module in multiplying:
             return Diverted(f"{type(module).__name__} multiplies more than queries and keys")
         vars(module)["forward"] = InlineAttention(module, each)
-    return Diverted(takes_positions=constants.positions_enter or not calls)
+    by_distance = all(call.slopes for each in calls.values() for call in each)
+    return Diverted(takes_positions=constants.positions_enter or not (calls and by_distance))
 
 
 def _divert_methods(model: nn.Module, longest: int) -> bool:

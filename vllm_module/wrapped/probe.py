@@ -43,7 +43,7 @@ class Call(NamedTuple):
         scale: factor of the scores.
         rule: which tokens are attended to.
         softcap: of the scores.
-        slopes: of a bias by distance, one for each head of all ranks.
+        slopes: of a bias by distance, one for each head; ``None`` without.
 
     """
 
@@ -105,6 +105,8 @@ class Probe:
         window, softcap = options.pop("sliding_window", None), options.pop("softcap", None)
         options.pop("s_aux", None)
         slopes = options.pop("alibi_slopes", None)
+        if slopes is not None and len(slopes) != heads:
+            raise _refused(path, f"{len(slopes)} slopes of a bias, for {heads} heads")
         if isinstance(indices := options.pop("indices", None), torch.Tensor):
             self.chosen.append((path, indices))
         if options.pop("dropout", 0.0):
