@@ -187,17 +187,27 @@ def test_a_mask_keeps_its_rule_as_another_dtype() -> None:
     assert getattr(~moved, "rule", None) is None
 
 
+def test_scores_are_on_the_device_of_the_queries() -> None:
+    """What a module makes on the device of scores is on that of the queries, not on meta."""
+    query = torch.randn(1, HEADS, 4, SIZE)
+    scores = Scores.of(query, query, None, [])
+    assert scores.device == query.device
+    assert scores.shape == (1, HEADS, 4, 4)
+
+
 def test_values_of_constants_follow_changes_in_place() -> None:
     """Values are known after a change by a constant, and not after one by a tensor of tokens."""
     tokens = torch.empty(TOKENS, device="meta")
     with torch.device("meta"), Constants({}, TOKENS) as constants:
-        known, forgotten = torch.zeros(TOKENS), torch.zeros(TOKENS)
+        known, forgotten, written = (torch.zeros(TOKENS) for _ in range(3))
+        torch.add(tokens, 1, out=written)
         view = forgotten[1:]
         known[1:] += 2.0
         view += tokens[1:]
         shaped, empty = torch.ones_like(tokens), torch.empty(3)
     assert torch.equal(constants.value(known), torch.cat([torch.zeros(1), torch.full((95,), 2.0)]))
     assert constants.value(forgotten) is None
+    assert constants.value(written) is None
     assert constants.value(empty) is None
     assert torch.equal(constants.value(shaped), torch.ones(TOKENS))
     assert not constants.positions_enter

@@ -66,7 +66,11 @@ class Constants(TorchFunctionMode):
             name.split("_")
         )
         if not known:
-            self._forget(name, given, values)
+            self._note_mixed(given, values)
+            in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+            if in_place or name == "__setitem__":
+                self._forget(values[0])
+            self._forget(self.value(kwargs.get("out")))
             return func(*args, **kwargs)
         try:
             output = func(*args, **kwargs)
@@ -95,14 +99,16 @@ class Constants(TorchFunctionMode):
             if each.is_meta:
                 self._known[id(each)] = each, its
 
-    def _forget(self, name: str, given: list[torch.Tensor], values: list[Any]) -> None:
-        """Note what an operation does that has operands whose values are not known."""
+    def _note_mixed(self, given: list[torch.Tensor], values: list[Any]) -> None:
+        """Note that tensors meet in an operation, of which some are not known."""
         for tensor, value in zip(given, values, strict=True):
-            if value is not None and tensor.is_meta and _differs(value, self.tokens):
-                self.positions_enter = True
-        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        if (in_place or name == "__setitem__") and values and values[0] is not None:
-            memory = values[0].untyped_storage().data_ptr()
+            if not self.positions_enter and value is not None and tensor.is_meta:
+                self.positions_enter = _differs(value, self.tokens)
+
+    def _forget(self, value: torch.Tensor | None) -> None:
+        """Forget what shares memory with ``value``: it is written, and with what is not known."""
+        if value is not None:
+            memory = value.untyped_storage().data_ptr()
             self._known = {
                 key: pair
                 for key, pair in self._known.items()

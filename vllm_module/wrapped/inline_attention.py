@@ -68,8 +68,8 @@ class InlineAttention(StandIn):
         left = iter(self.calls)
 
         def finish(scores: Scores, value: torch.Tensor) -> torch.Tensor:
-            call = next(left)
-            if tuple(note.kind for note in scores.notes) != call.kinds:
+            call = next(left, None)
+            if call is None or tuple(note.kind for note in scores.notes) != call.kinds:
                 raise RuntimeError(
                     f"{type(self.module).__name__} computes attention differently than it did "
                     "when the model was built"

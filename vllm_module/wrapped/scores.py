@@ -93,7 +93,7 @@ class Scores(torch.Tensor):
         kwargs = kwargs or {}
         name = func.__name__
         if name == "__get__" or name in _QUERIES:
-            of_device = func is torch.Tensor.device.__get__
+            of_device = func == torch.Tensor.device.__get__
             return args[0].query.device if of_device else _plain(func, args, kwargs)
         scores = next((each for each in args if isinstance(each, Scores)), None)
         if scores is None or scores.noted != len(scores.notes):
