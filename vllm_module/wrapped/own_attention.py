@@ -117,7 +117,7 @@ def divert(model: Any, longest: int) -> Diverted:
     """
     if model._supports_attention_backend:
         return Diverted()
-    return Diverted() if _divert_methods(model, longest) else _divert_forward(model, longest)
+    return Diverted() if divert_methods(model, longest) else _divert_forward(model, longest)
 
 
 def _divert_forward(model: Any, longest: int) -> Diverted:
@@ -162,7 +162,7 @@ def _divert_forward(model: Any, longest: int) -> Diverted:
     return Diverted(takes_positions=constants.positions_enter or not (calls and by_distance))
 
 
-def _divert_methods(model: nn.Module, longest: int) -> bool:
+def divert_methods(model: nn.Module, longest: int) -> bool:
     """Divert methods ``_attn``; return whether there was one."""
     found = False
     for module in model.modules():
