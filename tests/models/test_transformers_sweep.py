@@ -23,10 +23,10 @@ TOKEN_IDS: torch.Tensor = _sweep["TOKEN_IDS"]
 tiny_model: Callable[..., Any] = _sweep["tiny_model"]
 
 # Dense, windows and soft caps, experts stored apart and packed, shared K/V, sinks, a tied head,
-# chosen tokens, experts that return what they are given.
+# experts that return what they are given.
 RIGHT = (
     "smollm3", "gemma2", "mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "gpt_neox",
-    "deepseek_v32", "longcat_flash",
+    "longcat_flash",
 )  # fmt: skip
 # Attention in a method of its own, windows; a bias by distance in the forward pass. They have no
 # plan, so they run on one rank.

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module import ModelConfig
+from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.constants import Constants
@@ -255,6 +256,13 @@ def test_slopes_are_those_of_the_formula(bloom: tuple[Path, Any], dtype: str) ->
     torch.testing.assert_close(slopes, expected, rtol=2e-3, atol=0)
 
 
+def test_masks_of_long_sequences_are_read_in_16_bits(tmp_path: Path) -> None:
+    """A mask of 512 tokens is read at their positions, which 16 bits would round."""
+    tiny_model("openai-gpt", n_positions=512, n_layer=1).save_pretrained(tmp_path)
+    _, model = _built(tmp_path, "bfloat16")
+    assert model.library_name == "OpenAIGPTLMHeadModel"
+
+
 def test_positions_that_enter_otherwise_are_refused(
     bloom: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,10 +299,24 @@ def test_attention_that_changes_is_noticed(
 
 
 def test_fewer_chosen_tokens_than_the_length_are_refused(tmp_path: Path) -> None:
-    """Attention to 8 chosen tokens runs up to 8 tokens, and is refused for 9."""
+    """Attention to 8 chosen tokens is right for 8 tokens on two ranks, and is refused for 9."""
     sizes = {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts": 4}
-    tiny_model("deepseek_v32", index_topk=8, **sizes).save_pretrained(tmp_path)
-    _built(tmp_path, max_model_len=8)
+    library = tiny_model("deepseek_v32", index_topk=8, num_experts_per_tok=2, **sizes)
+    library.save_pretrained(tmp_path)
+    ids = torch.tensor([5, 90, 17, 33, 64, 21, 8, 77])
+    with torch.no_grad():
+        expected = library(input_ids=ids[None], use_cache=False).logits[0]
+
+    def run(rank: int) -> torch.Tensor:
+        source, model = _built(tmp_path, max_model_len=8)
+        with source.open() as checkpoint:
+            model.load_weights(checkpoint)
+        model.check()
+        with torch.inference_mode():
+            return model.compute_logits(model(ids, torch.arange(8)))
+
+    for logits in run_ranks(2, run):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     with pytest.raises(UnsupportedModelError, match=r"to 8 chosen tokens.*at most 8, not 9"):
         _built(tmp_path, max_model_len=9)
 

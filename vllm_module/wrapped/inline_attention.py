@@ -148,7 +148,8 @@ class _Seen:
 
     def __init__(self, constants: Constants, heads: int, tokens: int) -> None:
         self.constants, self.heads = constants, heads
-        self.rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS)).long()
+        count = min(tokens, _ROWS)
+        self.rows = torch.arange(count) * (tokens - 1) // max(count - 1, 1)
         self.scale = 1.0
         self.bias = torch.zeros(1, 1, tokens, dtype=torch.float64)
         self.kept = torch.ones(1, len(self.rows), tokens, dtype=torch.bool)
@@ -245,6 +246,8 @@ def _slopes(bias: torch.Tensor, kept: torch.Tensor, heads: int) -> tuple[float, 
     What is the same for all keys of a query is not in them: a softmax does not depend on it.
     """
     tokens = bias.shape[-1]
+    if bias.shape[1] == 1:  # the same for all queries: the last one has most keys
+        kept = kept[:, -1:]
     weights = kept.double().expand(kept.shape[0], kept.shape[1], tokens)
     count = weights.sum(-1, keepdim=True)
     keys = torch.arange(tokens, dtype=torch.float64)
