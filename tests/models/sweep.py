@@ -68,13 +68,53 @@ def types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+_DOTS3: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "head_dim": 32,
+    "layer_types": ["indexed_attention", "sliding_attention"], "num_hidden_layers": 2,
+    "mlp_layer_types": ["dense", "sparse"], "adapter_out_dim": 64,
+    "per_layer_config": {
+        1: {
+            "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
+            "kv_lora_rank": 32, "head_dim": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    },
+}  # fmt: skip
+
 # Entries that only one type needs, for a small configuration that fits together.
 OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
         "layer_types": ["full_attention"] * 2,
     },
-    "dots3_note_text": {"num_key_value_heads": 4, "adapter_in_dim": 64},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 1.5},
+        "ffn_config": {
+            "hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2,
+        },
+    },
+    "dots3_note": {
+        "text_config": _DOTS3
+        | {
+            "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0,
+            "moe_intermediate_size": 32, "shared_experts_intermediate_size": 32,
+            "q_lora_rank": 32, "kv_lora_rank": 32, "max_position_embeddings": 256,
+            "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 4,
+        },
+        "vision_config": {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "moe_intermediate_size": 32, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "adapter_in_dim": 64, "adapter_out_dim": 64,
+            "mlp_layer_types": ["dense"], "per_layer_config": {},
+        },
+        "audio_config": {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "downsample_hidden_size": 16, "adapter_input_size": 64,
+            "adapter_out_dim": 64,
+        },
+    },
+    "dots3_note_text": _DOTS3,
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "num_hidden_layers": 2, "intermediate_size": [96, 96],
         "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 16,
@@ -83,6 +123,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
@@ -126,7 +167,7 @@ def tiny_config(cls: Any, **changes: Any) -> Any:
     given |= {name: value for name, value in changes.items() if name in default}
     for name, part in getattr(cls, "sub_configs", {}).items():
         is_default = default.get(name) is None and name == "vision_config"
-        if not (isinstance(default.get(name), dict) or is_default):
+        if name in changes or not (isinstance(default.get(name), dict) or is_default):
             continue
         if not hasattr(part, "model_type"):  # AutoConfig: the type is an entry
             kind = (default[name] or {"model_type": "siglip_vision_model"})["model_type"]
@@ -141,7 +182,9 @@ def tiny_config(cls: Any, **changes: Any) -> Any:
             chosen = list(dict.fromkeys(kinds))  # one layer of each type, at least
             given[name] = (chosen * layers)[: max(layers, len(chosen))]
             given["num_hidden_layers"] = len(given[name])
-    if default.get("per_layer_config") is not None:  # layers with heads of another size
+    if (
+        default.get("per_layer_config") is not None and "per_layer_config" not in changes
+    ):  # layers with heads of another size
         given["per_layer_config"] = {
             f"{layer:02}": {"head_dim": 32}
             for layer, layer_type in enumerate(given.get("layer_types", ()))

@@ -22,16 +22,22 @@ try_type: Callable[..., dict[str, Any]] = _sweep["try_type"]
 TOKEN_IDS: torch.Tensor = _sweep["TOKEN_IDS"]
 tiny_model: Callable[..., Any] = _sweep["tiny_model"]
 
-# Dense, windows and soft caps, experts stored apart and packed, shared K/V, sinks, a tied head.
-RIGHT = ("smollm3", "gemma2", "mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "gpt_neox")
-ALONE = ("gpt_neo",)  # attention in a method of its own, windows; no plan, so one rank
+# Dense, windows and soft caps, experts stored apart and packed, shared K/V, sinks, a tied head,
+# experts that return what they are given.
+RIGHT = (
+    "smollm3", "gemma2", "mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "gpt_neox",
+    "longcat_flash",
+)  # fmt: skip
+# Attention in a method of its own, windows; a bias by distance in the forward pass. They have no
+# plan, so they run on one rank.
+ALONE = ("gpt_neo", "bloom")
 REFUSED = {
     "bert": "is_causal is false",
     "mamba": "recurrent state",
-    "bloom": "takes no position_ids",
+    "roformer": "takes no position_ids",
     "bart": "encoder-decoder",
     "doge": "a mask of its own",
-    "falcon": "0 times",
+    "megatron-bert": "0 times",
 }
 
 

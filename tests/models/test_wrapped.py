@@ -19,7 +19,7 @@ from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.attention import stepping
-from vllm_module.wrapped.own_attention import divert
+from vllm_module.wrapped.own_attention import divert_methods
 from vllm_module.wrapped.probe import probe_of
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
@@ -234,7 +234,7 @@ def test_attention_of_its_own_is_measured(
 ) -> None:
     """Scale and window are found from numbers; what is no scaled softmax is left alone."""
     module = _Own(change)
-    divert(module, 32)
+    divert_methods(module, 32)
     own = vars(module).get("_attn")
     if expected is None:
         assert own is None
@@ -246,7 +246,7 @@ def test_attention_of_its_own_is_measured(
 def test_attention_without_a_causal_mask_is_refused() -> None:
     """A method that masks nothing, in a model that makes no mask, attends to later tokens."""
     module = _Own(lambda scores: scores)
-    divert(module, 32)
+    divert_methods(module, 32)
     query = torch.zeros(1, 2, 3, 64, device="meta")
     with (
         stepping(probe_of(module)),

@@ -22,6 +22,7 @@ from vllm_module.wrapped.library import library
 
 NAME = "vllm_module"  # under which a model finds the function; it has no function for masks
 PROBING = "vllm_module_probing"  # the same, with the function for masks that a probe reads
+MASKED = "vllm_module_masked"  # the same, for modules that must have a mask, which is not read
 LAYERS = "paged_attention"  # the child of a module that attends: its layers, in order of its calls
 
 
@@ -73,12 +74,14 @@ def attend(
 
 
 def register() -> None:
-    """Make :func:`attend` known to transformers, under both names."""
-    from vllm_module.wrapped.mask import probing_mask
+    """Make :func:`attend` known to transformers, under its names."""
+    from vllm_module.wrapped.mask import probing_mask, standing_mask
 
-    for name in (NAME, PROBING):
+    for name in (NAME, PROBING, MASKED):
         library("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, attend)
-    library("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(PROBING, probing_mask)
+    masks = library("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    masks.register(PROBING, probing_mask)
+    masks.register(MASKED, standing_mask)
 
 
 @dataclass

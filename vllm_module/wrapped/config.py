@@ -50,6 +50,9 @@ def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
     config = config_of(entries)
     text = text_config(config)
     named = {name: getattr(text, name, None) for name in _LIFTED}
+    named["max_position_embeddings"] = named["max_position_embeddings"] or getattr(
+        text, "max_seq_len", None
+    )
     lifted = {name: value for name, value in named.items() if type(value) is int and value > 0}
     # Models of recurrent layers have no heads, and are refused when they are built.
     lifted.setdefault("num_attention_heads", 1)

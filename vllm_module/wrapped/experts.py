@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any
 
 import torch
@@ -15,10 +17,75 @@ from vllm_module.layers.fused_moe import ExpertsLinear
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import Dim, Experts, Slot
 
+_SMALL = {"gate_up_proj": (3, 4, 3), "down_proj": (2, 3, 2)}  # of three experts, for a trial
+
 
 def is_experts(module: nn.Module) -> bool:
-    """Tell whether ``module`` holds experts in the form that transformers' interface expects."""
+    """Tell whether ``module`` holds experts in the form that transformers' interface expects.
+
+    LongCat's do not declare it, and some of them return what they are given. They are taken for
+    experts if they compute what we expect.
+    """
+    if isinstance(getattr(module, "identity_expert", None), nn.Identity):
+        return has_identity_experts(module)
     return hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+
+
+@torch.no_grad()
+def has_identity_experts(module: Any) -> bool:
+    """Tell whether the last experts of ``module`` return what they are given, and others are gated.
+
+    It is tried with three small experts. If it is so, what the interface declares is declared.
+    """
+
+    def made_up(*shape: int) -> torch.Tensor:
+        numbers = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu") * 5 % 7
+        return (numbers / 3 - 1).view(shape)
+
+    weights = {name: made_up(*shape) for name, shape in _SMALL.items()}
+    small = object.__new__(type(module))
+    vars(small).update(vars(module))
+    vars(small).update(_parameters=weights, num_routed_experts=2, total_experts=3)
+    hidden, shares = made_up(2, 3), made_up(2, 2) + 2
+    index = torch.tensor([[0, 2], [1, 0]], device="cpu")
+    expected = torch.zeros_like(hidden)
+    try:
+        for token, chosen in enumerate(index.tolist()):
+            for expert, share in zip(chosen, shares[token], strict=True):
+                x = hidden[token]
+                if expert < 2:
+                    gate, up = (weights["gate_up_proj"][expert] @ x).chunk(2)
+                    x = weights["down_proj"][expert] @ (module.act_fn(gate) * up)
+                expected[token] += share * x
+        if not torch.allclose(small.forward(hidden, index, shares), expected, atol=1e-5):
+            return False
+    except Exception:  # code from outside
+        return False
+    vars(module).update(
+        has_gate=True, has_bias=False, is_transposed=False, is_concatenated=True,
+        has_post_expert_norm=False,
+    )  # fmt: skip
+    vars(module)["_apply_gate"] = lambda y: module.act_fn(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1]
+    return True
+
+
+class RoutedOnMeta:
+    """The forward pass of ``module``, experts in another form, which does not run on meta."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return ``[tokens, hidden]``."""
+        if hidden_states.is_meta:
+            return torch.empty_like(hidden_states)
+        return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Tell whether ``module`` is called as experts are, with experts and their weights."""
+    given = list(inspect.signature(type(module).forward).parameters)
+    return given == ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
 class WrappedExperts(vLLMModule):
@@ -53,8 +120,14 @@ class WrappedExperts(vLLMModule):
         self.expert_group = expert_parallel_group()
         packed = "gate_up_proj" if experts.has_gate else "up_proj"
         first, second = getattr(experts, packed), experts.down_proj
-        count = first.shape[0]
+        # Experts behind those with weights return what they are given.
+        count = second.shape[0]
         together = not (gate_up and down)
+        self.skipped_weights = {
+            f"{expert}.{slot}.weight": "an expert that returns what it is given has no weights"
+            for expert in range(count, len(first))
+            for slot in gate_up
+        }
         self.experts = Experts(count, 0, 1, together)
         if self.expert_group is not None:
             if self.expert_group.own_tokens:
@@ -106,8 +179,13 @@ class WrappedExperts(vLLMModule):
         """
         if hidden.is_meta:
             return torch.empty_like(hidden)
+        (experts,) = self._library
         kept = self.experts.kept
         order, offsets = sort_by_expert(top_k_index.int(), kept.start, len(kept))
         y = self._activated(self.w13(hidden, offsets, order, top_k_index.shape[-1]))
         output = combine_experts(self.w2(y, offsets), order, offsets, top_k_weights.float())
-        return self.tp_group.all_reduce(output) if self.summed else output
+        output = self.tp_group.all_reduce(output) if self.summed else output
+        if hasattr(experts, "identity_expert"):
+            weights = top_k_weights.masked_fill(top_k_index < self.experts.count, 0.0)
+            output = output + (hidden * weights.sum(-1, keepdim=True)).to(output.dtype)
+        return output

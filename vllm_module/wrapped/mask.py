@@ -31,14 +31,35 @@ class MaskRule(NamedTuple):
 
 
 class Mask(torch.Tensor):
-    """Stands for a mask while a model is probed; on meta.
+    """Stands for a mask while a model is probed, or attends in its own way; on meta.
 
     Attributes:
         rule: what it masks; ``None`` if it is no rule that we know.
 
     """
 
-    rule: MaskRule | None
+    rule: MaskRule | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Keep the rule of a mask that gets another dtype or device."""
+        kwargs = kwargs or {}
+        if func is not torch.Tensor.to or not isinstance(args[0], Mask):
+            parent: Any = super()
+            return parent.__torch_function__(func, types, args, kwargs)
+        mask: Mask = args[0]
+        given = [*args[1:], *kwargs.values()]
+        dtype = next((each for each in given if isinstance(each, torch.dtype)), mask.dtype)
+        marker = torch.empty(mask.shape, dtype=dtype, device="meta").as_subclass(Mask)
+        marker.rule = mask.rule
+        return marker
+
+
+def standing_mask(*, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
+    """Return a mask that is not read; called by transformers' mask interface."""
+    marker = torch.empty(1, 1, q_length, kv_length, device="meta").as_subclass(Mask)
+    marker.rule = MaskRule()
+    return marker
 
 
 def probing_mask(

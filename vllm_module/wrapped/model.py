@@ -18,10 +18,12 @@ from vllm_module.load import Load, Weights
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Weight
-from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepping
+from vllm_module.wrapped.attention import LAYERS, MASKED, NAME, Running, register, stepping
 from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
+from vllm_module.wrapped.chosen_tokens import choose_all
 from vllm_module.wrapped.config import TransformersConfig, config_of
+from vllm_module.wrapped.inline_attention import has_stand_in
 from vllm_module.wrapped.names import Names
 from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
@@ -59,20 +61,22 @@ class TransformersForCausalLM(vLLMModule):
         model = build(library_config, config.architectures[0])
         whole = build_whole(library_config, config.architectures[0])
         refuse_architecture(model)
-        divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
+        own = divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
-        self._trunk, found = find_trunk(model)
+        self._trunk, found = find_trunk(model, takes_positions=own.takes_positions)
         calls = {found.paths[module]: each for module, each in found.calls.items()}
-        refuse_calls(model, calls, config.max_model_len)
+        refuse_calls(model, calls, config.max_model_len, own.reason)
+        if found.chosen:
+            choose_all(model, config.max_model_len or config.max_position_embeddings or _MEASURED)
         replacing.replace_others(calls)
         # The replaced model, without masks, as it will run: shapes are this rank's.
         held = probe_of(model)
         with _blamed_on_plan(replacing.plan.unused):
             run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
             _add_attention(calls, held.calls, held.paths, type(model).__name__)
-        model.config._attn_implementation = NAME
+        model.config._attn_implementation = MASKED if has_stand_in(model) else NAME
         # Not a child: its children are this module's.
         self._library = (model,)
         self.library_name = type(model).__name__
@@ -197,6 +201,7 @@ def _add_attention(
                     call.kv_heads,
                     all_ranks.rule.window,
                     all_ranks.softcap,
+                    all_ranks.slopes,
                 )
             )
         module.add_module(LAYERS, layers)

@@ -1,8 +1,9 @@
-"""Attention that a module of transformers computes in a method of its own, ``_attn``.
+"""Modules of transformers that compute attention themselves: let them call our attention.
 
-Older classes do not call transformers' interface for attention. Where they have such a method, it
-is measured: on a few numbers, it shows its scale, and which tokens it attends to. Then the module
-calls our attention with what was measured. A method that is anything else is left, and refused.
+Older classes do not call transformers' interface for attention. Some have a method for it,
+``_attn``. It is measured: on a few numbers, it shows its scale, and which tokens it attends to.
+Others compute it in the forward pass, which is run on meta. What is not understood is left as it
+is, and refused.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 from torch import nn
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.wrapped.attention import attend
+from vllm_module.wrapped.attention import PROBING, attend
+from vllm_module.wrapped.inline_attention import InlineAttention, Understood, understood
 from vllm_module.wrapped.mask import Mask, MaskRule
+from vllm_module.wrapped.probe import constants_on_meta, probe_of
+from vllm_module.wrapped.scores import Noted, Products, Scores
 
 _ARGUMENTS = ["self", "query", "key", "value", "attention_mask"]
 _SIZES = 16, 64  # of heads that are tried: a scale may depend on it
@@ -92,12 +96,75 @@ class OwnAttention:
         return output.transpose(1, 2), None
 
 
-def divert(model: nn.Module, longest: int) -> None:
-    """Let the modules of ``model`` with a method ``_attn`` call our attention.
+class Diverted(NamedTuple):
+    """What was found of the modules that compute attention themselves.
+
+    Attributes:
+        reason: why one is left as it is; empty if none is.
+        takes_positions: whether more than attention depends on the positions of tokens.
+
+    """
+
+    reason: str = ""
+    takes_positions: bool = True
+
+
+def divert(model: Any, longest: int) -> Diverted:
+    """Let the modules of ``model`` that compute attention themselves call ours.
 
     ``longest`` is the most tokens that the model takes. No tensor of it may be on meta that the
     methods read.
     """
+    if model._supports_attention_backend:
+        return Diverted()
+    return Diverted() if divert_methods(model, longest) else _divert_forward(model, longest)
+
+
+def _divert_forward(model: Any, longest: int) -> Diverted:
+    """Divert modules that compute attention in the forward pass."""
+    calls: dict[nn.Module, list[Understood]] = {}
+    multiplying: set[nn.Module] = set()  # something else
+    running: list[nn.Module] = []
+
+    def begin(query: torch.Tensor, key: torch.Tensor, notes: list[Noted]) -> Scores | None:
+        if query.shape[-2] == key.shape[-2] == longest:
+            return Scores.of(query, key, finish, notes)
+        multiplying.update(running)
+        return None
+
+    def finish(scores: Scores, value: torch.Tensor) -> torch.Tensor:
+        calls.setdefault(running[-1], []).append(understood(scores, constants))
+        return value.new_empty(*scores.query.shape[:-1], value.shape[-1])
+
+    def before(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    modules = list(model.modules())
+    hooks = [module.register_forward_pre_hook(before) for module in modules]
+    hooks += [module.register_forward_hook(after) for module in modules]
+    on_meta = constants_on_meta(model, PROBING, probe_of(model, longest))
+    try:
+        with on_meta as (constants, given), constants, Products(begin):
+            model(**given)
+    except UnsupportedModelError as error:
+        return Diverted(str(error))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, each in calls.items():
+        if module in multiplying:
+            return Diverted(f"{type(module).__name__} multiplies more than queries and keys")
+        vars(module)["forward"] = InlineAttention(module, each)
+    by_distance = all(call.slopes for each in calls.values() for call in each)
+    return Diverted(takes_positions=constants.positions_enter or not (calls and by_distance))
+
+
+def divert_methods(model: nn.Module, longest: int) -> bool:
+    """Divert methods ``_attn``; return whether there was one."""
+    found = False
     for module in model.modules():
         method = getattr(type(module), "_attn", None)
         if method is None or list(inspect.signature(method).parameters) != _ARGUMENTS:
@@ -108,6 +175,8 @@ def divert(model: nn.Module, longest: int) -> None:
             measured = None
         if measured is not None:
             vars(module)["_attn"] = OwnAttention(module, measured)
+            found = True
+    return found
 
 
 @torch.no_grad()

@@ -34,11 +34,12 @@ _WHOLE = frozenset(
     )
 )  # fmt: skip
 ALL_REDUCE = "all_reduce"
+IDENTITY = "moe_identity_expert"
 _KNOWN = (
     _WHOLE
     | GATHERED
     | _SPLIT_INPUT
-    | {COLUMN, EXPERTS, ALL_REDUCE, "rowwise", "packed_colwise", "packed_rowwise"}
+    | {COLUMN, EXPERTS, ALL_REDUCE, IDENTITY, "rowwise", "packed_colwise", "packed_rowwise"}
 )
 
 

@@ -17,7 +17,9 @@ from torch import nn
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.messages import describe_error, shorten
 from vllm_module.readiness import guard, modules_that_load, unguard
-from vllm_module.wrapped.attention import NAME, PROBING, stepping
+from vllm_module.wrapped.attention import MASKED, NAME, PROBING, stepping
+from vllm_module.wrapped.constants import Constants
+from vllm_module.wrapped.inline_attention import has_stand_in
 from vllm_module.wrapped.mask import Mask, MaskRule
 
 TOKENS = 3  # of the sequence; no usual number of heads or features
@@ -41,6 +43,7 @@ class Call(NamedTuple):
         scale: factor of the scores.
         rule: which tokens are attended to.
         softcap: of the scores.
+        slopes: of a bias by distance, one for each head; ``None`` without.
 
     """
 
@@ -51,6 +54,7 @@ class Call(NamedTuple):
     scale: float
     rule: MaskRule
     softcap: float | None
+    slopes: tuple[float, ...] | None
 
 
 @dataclass
@@ -59,16 +63,20 @@ class Probe:
 
     Args:
         paths: from a module to its path, for messages.
+        tokens: of the sequence.
 
     Attributes:
         calls: by module, in order.
         order: the modules that attend, once for each call.
+        chosen: the path of a module that attends to chosen tokens, and their indices.
 
     """
 
     paths: Mapping[nn.Module, str]
+    tokens: int = TOKENS
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
     order: list[nn.Module] = field(default_factory=list)
+    chosen: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     def attend(  # noqa: D102 # of Step
         self,
@@ -85,14 +93,22 @@ class Probe:
             raise _refused(path, f"query, key and value of shapes {shapes}: expected one sequence")
         heads, tokens, size = query.shape[1:]
         kv_heads = key.shape[1]
-        if key.shape[2] != TOKENS or tokens != TOKENS or value.shape[1:3] != key.shape[1:3]:
-            raise _refused(path, f"{shapes}: queries and keys should be those of {TOKENS} tokens")
+        same = value.shape[1:3] == key.shape[1:3]
+        if key.shape[2] != self.tokens or tokens != self.tokens or not same:
+            raise _refused(
+                path, f"{shapes}: queries and keys should be those of {self.tokens} tokens"
+            )
         if key.shape[-1] != size or heads % kv_heads:
             raise _refused(path, f"{shapes}: query heads cannot share the key-value heads")
         options = {name: each for name, each in options.items() if each is not None}
         scale = options.pop("scaling", size**-0.5)
         window, softcap = options.pop("sliding_window", None), options.pop("softcap", None)
         options.pop("s_aux", None)
+        slopes = options.pop("alibi_slopes", None)
+        if slopes is not None and len(slopes) != heads:
+            raise _refused(path, f"{len(slopes)} slopes of a bias, for {heads} heads")
+        if isinstance(indices := options.pop("indices", None), torch.Tensor):
+            self.chosen.append((path, indices))
         if options.pop("dropout", 0.0):
             raise _refused(path, "dropout")
         if not options.get("is_causal", getattr(module, "is_causal", True)):
@@ -109,7 +125,9 @@ class Probe:
             if known is None:
                 raise _refused(path, "a mask of its own")
             rule = known
-        call = Call(heads, kv_heads, size, value.shape[-1], float(scale), rule, softcap or None)
+        call = Call(
+            heads, kv_heads, size, value.shape[-1], float(scale), rule, softcap or None, slopes
+        )
         self.calls.setdefault(module, []).append(call)
         self.order.append(module)
         return query.new_empty(1, tokens, heads, value.shape[-1])
@@ -132,9 +150,9 @@ class _GroupOnMeta:
         return torch.cat([tensor] * self.size, dim)
 
 
-def probe_of(model: nn.Module) -> Probe:
-    """Return a probe of ``model`` that has recorded nothing."""
-    return Probe({module: path for path, module in model.named_modules()})
+def probe_of(model: nn.Module, tokens: int = TOKENS) -> Probe:
+    """Return a probe of ``model`` that has recorded nothing, of a sequence of ``tokens``."""
+    return Probe({module: path for path, module in model.named_modules()}, tokens)
 
 
 def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
@@ -144,22 +162,53 @@ def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
 
     Raises ``UnsupportedModelError`` if it fails, or for what we do not compute.
     """
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    mask = torch.ones(1, TOKENS, dtype=torch.int64, device="meta") if masks else None
-    name = type(model).__name__
+    name = PROBING if masks else NAME
+    if has_stand_in(model):  # it may look at values of constants, such as positions
+        with constants_on_meta(model, MASKED, found) as (constants, given), constants:
+            part(**given)
+        return
+    with on_meta(model, name, found):
+        ids = torch.zeros(1, found.tokens, dtype=torch.int64)
+        mask = torch.ones_like(ids) if masks else None
+        part(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+
+
+@contextmanager
+def constants_on_meta(
+    model: Any, name: str, found: Probe
+) -> Iterator[tuple[Constants, dict[str, Any]]]:
+    """Like :func:`on_meta`; return what knows constants, and what ``model`` is to be called with.
+
+    The positions are known, and the tokens are not.
+    """
+    with on_meta(model, name, found) as values:
+        ids = torch.zeros(1, found.tokens, dtype=torch.int64)
+        positions = torch.zeros_like(ids)
+        values = {**values, positions: torch.arange(found.tokens, device="cpu")[None]}
+        given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        yield Constants(values, found.tokens), given
+
+
+@contextmanager
+def on_meta(model: Any, name: str, found: Probe) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Put ``model`` on meta and give calls of attention of this name to ``found``, in the block.
+
+    Returns the values of buffers that were computed when the model was built, by those on meta.
+    """
+    owner = type(model).__name__
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_tensors_on_meta(model))
-        stack.enter_context(implementation(model.config, PROBING if masks else NAME))
+        values = stack.enter_context(_tensors_on_meta(model))
+        stack.enter_context(implementation(model.config, name))
         stack.enter_context(stepping(found))
         stack.enter_context(torch.device("meta"))
         try:
-            part(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+            yield values
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{name}: {error}") from None
+            raise UnsupportedModelError(f"{owner}: {error}") from None
         except Exception as error:  # code from outside
             raise UnsupportedModelError(
-                f"{name} does not run on tensors without values, by which its attention is found: "
+                f"{owner} does not run on tensors without values, by which its attention is found: "
                 f"{describe_error(error)}"
             ) from error
 
@@ -176,9 +225,13 @@ def implementation(config: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _tensors_on_meta(model: nn.Module) -> Iterator[None]:
-    """Put the buffers of ``model`` on meta, and let no rank wait for others, in the block."""
+def _tensors_on_meta(model: nn.Module) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Put the buffers of ``model`` on meta, and let no rank wait for others, in the block.
+
+    Returns the values of those that no checkpoint stores.
+    """
     changed: list[tuple[dict[str, Any], str, Any]] = []
+    values: dict[torch.Tensor, torch.Tensor] = {}
 
     def change(holder: dict[str, Any], name: str, value: Any) -> None:
         changed.append((holder, name, holder[name]))
@@ -190,16 +243,20 @@ def _tensors_on_meta(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                change(module._buffers, name, buffer.to("meta"))
+                moved = buffer.to("meta")
+                change(module._buffers, name, moved)
+                if name in module._non_persistent_buffers_set:
+                    values[moved] = buffer
         attributes = vars(module)
         for name, value in list(attributes.items()):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 change(attributes, name, value.to("meta"))
+                values[attributes[name]] = value
         group = attributes.get("tp_group")
         if group is not None and group.size > 1:
             change(attributes, "tp_group", _GroupOnMeta(group.rank, group.size))
     try:
-        yield
+        yield values
     finally:
         for holder, name, value in reversed(changed):
             holder[name] = value

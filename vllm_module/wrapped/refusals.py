@@ -33,9 +33,12 @@ def _has_cross_attention(model: Any) -> bool:
 
 
 def refuse_calls(
-    model: Any, calls: Mapping[str, Sequence[Call]], max_model_len: int | None
+    model: Any, calls: Mapping[str, Sequence[Call]], max_model_len: int | None, own: str
 ) -> None:
-    """Raise ``UnsupportedModelError`` for what the calls of attention show."""
+    """Raise ``UnsupportedModelError`` for what the calls of attention show.
+
+    ``own`` says why attention that the model computes itself was not replaced, if it is known.
+    """
     name = type(model).__name__
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     total = sum(map(len, calls.values()))
@@ -43,6 +46,7 @@ def refuse_calls(
         raise UnsupportedModelError(
             f"{name} calls attention through transformers' interface {total} times, and has "
             f"{layers} layers: the others compute it themselves, or keep another state"
+            + (f" ({own})" if own else "")
         )
     for path, each in calls.items():
         for call in each:

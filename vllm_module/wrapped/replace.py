@@ -14,13 +14,14 @@ from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.linear import LinearBase
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.tree import loads_itself
-from vllm_module.wrapped.experts import WrappedExperts, is_experts
+from vllm_module.wrapped.experts import RoutedOnMeta, WrappedExperts, is_experts, is_routed
 from vllm_module.wrapped.names import Names
 from vllm_module.wrapped.plan_styles import (
     ALL_REDUCE,
     COLUMN,
     EXPERTS,
     GATHERED,
+    IDENTITY,
     Plan,
     linear_of,
     parameter_of,
@@ -62,6 +63,8 @@ class Replacing:
             if is_experts(module):
                 above, _, attr = path.rpartition(".")
                 self.model.get_submodule(above)._modules[attr] = self._experts(path, module)
+            elif self.group.size == 1 and is_routed(module):
+                vars(module)["forward"] = RoutedOnMeta(module)
 
     def replace_others(self, calls: Mapping[str, Sequence[Call]]) -> None:
         """Replace linear layers, embeddings, and parameters that the plan names.
@@ -95,6 +98,11 @@ class Replacing:
         if type(module) is nn.Linear:
             return self._linear(path, module)
         style = self.plan.style(path)
+        if self.group.size > 1 and style == IDENTITY:
+            raise UnsupportedModelError(
+                f"the tensor-parallel plan of {self.owner} has the style {IDENTITY} for {path}, "
+                "which is no part of experts whose form is known"
+            )
         if self.group.size > 1 and style in (EXPERTS, ALL_REDUCE) and not loads_itself(module):
             vars(module)["tp_group"] = self.group
             module.register_forward_hook(_summed)
@@ -103,7 +111,7 @@ class Replacing:
     def _experts(self, path: str, module: Any) -> nn.Module:
         packed = "gate_up_proj" if module.has_gate else "up_proj"
         stored = [self.names.stored(f"{path}.{name}") for name in (packed, "down_proj")]
-        for name in (packed, "down_proj"):
+        for name in (packed, "down_proj", "identity_expert"):
             self.plan.style(f"{path}.{name}")
         slots = [tuple(_expert_slot(path, name) for name in each) for each in stored]
         cut = self.plan.style(path) == EXPERTS and self.group.size > 1

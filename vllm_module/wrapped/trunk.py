@@ -29,8 +29,10 @@ class Trunk(NamedTuple):
     output_class: Any
 
 
-def find_trunk(model: Any) -> tuple[Trunk, Probe]:
+def find_trunk(model: Any, *, takes_positions: bool = True) -> tuple[Trunk, Probe]:
     """Return the trunk of ``model``, and what it asks of attention.
+
+    ``takes_positions`` says whether more than attention depends on the positions of tokens.
 
     Raises ``UnsupportedModelError`` if the model attends outside of the first part that it calls,
     or that part takes no positions.
@@ -67,7 +69,8 @@ def find_trunk(model: Any) -> tuple[Trunk, Probe]:
             f"transformers' {name} computes hidden states in itself, or in several parts: the "
             f"first one that it calls is {path}"
         )
-    if "position_ids" not in inspect.signature(trunk.forward).parameters:
+    parameters = inspect.signature(trunk.forward).parameters
+    if takes_positions and "position_ids" not in parameters:
         raise UnsupportedModelError(
             f"{path} of {name} takes no position_ids, so sequences of one batch would get wrong "
             "positions"
