@@ -61,7 +61,7 @@ class LLM:
         model: a folder, a GGUF file, a hub id or a URL, as in
             :class:`~vllm_module.config.ModelConfig`.
         revision, dtype, quantization, max_model_len, hf_overrides, model_code, download_dir,
-            hf_token, enable_expert_parallel, model_impl: as in
+            hf_token, enable_expert_parallel, model_impl, trust_remote_code: as in
             :class:`~vllm_module.config.ModelConfig`.
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,
             instead of the model's.
@@ -108,6 +108,7 @@ class LLM:
         hf_token: str | bool | None = None,
         enable_expert_parallel: bool = False,
         model_impl: ModelImpl = "auto",
+        trust_remote_code: bool = False,
         tokenizer: str | None = None,
         tokenizer_revision: str | None = None,
         skip_tokenizer_init: bool = False,
@@ -149,6 +150,7 @@ class LLM:
             "hf_token": hf_token,
             "enable_expert_parallel": enable_expert_parallel,
             "model_impl": model_impl,
+            "trust_remote_code": trust_remote_code,
         }
         self._defaults = SamplingParams()
         self.tokenizer: Tokenizer | None = None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.messages import describe_error, printable_name
+from vllm_module.messages import describe_error, printable_name, shorten
 from vllm_module.wrapped.build import text_config
+from vllm_module.wrapped.custom_code import CAUSAL_LM, CONFIG, class_of, needs_code
 from vllm_module.wrapped.library import library
 
 # What others here read of a configuration, where transformers' has it.
@@ -24,7 +25,10 @@ _KEPT = (
     "quantization_config",
     "max_model_len",
     "model_impl",
+    "trusted_folder",
 )
+# Entries that are not the file's.
+_OURS = frozenset(("model_impl", "trusted_folder", "max_model_len"))
 
 
 class TransformersConfig(HFConfig):
@@ -37,6 +41,11 @@ class TransformersConfig(HFConfig):
 
     entries: dict[str, Any]
 
+    @property
+    def code_class(self) -> Any:
+        """The class of the model that is code of the checkpoint; ``None`` if none is needed."""
+        return _code_class(self.entries, self.trusted_folder)
+
     if not TYPE_CHECKING:
 
         @classmethod
@@ -47,31 +56,46 @@ class TransformersConfig(HFConfig):
 
 def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return what others here read of ``entries``, and all of them."""
-    config = config_of(entries)
-    text = text_config(config)
+    folder = entries.get("trusted_folder")
+    config = config_of(entries, folder)
+    # Imported here, too, so that ranks in other processes find the copy that transformers makes.
+    text = config if _code_class(entries, folder) is not None else text_config(config)
     named = {name: getattr(text, name, None) for name in _LIFTED}
     lifted = {name: value for name, value in named.items() if type(value) is int and value > 0}
     # Models of recurrent layers have no heads, and are refused when they are built.
     lifted.setdefault("num_attention_heads", 1)
     kept = {name: entries[name] for name in _KEPT if name in entries}
     kept["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
-    return {**lifted, **kept, "entries": dict(entries)}
+    own = {name: value for name, value in entries.items() if name not in _OURS}
+    return {**lifted, **kept, "entries": own}
 
 
-def config_of(entries: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration of ``entries``.
+def _code_class(entries: Mapping[str, Any], folder: str | None) -> Any:
+    if not needs_code(entries):
+        return None
+    cls = class_of(entries, CAUSAL_LM, folder)
+    if cls is None:
+        named = ", ".join(sorted(map(printable_name, entries["auto_map"]))) or "nothing"
+        raise UnsupportedModelError(
+            f"auto_map of config.json names {named}, and no {CAUSAL_LM}: its code has no causal "
+            "language model"
+        )
+    return cls
 
-    Raises ``UnsupportedModelError`` if there is no such model type, or transformers refuses one.
+
+def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
+    """Return the configuration of ``entries``, as transformers or code of the checkpoint reads it.
+
+    ``folder`` is that of the checkpoint, if its code may be run.
+
+    Raises ``UnsupportedModelError`` if there is no such model type, or its class refuses one.
     """
     mapping = library("models.auto.configuration_auto").CONFIG_MAPPING
     kind = entries.get("model_type")
-    if not isinstance(kind, str) or kind not in mapping:
-        if "auto_map" in entries:
-            raise UnsupportedModelError(
-                f"model_type {printable_name(str(kind))} is defined by code of the checkpoint "
-                "(auto_map of config.json), as trust_remote_code runs it elsewhere: here no code "
-                "of a checkpoint is run. Expected a model_type of the transformers library"
-            )
+    config_class = class_of(entries, CONFIG, folder) if needs_code(entries) else None
+    if config_class is None and isinstance(kind, str) and kind in mapping:
+        config_class = mapping[kind]
+    if config_class is None:
         made_by = entries.get("transformers_version")
         newer = f"; config.json was written by {printable_name(str(made_by))}" if made_by else ""
         raise UnsupportedModelError(
@@ -79,10 +103,9 @@ def config_of(entries: Mapping[str, Any]) -> Any:
             f"of config.json{newer}"
         )
     try:
-        config_class = mapping[kind]
         return config_class.from_dict(config_class._decode_special_floats(dict(entries)))
     except Exception as error:  # code from outside
         raise UnsupportedModelError(
-            f"transformers refuses config.json of model_type {printable_name(kind)}: "
+            f"{config_class.__name__} refuses config.json of model_type {shorten(kind)}: "
             f"{describe_error(error)}"
         ) from error

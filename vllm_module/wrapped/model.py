@@ -55,9 +55,14 @@ class TransformersForCausalLM(vLLMModule):
         register()
         self.config = config
         self.dtype = torch.get_default_dtype()
-        library_config = config_of(config.entries)
-        model = build(library_config, config.architectures[0])
-        whole = build_whole(library_config, config.architectures[0])
+        library_config = config_of(config.entries, config.trusted_folder)
+        code_class, architecture = config.code_class, config.architectures[0]
+        if code_class is not None:
+            _log.info("%s is code of the checkpoint, in %s", architecture, config.trusted_folder)
+        elif config.trusted_folder is not None and "auto_map" in config.entries:
+            _log.info("code of the checkpoint is not run: transformers has %s", architecture)
+        model = build(library_config, architecture, code_class)
+        whole = None if code_class is not None else build_whole(library_config, architecture)
         refuse_architecture(model)
         divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)

@@ -19,6 +19,7 @@ from vllm_module.cli.options import (
     ModelImplOption,
     SizeOption,
     Source,
+    TrustOption,
 )
 from vllm_module.cli.output import console, plural, print_json, working
 from vllm_module.cli.ranks import TIMEOUT, TimeoutOption
@@ -55,6 +56,7 @@ def check(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -86,6 +88,7 @@ def check(
         model_code=model_code,
         download_dir=download_dir,
         model_impl=model_impl.value,
+        trust_remote_code=trust_remote_code,
         enable_expert_parallel=enable_expert_parallel,
     ) as llm:
         from vllm_module.cli.comparison import TOLERANCES, compare, generated, transformers_model
