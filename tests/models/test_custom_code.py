@@ -17,9 +17,10 @@ from transformers import dynamic_module_utils
 
 from vllm_module import LLM, ModelConfig, SamplingParams
 from vllm_module.distributed import run_ranks
-from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
 from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
+from vllm_module.runtime.code_tokenizer import read_tokenizer
 
 TOKEN_IDS = (torch.arange(12) * 37 + 5) % 60
 
@@ -249,3 +250,64 @@ def test_the_other_rules_hold_for_code(folder: Path) -> None:
     )
     with pytest.raises(WeightLoadError, match="calls attention through transformers' interface 0"):
         ModelSource.find(_config(folder)).build(torch.device("cpu"))
+
+
+TOKENIZATION = """
+from pathlib import Path
+
+from transformers import PreTrainedTokenizer
+
+Path(r"{trace}").touch()
+
+class OwnTokenizer(PreTrainedTokenizer):
+    def __init__(self, **options):
+        self._letters = "abcdefghijklmnopqrstuvwxyz "
+        super().__init__(eos_token="</s>", **options)
+
+    @property
+    def vocab_size(self):
+        return len(self._letters)
+
+    def get_vocab(self):
+        return {{letter: number for number, letter in enumerate(self._letters)}}
+
+    def _tokenize(self, text, **options):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self._letters.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self._letters[index % len(self._letters)]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+"""
+
+
+@pytest.fixture
+def with_tokenizer(folder: Path) -> Path:
+    """Return the checkpoint with a tokenizer that is code."""
+    code = TOKENIZATION.format(trace=folder.parent / "read")
+    (folder / "tokenization_own.py").write_text(code)
+    entries = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(entries))
+    return folder
+
+
+def test_a_tokenizer_may_be_trusted_code(with_tokenizer: Path) -> None:
+    """Texts are encoded and decoded by it; texts that it fails on are refused with the reason."""
+    tokenizer = read_tokenizer(with_tokenizer, trust_remote_code=True)
+    assert tokenizer.encode("a cat") == [0, 26, 2, 0, 19]
+    assert tokenizer.encode("a cat", most=2) == [0, 26]
+    assert tokenizer.decode([2, 0, 19]) == "cat"
+    assert tokenizer.continuation([2], [0, 19]) == "at"
+    with pytest.raises(ValueError, match=r"cannot encode 'A'"):
+        tokenizer.encode("A")
+
+
+def test_a_tokenizer_is_not_run_without_trust(with_tokenizer: Path) -> None:
+    """The class is named, and a model without a tokenizer takes token ids."""
+    with pytest.raises(CheckpointFormatError, match=r"tokenization_own\.Own.*trust_remote"):
+        read_tokenizer(with_tokenizer, trust_remote_code=False)
+    assert not (with_tokenizer.parent / "read").exists()
