@@ -178,6 +178,29 @@ def test_names_from_before_a_rename_are_refused_by_name(saved: Callable[..., Pat
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def test_reports_have_the_names_of_the_checkpoint(saved: Callable[..., Path]) -> None:
+    """A tensor that transformers renames is called what the checkpoint calls it."""
+    source = _source(saved("mixtral"))
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        tensors = {name: handle.read() for name, handle in checkpoint.items()}
+    expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    other = "model.layers.0.block_sparse_moe.experts.1.w9.weight"
+    bad = tensors | {expert: tensors[expert][:, :-1], other: tensors[expert]}
+    with pytest.raises(WeightLoadError) as raised:
+        model.load_weights(bad)
+    for own in (expert, other):
+        renamed = own.replace("block_sparse_moe", "mlp")
+        (line,) = [each for each in str(raised.value).splitlines() if f"  {own}: " in each]
+        assert line.endswith(f"(transformers: {renamed})")
+    twice = tensors | {expert.replace("block_sparse_moe", "mlp"): tensors[expert]}
+    with pytest.raises(WeightLoadError, match=r"is already filled by .*block_sparse_moe"):
+        model.load_weights(twice)
+    model.load_weights(tensors)
+    loaded = {name for names in model.load_report.loaded.values() for name in names}
+    assert loaded == tensors.keys()
+
+
 @pytest.mark.parametrize("impl", ["auto", "transformers"])
 def test_the_log_says_whose_model_it_is(
     saved: Callable[..., Path], caplog: pytest.LogCaptureFixture, impl: Any

@@ -15,8 +15,10 @@ from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import Attention, AttentionMetadata
 from vllm_module.load import Load, Weights
+from vllm_module.messages import printable_name, shorten
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
+from vllm_module.report import Problem
 from vllm_module.weights import Weight
 from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepping
 from vllm_module.wrapped.build import build, build_whole
@@ -134,16 +136,46 @@ class TransformersForCausalLM(vLLMModule):
         """Load a checkpoint, whose names and layout transformers' rules say."""
         pairs: Any = weights
         streamed = iter(pairs) is pairs
-        renamed = self._renamed(pairs)
-        return super().load_weights(renamed if streamed else list(renamed))
+        report = Load.current().report
+        kinds = report.unexpected, report.misshapen
+        before = [len(problems) for problems in kinds]
+        stored: dict[str, list[str]] = {}
+        renamed = self._renamed(pairs, stored)
+        loaded = super().load_weights(renamed if streamed else list(renamed))
+        for problems, first in zip(kinds, before, strict=True):
+            for number, (own, detail) in enumerate(problems[first:], first):
+                if names := ", ".join(map(printable_name, stored.get(own, ()))):
+                    problems[number] = Problem(own, f"{detail} (transformers: {names})")
+        return loaded
 
-    def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        for name, weight in pairs:
-            parts = self._names.of(name, weight)
+    def _renamed(
+        self, pairs: Iterable[tuple[str, Weight]], stored: dict[str, list[str]]
+    ) -> Iterator[tuple[str, Weight]]:
+        """Yield pairs by our names; ``stored`` gets them by the checkpoint's, if they differ."""
+        load = Load.current()
+        full_names = load.renamed_by(self)
+        for given, weight in pairs:
+            own, parts = load.full_name(self, given), self._names.of(given, weight)
             if isinstance(parts, str):
-                Load.current().skip(name, parts)
-            else:
-                yield from parts
+                load.skip(own, parts)
+                continue
+            for each, part in parts:
+                name = self._with_attention(each)
+                if name != given:
+                    stored.setdefault(own, []).append(name)
+                if (first := full_names.setdefault(name, own)) != own:
+                    detail = f"{name} is already filled by {shorten(first)}"
+                    load.report.duplicated.append(Problem(own, detail))
+                else:
+                    yield name, part
+
+    def _with_attention(self, name: str) -> str:
+        """Return the path of a scale of keys or values, stored where transformers attends."""
+        path, _, attr = name.rpartition(".")
+        if attr not in ("k_scale", "v_scale"):
+            return name
+        layers = dict(self.named_modules()).get(f"{path}.{LAYERS}")
+        return name if layers is None else f"{path}.{LAYERS}.{attr}"
 
 
 @contextmanager
