@@ -35,9 +35,18 @@ def build(config: Any, architecture: str, code_class: Any = None) -> Any:
     """
     if code_class is not None:
         return _ready(_built(code_class, config), code_class)
-    text = text_config(config)
+    text, cls = class_for(config, architecture)
     if text is not config:  # the whole model says which weights are tied
         text.tie_word_embeddings = config.tie_word_embeddings
+    return _ready(_built(cls, text), cls)
+
+
+def class_for(config: Any, architecture: str) -> tuple[Any, Any]:
+    """Return the configuration of the language model in ``config``, and transformers' class of it.
+
+    Raises ``UnsupportedModelError`` if there is none, or none with the name ``architecture``.
+    """
+    text = text_config(config)
     cls = _class_of(text, architecture if text is config else "")
     if cls is None:
         raise UnsupportedModelError(
@@ -49,7 +58,7 @@ def build(config: Any, architecture: str, code_class: Any = None) -> Any:
             f"config.json names the architecture {printable_name(architecture)}, and its "
             f"model_type {config.model_type!r} is that of {cls.__name__}: expected both of one"
         )
-    return _ready(_built(cls, text), cls)
+    return text, cls
 
 
 def _ready(model: Any, cls: Any) -> Any:
