@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,12 @@ _KEPT = (
 )
 # Entries that are not the file's.
 _OURS = frozenset(("model_impl", "trusted_folder", "max_model_len"))
+
+
+# Entries that transformers reads elsewhere, or converts.
+_ELSEWHERE = frozenset(
+    ("_name_or_path", "auto_map", "quantization_config", "rope_theta", "rope_scaling", *_OURS)
+)
 
 
 class TransformersConfig(HFConfig):
@@ -102,6 +109,7 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
             f"transformers {library().__version__} knows no model_type {printable_name(str(kind))} "
             f"of config.json{newer}"
         )
+    _refuse_newer_entries(entries, config_class)
     try:
         return config_class.from_dict(config_class._decode_special_floats(dict(entries)))
     except Exception as error:  # code from outside
@@ -109,3 +117,31 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
             f"{config_class.__name__} refuses config.json of model_type {shorten(kind)}: "
             f"{describe_error(error)}"
         ) from error
+
+
+def _refuse_newer_entries(entries: Mapping[str, Any], config_class: Any) -> None:
+    """Refuse entries that an installed transformers would ignore, from a newer one that has them.
+
+    Files of this version or an older one have what no class reads, such as notes of a trainer.
+    """
+    written, installed = entries.get("transformers_version"), library().__version__
+    if not isinstance(written, str) or _version(written) <= _version(installed):
+        return
+    try:
+        known = {*dir(config_class()), *config_class.attribute_map, *_ELSEWHERE}
+    except Exception:  # code from outside, which may need entries
+        return
+    unknown = [name for name, value in entries.items() if value is not None and name not in known]
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json was written by transformers {printable_name(written)}, and "
+            f"{config_class.__name__} of {installed} knows no "
+            f"{', '.join(map(printable_name, sorted(unknown)[:20]))}: it would be ignored. Upgrade "
+            "transformers, or set it to null in hf_overrides if it changes nothing"
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return major and minor number, by which entries differ."""
+    found = re.match(r"(\d{1,6})\.(\d{1,6})", text)
+    return tuple(map(int, found.groups())) if found else ()
