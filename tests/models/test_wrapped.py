@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_module import ModelConfig
 from vllm_module.distributed import run_ranks, tensor_parallel
-from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.errors import MisshapenWeightError, UnsupportedModelError, WeightLoadError
 from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.attention import stepping
@@ -199,6 +199,35 @@ def test_reports_have_the_names_of_the_checkpoint(saved: Callable[..., Path]) ->
     model.load_weights(tensors)
     loaded = {name for names in model.load_report.loaded.values() for name in names}
     assert loaded == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ((1, torch.zeros(1)), "a name is a string, and this is of type int"),
+        (("alone",), "expected pairs of name and tensor"),
+    ],
+)
+def test_what_is_no_pair_is_refused(saved: Callable[..., Path], pair: Any, expected: str) -> None:
+    """It is refused as in any model, and no rule of transformers is asked about it."""
+    model = _source(saved("mistral")).build(torch.device("cpu"))
+    with pytest.raises(WeightLoadError, match=expected):
+        model.load_weights([pair])
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x[0], lambda x: x[0, 0]])
+def test_a_tensor_that_cannot_be_split_is_misshapen(
+    saved: Callable[..., Path], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """It is named with its shape, and with the parameters that it is split into."""
+    source = _source(saved("hrm_text"))
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        tensors = {name: handle.read() for name, handle in checkpoint.items()}
+    name = "model.H_module.layers.0.mlp.gate_up_proj.weight"
+    tensors[name] = change(tensors[name])
+    with pytest.raises(MisshapenWeightError, match=r"gate_up_proj\.weight: .*gate_proj.*up_proj"):
+        model.load_weights(tensors)
 
 
 @pytest.mark.parametrize("impl", ["auto", "transformers"])

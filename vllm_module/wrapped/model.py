@@ -154,7 +154,12 @@ class TransformersForCausalLM(vLLMModule):
         """Yield pairs by our names; ``stored`` gets them by the checkpoint's, if they differ."""
         load = Load.current()
         full_names = load.renamed_by(self)
-        for given, weight in pairs:
+        for pair in pairs:
+            named = isinstance(pair, (tuple, list)) and len(pair) == 2
+            if not (named and isinstance(pair[0], str)):  # which is refused as in any model
+                yield pair
+                continue
+            given, weight = pair
             own, parts = load.full_name(self, given), self._names.of(given, weight)
             if isinstance(parts, str):
                 load.skip(own, parts)

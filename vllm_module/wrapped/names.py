@@ -119,9 +119,12 @@ class Names:
     def _split(self, converter: Any, target: str, weight: Weight) -> Iterator[tuple[str, Weight]]:
         first, *_ = patterns = converter.target_patterns
         dim, start = converter.operations[0].dim, 0
-        for pattern in patterns:
-            part = target.replace(first, pattern, 1)
-            size = self._shapes[part][dim]
+        parts = [target.replace(first, pattern, 1) for pattern in patterns]
+        sizes = [self._shapes[part][dim] for part in parts]
+        if len(weight.shape) <= dim or weight.shape[dim] != sum(sizes):
+            yield from ((part, weight) for part in parts)  # which are refused for their shapes
+            return
+        for part, size in zip(parts, sizes, strict=True):
             yield part, weight.narrow(dim, start, size)
             start += size
 
