@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from os import PathLike
@@ -96,6 +96,7 @@ class Load:
         self._nodes = {root: self._top}  # of modules that were called with weights
         # By module that overrides load_weights, full names by the names it was given.
         self._given: dict[nn.Module, dict[str, str]] = {}
+        self._other_names: dict[str, Callable[[str], str | None]] = {}  # by paths, with a dot
         self._renamed: dict[nn.Module, dict[str, str]] = {}  # by the names that it passes on
         self._tree: list[Node] | None = None  # of every module, once it was walked
         self._below: list[nn.Module] | None = None  # the root and every module below
@@ -191,6 +192,13 @@ class Load:
         An override that renames adds to them, so that reports have the names of the checkpoint.
         """
         return self._renamed.setdefault(module, {})
+
+    def report_missing_as(self, module: nn.Module, other_name: Callable[[str], str | None]) -> None:
+        """Name what is missing below ``module`` as ``other_name`` does, too, for reports.
+
+        It gets a name relative to the module, and returns another one of a checkpoint, if any.
+        """
+        self._other_names[self._nodes[module].path] = other_name
 
     def groups(self, module: nn.Module, weights: Weights) -> Iterator[Group]:
         """Yield ``weights`` as groups for ``module``: a collection whole, a stream pair by pair."""
@@ -352,7 +360,11 @@ class Load:
         """Assign what the layer has for a slot that a checkpoint may lack, or report it."""
         weight = absent_weight(location, slot)
         if weight is None:
-            self.report.missing.append(missing(location, slot))
+            name, detail = missing(location, slot)
+            for beginning, other_name in self._other_names.items():
+                other = name.startswith(beginning) and other_name(name[len(beginning) :])
+                detail += f" (or {beginning}{other})" if other else ""
+            self.report.missing.append(Problem(name, detail))
             return
         self.report.loaded.setdefault(location.path, [])
         name = location.stored_name(slot)

@@ -15,7 +15,12 @@ from torch import nn
 
 from vllm_module import ModelConfig
 from vllm_module.distributed import run_ranks, tensor_parallel
-from vllm_module.errors import MisshapenWeightError, UnsupportedModelError, WeightLoadError
+from vllm_module.errors import (
+    MisshapenWeightError,
+    MissingWeightError,
+    UnsupportedModelError,
+    WeightLoadError,
+)
 from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.attention import stepping
@@ -193,12 +198,37 @@ def test_reports_have_the_names_of_the_checkpoint(saved: Callable[..., Path]) ->
         renamed = own.replace("block_sparse_moe", "mlp")
         (line,) = [each for each in str(raised.value).splitlines() if f"  {own}: " in each]
         assert line.endswith(f"(transformers: {renamed})")
+    lacking = {name: tensor for name, tensor in tensors.items() if name != expert}
+    with pytest.raises(WeightLoadError, match=rf"slot 'w2' of .* \(or {expert}\)"):
+        model.load_weights(lacking)
     twice = tensors | {expert.replace("block_sparse_moe", "mlp"): tensors[expert]}
     with pytest.raises(WeightLoadError, match=r"is already filled by .*block_sparse_moe"):
         model.load_weights(twice)
     model.load_weights(tensors)
     loaded = {name for names in model.load_report.loaded.values() for name in names}
     assert loaded == tensors.keys()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "minimax_m2", "gemma4"])
+def test_what_is_missing_has_the_name_of_the_checkpoint(
+    saved: Callable[..., Path], kind: str
+) -> None:
+    """Of the names that transformers renames, it is the one that fits the others."""
+    source = _source(saved(kind))
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        tensors = dict(checkpoint.items())
+        model.load_weights(tensors)
+        for path, names in model.load_report.loaded.items():
+            if len(names) == 1 and names[0] != path:
+                break
+        lacking = {name: handle for name, handle in tensors.items() if name != names[0]}
+        fresh = source.build(torch.device("cpu"))
+        with pytest.raises(MissingWeightError) as raised:
+            fresh.load_weights(lacking)
+    (problem,) = raised.value.report.missing
+    assert problem.name == path
+    assert problem.detail.endswith(f"(or {names[0]})")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from vllm_module.wrapped.attention import LAYERS, NAME, Running, register, stepp
 from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.config import TransformersConfig, config_of
-from vllm_module.wrapped.names import Names
+from vllm_module.wrapped.names import Names, beginnings
 from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
 from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
@@ -136,7 +137,16 @@ class TransformersForCausalLM(vLLMModule):
         """Load a checkpoint, whose names and layout transformers' rules say."""
         pairs: Any = weights
         streamed = iter(pairs) is pairs
-        report = Load.current().report
+        load = Load.current()
+        full_names = load.renamed_by(self)
+
+        @cache
+        def known() -> set[str]:
+            above = len(load.full_name(self, ""))
+            return beginnings(name[above:] for name in full_names.values())
+
+        load.report_missing_as(self, lambda path: self._names.closest(path, known()))
+        report = load.report
         kinds = report.unexpected, report.misshapen
         before = [len(problems) for problems in kinds]
         stored: dict[str, list[str]] = {}
