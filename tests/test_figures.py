@@ -72,6 +72,14 @@ def results() -> dict[str, Any]:
                 ("load, then quantize: fp8_per_channel", 1.59),
             )
         },
+        "wrapped": {
+            kind: {
+                "load, wrapped over native": spread(1.25),
+                "tokens, wrapped over native": spread(1.125),
+                "bytes read over kept, rank 0 of 8": {"native": 1.0, "transformers": 1.5},
+            }
+            for kind in ("llama", "qwen3_moe")
+        },
         "engine": {"3M": size, "58M": size, "0.6B": size},
         "routing": [name | {"names": count} for count in (36096, 144384)],
         "memory": {
@@ -123,7 +131,9 @@ def test_a_table_of_results(bench: dict[str, ModuleType], results: dict[str, Any
         "| vLLM 2.50 (2.38 to 3.00) |"
     )
     assert "| 1.02 (1.01 to 1.05); quantized after loading 1.59 |  |" in table[11]
-    assert len(table) == 6 + 6 + 2
+    assert table[12].endswith("| seconds over loading our model | 1.25 (1.12 to 1.75) |  |")
+    assert "our model 1.00; transformers' class 1.50" in table[14]
+    assert len(table) == 6 + 9 + 2
     results["cold"]["machine"] = MACHINE | {"processor": "Another"}
     *_, last = bench["figures"].measured_on(results).split("; ")
     assert last == "Another, 2 cores (cold)"

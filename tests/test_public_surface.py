@@ -45,9 +45,9 @@ vLLMModule.sleep(self)
 vLLMModule.process_weights_after_loading(self)
 LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None,
     hf_overrides=None, model_code=None, download_dir=None, hf_token=None,
-    enable_expert_parallel=False, model_impl='auto', tokenizer=None, tokenizer_revision=None,
-    skip_tokenizer_init=False, seed=None, max_logprobs=-1, generation_config='auto',
-    device='auto', load_format=None, load_config=None, **engine)
+    enable_expert_parallel=False, model_impl='auto', trust_remote_code=False, tokenizer=None,
+    tokenizer_revision=None, skip_tokenizer_init=False, seed=None, max_logprobs=-1,
+    generation_config='auto', device='auto', load_format=None, load_config=None, **engine)
 LLM.get_tokenizer(self)
 LLM.get_default_sampling_params(self)
 LLM.generate(self, prompts, sampling_params=None, use_tqdm=True)

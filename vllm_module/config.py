@@ -162,6 +162,8 @@ class ModelConfig(_Closed):
         model_impl: ``"native"`` is a model of this package, or one that was registered;
             ``"transformers"`` is the class of the transformers library, with our layers in it.
             ``"auto"`` is native where there is one.
+        trust_remote_code: run Python files of the checkpoint where no other code defines its model
+            or its tokenizer. A native model needs none. Read the files first: they can do anything.
 
     """
 
@@ -189,6 +191,7 @@ class ModelConfig(_Closed):
     model_code: Path | None = None
     enable_expert_parallel: _Flag = False
     model_impl: ModelImpl = "auto"
+    trust_remote_code: _Flag = False
 
 
 class LoadConfig(_Closed):

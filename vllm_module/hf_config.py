@@ -101,6 +101,8 @@ class HFConfig(BaseModel):
             entry of the file: :class:`~vllm_module.config.ModelConfig` has it. Unless given there,
             it is the length that the file declares.
         model_impl: whose model is built. It is not an entry of the file either.
+        trusted_folder: where code of the checkpoint may be run from; ``None`` if it may not be run.
+            No entry of the file sets it.
 
     """
 
@@ -128,6 +130,7 @@ class HFConfig(BaseModel):
     torch_dtype: str | None = None
     max_model_len: Size | None = None
     model_impl: Literal["auto", "native", "transformers"] = "auto"
+    trusted_folder: str | None = None
 
     @model_validator(mode="before")
     @classmethod

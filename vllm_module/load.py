@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from os import PathLike
@@ -96,6 +96,8 @@ class Load:
         self._nodes = {root: self._top}  # of modules that were called with weights
         # By module that overrides load_weights, full names by the names it was given.
         self._given: dict[nn.Module, dict[str, str]] = {}
+        self._other_names: dict[str, Callable[[str], str | None]] = {}  # by paths, with a dot
+        self._renamed: dict[nn.Module, dict[str, str]] = {}  # by the names that it passes on
         self._tree: list[Node] | None = None  # of every module, once it was walked
         self._below: list[nn.Module] | None = None  # the root and every module below
         self._paths: list[str] = []  # of tensors, in the order in which names were assigned
@@ -180,16 +182,34 @@ class Load:
         given.update((name, full_name) for name, _, full_name in group)
         return [(name, weight) for name, weight, _ in group]
 
+    def full_name(self, module: nn.Module, name: str) -> str:
+        """Return the checkpoint's full name of what an override of ``module`` was given."""
+        return self._given.get(module, {}).get(name) or self._nodes[module].path + name
+
+    def renamed_by(self, module: nn.Module) -> dict[str, str]:
+        """Return full names by those that an override of ``module`` passes on.
+
+        An override that renames adds to them, so that reports have the names of the checkpoint.
+        """
+        return self._renamed.setdefault(module, {})
+
+    def report_missing_as(self, module: nn.Module, other_name: Callable[[str], str | None]) -> None:
+        """Name what is missing below ``module`` as ``other_name`` does, too, for reports.
+
+        It gets a name relative to the module, and returns another one of a checkpoint, if any.
+        """
+        self._other_names[self._nodes[module].path] = other_name
+
     def groups(self, module: nn.Module, weights: Weights) -> Iterator[Group]:
         """Yield ``weights`` as groups for ``module``: a collection whole, a stream pair by pair."""
         node = self._nodes[module]
-        given = self._given.get(module, {})
+        given = self._renamed.get(module, self._given.get(module, {}))
         assert not isinstance(weights, Group)
         pairs: Iterable[tuple[str, Weight]]
         pairs = weights.items() if isinstance(weights, Mapping) else weights
         if isinstance(pairs, Collection):
             named = (pair for pair in pairs if self._is_named(node, pair))
-            if not node.path:
+            if not (node.path or given):
                 yield Group(node, [(name, weight, name) for name, weight in named])
                 return
             yield Group(node, [(n, w, given.get(n) or node.path + n) for n, w in named])
@@ -340,7 +360,11 @@ class Load:
         """Assign what the layer has for a slot that a checkpoint may lack, or report it."""
         weight = absent_weight(location, slot)
         if weight is None:
-            self.report.missing.append(missing(location, slot))
+            name, detail = missing(location, slot)
+            for beginning, other_name in self._other_names.items():
+                other = name.startswith(beginning) and other_name(name[len(beginning) :])
+                detail += f" (or {beginning}{other})" if other else ""
+            self.report.missing.append(Problem(name, detail))
             return
         self.report.loaded.setdefault(location.path, [])
         name = location.stored_name(slot)

@@ -81,6 +81,7 @@ class ModelSource:
             load_format=load_format,
             download_dir=model.download_dir,
             token=model.hf_token,
+            code=model.trust_remote_code,
         )
         config = read_config(source.folder, model)
         is_own = isinstance(source, Remote)  # whose opener knows its format
@@ -170,8 +171,10 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     """
     path = folder / "config.json"
     entries = read_entries(folder, model_config.hf_overrides)
-    entries["model_impl"] = model_config.model_impl
-    config_class = registry.config_class(architectures_of(entries, path), model_config.model_impl)
+    architectures, trusted = architectures_of(entries, path), model_config.trust_remote_code
+    impl = registry.settled_impl(architectures, model_config.model_impl, entries.get("auto_map"))
+    entries |= {"model_impl": impl, "trusted_folder": str(folder) if trusted else None}
+    config_class = registry.config_class(architectures, impl)
     if model_config.max_model_len is not None:
         entries["max_model_len"] = model_config.max_model_len
     config = parse_config(config_class, entries, path)

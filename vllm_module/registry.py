@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -213,6 +213,21 @@ def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") ->
         "Add a model of your own with register_model, or with --model-code on the command line. "
         f"A causal language model of transformers was not looked for further: {elsewhere}."
     )
+
+
+def settled_impl(
+    architectures: Sequence[str], model_impl: ModelImpl, auto_map: object
+) -> ModelImpl:
+    """Return ``model_impl``, or ``"transformers"`` for what only code of a checkpoint defines.
+
+    ``auto_map`` is that of ``config.json``, which names the code. Whether it may be run is asked
+    later, when its class is needed.
+    """
+    if model_impl != "auto" or find_spec("transformers") is None:
+        return model_impl
+    code = isinstance(auto_map, Mapping) and "AutoModelForCausalLM" in auto_map
+    known = any(_target(each) is not None for each in architectures)
+    return "transformers" if code and not known else model_impl
 
 
 def in_transformers(architectures: Sequence[str]) -> bool:

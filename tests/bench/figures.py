@@ -106,6 +106,28 @@ COSTS: Mapping[str, tuple[str, str, Rows]] = {
             f"{OURS}, quantized after loading": ("0.6B, load, then quantize*", "peak_over_final"),
         },
     ),
+    "Load transformers' class of a model that is ours too": (
+        "seconds over loading our model",
+        "wrapped",
+        {OURS: ("*", "load, wrapped over native")},
+    ),
+    "A token by that class": (
+        "seconds over our model's",
+        "wrapped",
+        {OURS: ("*", "tokens, wrapped over native")},
+    ),
+    "Load one rank of 8 of both": (
+        "bytes read over bytes it keeps",
+        "wrapped",
+        {
+            f"{OURS}, our model": ("*", "bytes read over kept, rank 0 of 8", "native"),
+            f"{OURS}, transformers' class": (
+                "*",
+                "bytes read over kept, rank 0 of 8",
+                "transformers",
+            ),
+        },
+    ),
 }
 SPEEDS: Mapping[str, tuple[str, str, Rows]] = {
     f"Generate, {title}": (
@@ -212,7 +234,8 @@ def memory(results: Mapping[str, Results]) -> dict[str, tuple[list[float], list[
 def measured_on(results: Mapping[str, Results]) -> str:
     """Return the processors of the results that are shown, with the benchmarks if several."""
     benchmarks: dict[str, list[str]] = {}
-    for name in ("load", "cold", "cooperative", "quantization", "engine", "routing", "memory"):
+    shown = "load", "cold", "cooperative", "quantization", "wrapped", "engine", "routing", "memory"
+    for name in shown:
         if name in results:
             about = results[name]["machine"]
             where = f"{about['processor']}, {about['cores']} cores"

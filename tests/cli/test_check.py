@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_module.cli import comparison
 from vllm_module.layers import Attention
+from vllm_module.models.qwen3 import Qwen3ForCausalLM
 
 Run = Callable[..., Any]
 PRECISE = "--dtype", "float32", "--device", "cpu", "--tokens", "6"
@@ -48,8 +49,52 @@ def test_a_wrong_computation_is_told(
     result = run("check", folder, *PRECISE)
     assert result.code == 1
     assert "DIFFERS: logprobs differ by at most" in result.out
+    assert "0 of 3 prompts agree" in result.out
     allowed = run("check", folder, *PRECISE, "--tolerance", "1000")
     assert (allowed.code, "DIFFERS" in allowed.out) == (0, False)
+
+
+def test_a_tensor_that_is_loaded_wrong_is_told(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token that differs is told, with its position and the one of transformers."""
+    post = Qwen3ForCausalLM.process_weights_after_loading
+
+    def permuted(self: Any) -> None:
+        post(self)
+        weight = self.lm_head.weight
+        weight.data[:130] = weight.data[:130].flip(0)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "process_weights_after_loading", permuted)
+    result = run("check", folder, *PRECISE, "--json")
+    assert result.code == 1
+    for each in result.json["prompts"]:
+        position, own, theirs = each["first_other"]
+        assert position == len(each["prompt_ids"])
+        assert own == each["ids"][0] != theirs
+        assert 0 < each["worst"] < len(each["prompt_ids"]) + len(each["ids"])
+    shown = run("check", folder, *PRECISE)
+    assert f"the first other token is {own} at position {position}, where transformers" in shown.out
+
+
+def test_what_is_compared_is_told(run: Run, folder: Path) -> None:
+    """The head names the model, its dtype, ranks, implementation and the other side."""
+    for impl in ("native", "transformers"):
+        result = run("check", folder, *PRECISE, "--model-impl", impl)
+        assert result.code == 0, result.err
+        first, second, third, *_, last = result.out.splitlines()
+        head = "Qwen3ForCausalLM in float32 on cpu, on 1 rank, against transformers"
+        assert first.startswith(head)
+        assert second == f"model_impl: {impl}"
+        assert "prompts are made up" in third
+        assert last == "3 of 3 prompts agree"
+
+
+def test_prompts_without_a_tokenizer_are_refused(run: Run, folder: Path) -> None:
+    """Texts that were given are not replaced by others."""
+    result = run("check", folder, *PRECISE, "--prompt", "a tree")
+    assert result.code == 1
+    assert "has no tokenizer.json" in result.err
 
 
 def test_texts_are_encoded_by_the_checkpoints_tokenizer(run: Run, with_text: Path) -> None:

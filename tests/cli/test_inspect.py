@@ -77,11 +77,41 @@ def test_an_unknown_or_damaged_config(run: Run, edited: Callable[..., Path]) -> 
 
 
 def test_an_architecture_that_only_transformers_has(run: Run, edited: Callable[..., Path]) -> None:
-    """It is not called unsupported: plan tells whether the wrapper takes it."""
-    folder = edited(architectures=["SmolLM3ForCausalLM"])
-    assert "SmolLM3ForCausalLM (of transformers; plan tells" in run("inspect", folder).out
+    """It is called neither supported nor unsupported: plan tells whether the wrapper takes it."""
+    folder = edited(architectures=["SmolLM3ForCausalLM"], model_type="smollm3")
+    assert "SmolLM3ForCausalLM (of transformers, not proven" in run("inspect", folder).out
     architecture = run("inspect", folder, "--json").json["architecture"]
-    assert (architecture["supported"], architecture["model_impl"]) == (True, "transformers")
+    assert (architecture["supported"], architecture["model_impl"]) == (None, "transformers")
+    assert "refused" not in architecture
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"model_type": "bart", "architectures": ["BartForCausalLM"]}, "an encoder-decoder"),
+        ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "keeps recurrent state"),
+        ({"model_type": "next", "architectures": ["SmolLM3ForCausalLM"]}, "no model_type next"),
+        (
+            {
+                "model_type": "own",
+                "architectures": ["OwnForCausalLM"],
+                "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "c.D"},
+            },
+            "--trust-remote-code",
+        ),
+    ],
+)
+def test_what_the_wrapper_refuses(
+    run: Run, edited: Callable[..., Path], entries: dict[str, Any], reason: str
+) -> None:
+    """A model that is refused whatever its sizes is called unsupported, with the reason."""
+    folder = edited(**entries)
+    shown = run("inspect", folder)
+    assert f"{entries['architectures'][0]} (not supported: see below)" in shown.out
+    assert reason in " ".join(shown.out.split())
+    architecture = run("inspect", folder, "--json").json["architecture"]
+    assert (architecture["supported"], architecture["model_impl"]) == (False, "transformers")
+    assert reason in architecture["refused"]
 
 
 def test_a_gguf_file_of_an_unknown_architecture(run: Run, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
         ({"architectures": ["NoSuchForCausalLM"], "model_type": "t5"}, "no causal language model"),
         ({"architectures": ["RwkvForCausalLM"]}, "names the architecture RwkvForCausalLM"),
         ({"num_attention_heads": "four"}, "refuses config.json"),
+        ({"transformers_version": "99.1", "twice": 2}, "99.1.* knows no twice: it would be"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope scaling of type dynamic",
@@ -120,6 +121,23 @@ def test_a_configuration_that_is_not_understood_is_refused(
     """A type, an entry or a rope that the wrapper cannot serve is named."""
     with pytest.raises(UnsupportedModelError, match=expected):
         _source(_changed(llama, tmp_path, **entries)).build(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"transformers_version": "99.1"},
+        {"transformers_version": "99.1", "twice": None, "auto_map": {}, "torch_dtype": "float32"},
+        {"transformers_version": "4.1", "notes_of_a_trainer": 2},
+        {"transformers_version": "next", "notes_of_a_trainer": 2},
+    ],
+    ids=str,
+)
+def test_entries_that_change_nothing_are_ignored(
+    llama: Path, tmp_path: Path, entries: dict[str, Any]
+) -> None:
+    """A newer file without entries of its own is read, and so is an older one with notes."""
+    _source(_changed(llama, tmp_path, **entries)).build(torch.device("cpu"))
 
 
 def test_heads_that_do_not_divide_are_refused(llama: Path) -> None:

@@ -15,7 +15,12 @@ from torch import nn
 
 from vllm_module import ModelConfig
 from vllm_module.distributed import run_ranks, tensor_parallel
-from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.errors import (
+    MisshapenWeightError,
+    MissingWeightError,
+    UnsupportedModelError,
+    WeightLoadError,
+)
 from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.attention import stepping
@@ -176,6 +181,83 @@ def test_names_from_before_a_rename_are_refused_by_name(saved: Callable[..., Pat
             model.load_weights(old)
     assert "self_attn.q_proj.weight" in str(raised.value)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_reports_have_the_names_of_the_checkpoint(saved: Callable[..., Path]) -> None:
+    """A tensor that transformers renames is called what the checkpoint calls it."""
+    source = _source(saved("mixtral"))
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        tensors = {name: handle.read() for name, handle in checkpoint.items()}
+    expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    other = "model.layers.0.block_sparse_moe.experts.1.w9.weight"
+    bad = tensors | {expert: tensors[expert][:, :-1], other: tensors[expert]}
+    with pytest.raises(WeightLoadError) as raised:
+        model.load_weights(bad)
+    for own in (expert, other):
+        renamed = own.replace("block_sparse_moe", "mlp")
+        (line,) = [each for each in str(raised.value).splitlines() if f"  {own}: " in each]
+        assert line.endswith(f"(transformers: {renamed})")
+    lacking = {name: tensor for name, tensor in tensors.items() if name != expert}
+    with pytest.raises(WeightLoadError, match=rf"slot 'w2' of .* \(or {expert}\)"):
+        model.load_weights(lacking)
+    twice = tensors | {expert.replace("block_sparse_moe", "mlp"): tensors[expert]}
+    with pytest.raises(WeightLoadError, match=r"is already filled by .*block_sparse_moe"):
+        model.load_weights(twice)
+    model.load_weights(tensors)
+    loaded = {name for names in model.load_report.loaded.values() for name in names}
+    assert loaded == tensors.keys()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "minimax_m2", "gemma4"])
+def test_what_is_missing_has_the_name_of_the_checkpoint(
+    saved: Callable[..., Path], kind: str
+) -> None:
+    """Of the names that transformers renames, it is the one that fits the others."""
+    source = _source(saved(kind))
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        tensors = dict(checkpoint.items())
+        model.load_weights(tensors)
+        for path, names in model.load_report.loaded.items():
+            if len(names) == 1 and names[0] != path:
+                break
+        lacking = {name: handle for name, handle in tensors.items() if name != names[0]}
+        fresh = source.build(torch.device("cpu"))
+        with pytest.raises(MissingWeightError) as raised:
+            fresh.load_weights(lacking)
+    (problem,) = raised.value.report.missing
+    assert problem.name == path
+    assert problem.detail.endswith(f"(or {names[0]})")
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ((1, torch.zeros(1)), "a name is a string, and this is of type int"),
+        (("alone",), "expected pairs of name and tensor"),
+    ],
+)
+def test_what_is_no_pair_is_refused(saved: Callable[..., Path], pair: Any, expected: str) -> None:
+    """It is refused as in any model, and no rule of transformers is asked about it."""
+    model = _source(saved("mistral")).build(torch.device("cpu"))
+    with pytest.raises(WeightLoadError, match=expected):
+        model.load_weights([pair])
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x[0], lambda x: x[0, 0]])
+def test_a_tensor_that_cannot_be_split_is_misshapen(
+    saved: Callable[..., Path], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """It is named with its shape, and with the parameters that it is split into."""
+    source = _source(saved("hrm_text"))
+    model = source.build(torch.device("cpu"))
+    with source.open() as checkpoint:
+        tensors = {name: handle.read() for name, handle in checkpoint.items()}
+    name = "model.H_module.layers.0.mlp.gate_up_proj.weight"
+    tensors[name] = change(tensors[name])
+    with pytest.raises(MisshapenWeightError, match=r"gate_up_proj\.weight: .*gate_proj.*up_proj"):
+        model.load_weights(tensors)
 
 
 @pytest.mark.parametrize("impl", ["auto", "transformers"])

@@ -50,6 +50,21 @@ def test_weights_configuration_and_tokenizer_are_downloaded(tmp_path: Path, monk
     assert list(huggingface_hub.utils.filter_repo_objects(names + unwanted, **patterns)) == names
 
 
+def test_python_files_are_downloaded_only_for_who_trusts_them(tmp_path: Path, monkeypatch) -> None:
+    """Code is asked for with its revision, and not at all by default."""
+    asked: list[tuple[str, bool]] = []
+
+    def download(repo_id: str, revision: str, allow_patterns: list[str], **_: Any) -> str:
+        asked.append((revision, "*.py" in allow_patterns))
+        (tmp_path / "m.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for code in (False, True):
+        resolve("owner/name", "v1", code=code)
+    assert asked == [("v1", False), ("v1", True)]
+
+
 @pytest.mark.parametrize("present", ["m.safetensors", "pytorch_model.bin", "m.pt", "m.gguf"])
 def test_one_format_of_the_weights_is_downloaded(present: str, tmp_path: Path, monkeypatch) -> None:
     """Weights of torch.save are downloaded where there are no others, without a trainer's state."""

@@ -31,9 +31,13 @@ class Compared:
         prompt: its text; ``None`` if it was given as token ids.
         prompt_ids, ids: its tokens, and those generated here, greedily.
         difference: the largest one between logprobs, at all positions.
+        worst: the position where that is, of the token that the logprobs are for; the first token
+            of the prompt is at 0.
         others: how many tokens are not those that transformers finds most probable after the
-            tokens before, and by how much the first one's logprob is below that, in transformers.
-        gap: see ``others``; 0 if there are none.
+            tokens before.
+        gap: by how much the logprob of the first one of ``others`` is below that of the most
+            probable token, in transformers; 0 if there are none.
+        first_other: of that one, its position, its id, and transformers' first choice there.
 
     """
 
@@ -41,8 +45,10 @@ class Compared:
     prompt_ids: list[int]
     ids: list[int]
     difference: float
+    worst: int
     others: int
     gap: float
+    first_other: tuple[int, int, int] | None
 
     def agrees(self, tolerance: float) -> bool:
         """Tell whether logprobs agree, and tokens do except where two are as probable."""
@@ -65,24 +71,37 @@ def generated(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Reque
     return outputs
 
 
-@contextmanager
-def transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Any]:
-    """Load the model by transformers, with its own attention, and free it at the end.
-
-    Raises ``CommandError`` if transformers is not installed or refuses the model.
-    """
+def transformers_library() -> Any:
+    """Return transformers, which has few hints. Raises ``CommandError`` if it is not installed."""
     try:
         import transformers
     except ImportError:
         raise CommandError(
             "check compares with transformers: pip install 'vllm-module[transformers]'"
         ) from None
-    library: Any = transformers  # which has few hints
+    return transformers
+
+
+@contextmanager
+def transformers_model(
+    folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> Iterator[Any]:
+    """Load the model by transformers, with its own attention, and free it at the end.
+
+    With ``trust_remote_code``, it runs code of the checkpoint where that has some.
+
+    Raises ``CommandError`` if transformers is not installed or refuses the model.
+    """
+    library = transformers_library()
     library.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     try:
         model, info = library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # it raises all kinds
         reason = describe_error(error)
@@ -110,23 +129,21 @@ def compare(model: Any, output: RequestOutput) -> Compared:
     theirs = torch.log_softmax(logits, -1)[:-1].cpu()
     ours = [*(output.prompt_logprobs or [None])[1:], *(sample.logprobs or ())]
     assert len(ours) == len(theirs), "each token but the first has logprobs"
-    difference = 0.0
-    for row_of, at in zip(ours, theirs, strict=True):
+    difference, worst = 0.0, 1
+    for position, (row_of, at) in enumerate(zip(ours, theirs, strict=True), 1):
         assert row_of is not None
         listed = torch.tensor([*row_of])
         own = torch.tensor([each.logprob for each in row_of.values()])
-        difference = max(difference, _distance(own, at[listed]))
+        distance = _distance(own, at[listed])
+        if distance > difference:
+            difference, worst = distance, position
     chosen = theirs[len(prompt) - 1 :]
     below = chosen.amax(-1) - chosen.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
-    others = below > 0
-    return Compared(
-        output.prompt,
-        prompt,
-        ids,
-        difference,
-        int(others.sum()),
-        float(below[others][0]) if others.any() else 0.0,
-    )
+    others, first_other, gap = (below > 0).nonzero().flatten().tolist(), None, 0.0
+    if others:
+        (first, *_), gap = others, float(below[others[0]])
+        first_other = len(prompt) + first, ids[first], int(chosen[first].argmax())
+    return Compared(output.prompt, prompt, ids, difference, worst, len(others), gap, first_other)
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -231,6 +231,16 @@ ModelImplOption = Annotated[
 ]
 
 
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python files of the checkpoint where no other code defines its model or its "
+        "tokenizer. Read them first: they can do anything.",
+    ),
+]
+
+
 ExpertParallelOption = Annotated[
     bool,
     typer.Option(
@@ -257,7 +267,8 @@ def model_config(
     model_code: Path | None,
     enable_expert_parallel: bool,
     download_dir: Path | None,
-    model_impl: ModelImpl = ModelImpl.auto,
+    model_impl: ModelImpl,
+    trust_remote_code: bool,
 ) -> ModelConfig:
     """Return the configuration of a model from the options that describe it."""
     from vllm_module.config import ModelConfig
@@ -270,6 +281,7 @@ def model_config(
         "enable_expert_parallel": enable_expert_parallel,
         "download_dir": download_dir and str(download_dir),
         "model_impl": model_impl.value,
+        "trust_remote_code": trust_remote_code,
     }
     return ModelConfig(**entries)
 

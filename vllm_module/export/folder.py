@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_module.messages import printable
 from vllm_module.weights import read_file
-from vllm_module.weights.hub import SMALL_FILES
+from vllm_module.weights.hub import CODE, SMALL_FILES
 
 _POOLING = "1_Pooling/config.json"  # of sentence-transformers
 _OF_THE_WEIGHTS = ("config.json", "sharded_state.json", "*.index.json")  # written anew, or not true
@@ -56,12 +56,12 @@ def demand_free(out: Path) -> None:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer and of generation, but none that describes the weights."""
+    """Copy the files of the tokenizer, of generation and of code, but none of the weights."""
     names = [path.name for path in source.iterdir() if not path.is_dir()]
     wanted = [
         name
         for name in sorted(names)
-        if any(fnmatch(name, pattern) for pattern in SMALL_FILES)
+        if any(fnmatch(name, pattern) for pattern in (*SMALL_FILES, CODE))
         and not any(fnmatch(name, pattern) for pattern in _OF_THE_WEIGHTS)
     ]
     for name in [*wanted, *([_POOLING] if (source / _POOLING).exists() else [])]:

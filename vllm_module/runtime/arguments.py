@@ -62,7 +62,6 @@ LLM_ARGUMENTS: Accepted = {
     "structured_outputs_config": ({},),
     "task": ("auto", "generate", "embed"),
     "tokenizer_mode": ("auto", "hf"),
-    "trust_remote_code": (False,),
     "use_v2_block_manager": (...,),
     "worker_cls": ("auto",),
     "worker_extension_cls": ("",),

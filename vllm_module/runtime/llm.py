@@ -22,6 +22,7 @@ from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, Unsupp
 from vllm_module.messages import describe_error, shorten
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.chat import ChatTemplate, Messages
+from vllm_module.runtime.code_tokenizer import read_tokenizer
 from vllm_module.runtime.embedder import Embedder
 from vllm_module.runtime.embedding import Pooling
 from vllm_module.runtime.engine import Engine
@@ -61,7 +62,7 @@ class LLM:
         model: a folder, a GGUF file, a hub id or a URL, as in
             :class:`~vllm_module.config.ModelConfig`.
         revision, dtype, quantization, max_model_len, hf_overrides, model_code, download_dir,
-            hf_token, enable_expert_parallel, model_impl: as in
+            hf_token, enable_expert_parallel, model_impl, trust_remote_code: as in
             :class:`~vllm_module.config.ModelConfig`.
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,
             instead of the model's.
@@ -108,6 +109,7 @@ class LLM:
         hf_token: str | bool | None = None,
         enable_expert_parallel: bool = False,
         model_impl: ModelImpl = "auto",
+        trust_remote_code: bool = False,
         tokenizer: str | None = None,
         tokenizer_revision: str | None = None,
         skip_tokenizer_init: bool = False,
@@ -149,6 +151,7 @@ class LLM:
             "hf_token": hf_token,
             "enable_expert_parallel": enable_expert_parallel,
             "model_impl": model_impl,
+            "trust_remote_code": trust_remote_code,
         }
         self._defaults = SamplingParams()
         self.tokenizer: Tokenizer | None = None
@@ -158,13 +161,16 @@ class LLM:
         self._template: ChatTemplate | None = None
         self._templates = TemplateProcess()
         self._max_logprobs = max_logprobs
+        self._trusts_code = trust_remote_code
         self._seeds = None if seed is None else random.Random(seed)
         model_config = ModelConfig(**entries)
         config = EngineConfig(**engine)
         text_folder: Path | None = None
         if tokenizer is not None:
             hub: dict[str, Any] = {"download_dir": model_config.download_dir, "token": hf_token}
-            text_folder = resolve(str(tokenizer), tokenizer_revision, weights=False, **hub)
+            text_folder = resolve(
+                str(tokenizer), tokenizer_revision, weights=False, code=trust_remote_code, **hub
+            )
         loading = LoadConfig() if load_config is None else LoadConfig.model_validate(load_config)
         if load_format is not None:
             loading = LoadConfig(**{**loading.model_dump(), "load_format": load_format})
@@ -194,7 +200,7 @@ class LLM:
         """Read the tokenizer and the chat template, or the reasons why there are none."""
         try:
             if not self.no_tokenizer:
-                self.tokenizer = Tokenizer(folder)
+                self.tokenizer = read_tokenizer(folder, self._trusts_code)
         except CheckpointFormatError as error:
             self.no_tokenizer = str(error)
         try:

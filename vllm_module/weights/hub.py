@@ -17,6 +17,7 @@ from vllm_module.weights.regular_file import is_there
 # other formats of the weights. The exception is 1_Pooling, where sentence-transformers keeps a
 # small file: so a subfolder's name may end in "g".
 SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+CODE = "*.py"  # is downloaded only for a user who trusts it
 
 
 _GGUF = ("*.gguf",)
@@ -58,14 +59,17 @@ def resolve(
     download_dir: str | None = None,
     token: str | bool | None = None,
     weights: bool = True,
+    code: bool = False,
 ) -> Path:
     """Return the local folder of ``model``: a path, or a Hugging Face hub id to download.
 
     A path that exists is returned unchanged, and ``revision`` (a branch, tag or commit of the hub)
     is ignored. ``download_dir`` replaces the hub's cache, and ``token`` the one that is stored.
     Of the weights, those of ``load_format`` are downloaded; without ``weights``, or with
-    ``"dummy"``, only the small files are. Raises ``CheckpointFormatError``, with advice, if
-    ``model`` neither exists nor can be downloaded, or has several models in GGUF files.
+    ``"dummy"``, only the small files are. With ``code``, Python files are too.
+
+    Raises ``CheckpointFormatError``, with advice, if ``model`` neither exists nor can be
+    downloaded, or has several models in GGUF files.
     """
     path = Path(os.path.expanduser(model))
     if is_there(path, follow_links=True):
@@ -73,7 +77,7 @@ def resolve(
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
     patterns = _patterns(load_format) if weights and load_format != "dummy" else []
-    return download(model, revision, patterns, download_dir=download_dir, token=token)
+    return download(model, revision, patterns, download_dir=download_dir, token=token, code=code)
 
 
 def download(
@@ -83,6 +87,7 @@ def download(
     *,
     download_dir: str | None,
     token: str | bool | None,
+    code: bool = False,
 ) -> Path:
     """Return the folder of a model of the hub, as :func:`resolve` does, whatever is here.
 
@@ -116,7 +121,7 @@ def download(
                 revision=revision,
                 cache_dir=download_dir,
                 token=token,
-                allow_patterns=[*pattern, *SMALL_FILES],
+                allow_patterns=[*pattern, *SMALL_FILES, *([CODE] if code else ())],
                 ignore_patterns=[each for each in _UNWANTED if each not in pattern],
             )
             if any(any(Path(folder).glob(each)) for each in pattern):

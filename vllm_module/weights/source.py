@@ -125,20 +125,26 @@ def find_source(
     load_format: str = "auto",
     download_dir: str | None = None,
     token: str | bool | None = None,
+    code: bool = False,
 ) -> Source:
     """Return the source of ``model``: a URL, a folder, or a hub id, which is downloaded.
 
     ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://`` are known; what was
     registered for one of them goes before. ``load_format`` is that of ``LoadConfig``; a registered
-    opener knows its own. ``download_dir`` and ``token`` are those of :func:`resolve`. With
-    ``"dummy"``, no weights are downloaded.
+    opener knows its own. ``download_dir``, ``token`` and ``code`` are those of :func:`resolve`; of
+    a URL, no code is fetched. With ``"dummy"``, no weights are downloaded.
 
     Raises ``CheckpointFormatError`` if it cannot be found.
     """
     scheme, separator, _ = model.partition("://")
     if not separator:
         folder = resolve(
-            model, revision, load_format=load_format, download_dir=download_dir, token=token
+            model,
+            revision,
+            load_format=load_format,
+            download_dir=download_dir,
+            token=token,
+            code=code,
         )
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import LocalFiles, format_of

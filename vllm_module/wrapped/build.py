@@ -17,24 +17,36 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import describe_error, printable_name
+from vllm_module.messages import describe_error, printable_name, shorten
 from vllm_module.wrapped.library import library
 
 _hook_lock = threading.Lock()  # the hook belongs to the process, and ranks may be threads
 
 
-def build(config: Any, architecture: str) -> Any:
+def build(config: Any, architecture: str, code_class: Any = None) -> Any:
     """Return the causal language model of ``config``, with tied weights tied.
 
     ``config`` is a configuration of transformers; of a multimodal model, its text model is built.
-    ``architecture`` is the name in ``config.json``.
+    ``architecture`` is the name in ``config.json``. ``code_class`` is the class that code of the
+    checkpoint defines, if it does: that is built.
 
     Raises ``UnsupportedModelError`` if transformers has no causal language model for it, if its
     code fails, or if a buffer that no checkpoint stores has no values.
     """
-    text = text_config(config)
+    if code_class is not None:
+        return _ready(_built(code_class, config), code_class)
+    text, cls = class_for(config, architecture)
     if text is not config:  # the whole model says which weights are tied
         text.tie_word_embeddings = config.tie_word_embeddings
+    return _ready(_built(cls, text), cls)
+
+
+def class_for(config: Any, architecture: str) -> tuple[Any, Any]:
+    """Return the configuration of the language model in ``config``, and transformers' class of it.
+
+    Raises ``UnsupportedModelError`` if there is none, or none with the name ``architecture``.
+    """
+    text = text_config(config)
     cls = _class_of(text, architecture if text is config else "")
     if cls is None:
         raise UnsupportedModelError(
@@ -46,7 +58,11 @@ def build(config: Any, architecture: str) -> Any:
             f"config.json names the architecture {printable_name(architecture)}, and its "
             f"model_type {config.model_type!r} is that of {cls.__name__}: expected both of one"
         )
-    model = _built(cls, text)
+    return text, cls
+
+
+def _ready(model: Any, cls: Any) -> Any:
+    """Return ``model``, of ``cls``, with its dtypes and plain buffers, in evaluation mode."""
     _keep_float32(model)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -94,16 +110,26 @@ def _class_of(config: Any, architecture: str) -> Any:
 
 
 def _built(cls: Any, config: Any) -> Any:
+    pretrained = library("modeling_utils").PreTrainedModel
+    if not (isinstance(cls, type) and issubclass(cls, pretrained)):
+        raise UnsupportedModelError(
+            f"{shorten(cls)} is not a class of models: expected a subclass of PreTrainedModel"
+        )
     try:
         with _parameters_on_meta():
             model = cls(config)
             model.tie_weights()
     except Exception as error:  # code from outside
         raise UnsupportedModelError(
-            f"transformers' {cls.__name__} cannot be built from config.json: "
+            f"{cls.__name__} of {_origin(cls)} cannot be built from config.json: "
             f"{describe_error(error)}"
         ) from error
     return model
+
+
+def _origin(cls: Any) -> str:
+    own = cls.__module__.startswith("transformers.")
+    return "transformers" if own else "the checkpoint's code"
 
 
 def _keep_float32(model: Any) -> None:

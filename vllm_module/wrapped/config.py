@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.messages import describe_error, printable_name
+from vllm_module.messages import describe_error, printable_name, shorten
 from vllm_module.wrapped.build import text_config
+from vllm_module.wrapped.custom_code import CAUSAL_LM, CONFIG, class_of, needs_code
 from vllm_module.wrapped.library import library
 
 # What others here read of a configuration, where transformers' has it.
@@ -24,6 +26,15 @@ _KEPT = (
     "quantization_config",
     "max_model_len",
     "model_impl",
+    "trusted_folder",
+)
+# Entries that are not the file's.
+_OURS = frozenset(("model_impl", "trusted_folder", "max_model_len"))
+
+
+# Entries that transformers reads elsewhere, or converts.
+_ELSEWHERE = frozenset(
+    ("_name_or_path", "auto_map", "quantization_config", "rope_theta", "rope_scaling", *_OURS)
 )
 
 
@@ -37,6 +48,11 @@ class TransformersConfig(HFConfig):
 
     entries: dict[str, Any]
 
+    @property
+    def code_class(self) -> Any:
+        """The class of the model that is code of the checkpoint; ``None`` if none is needed."""
+        return _code_class(self.entries, self.trusted_folder)
+
     if not TYPE_CHECKING:
 
         @classmethod
@@ -47,8 +63,10 @@ class TransformersConfig(HFConfig):
 
 def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return what others here read of ``entries``, and all of them."""
-    config = config_of(entries)
-    text = text_config(config)
+    folder = entries.get("trusted_folder")
+    config = config_of(entries, folder)
+    # Imported here, too, so that ranks in other processes find the copy that transformers makes.
+    text = config if _code_class(entries, folder) is not None else text_config(config)
     named = {name: getattr(text, name, None) for name in _LIFTED}
     named["max_position_embeddings"] = named["max_position_embeddings"] or getattr(
         text, "max_seq_len", None
@@ -58,34 +76,75 @@ def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
     lifted.setdefault("num_attention_heads", 1)
     kept = {name: entries[name] for name in _KEPT if name in entries}
     kept["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
-    return {**lifted, **kept, "entries": dict(entries)}
+    own = {name: value for name, value in entries.items() if name not in _OURS}
+    return {**lifted, **kept, "entries": own}
 
 
-def config_of(entries: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration of ``entries``.
+def _code_class(entries: Mapping[str, Any], folder: str | None) -> Any:
+    if not needs_code(entries):
+        return None
+    cls = class_of(entries, CAUSAL_LM, folder)
+    if cls is None:
+        named = ", ".join(sorted(map(printable_name, entries["auto_map"]))) or "nothing"
+        raise UnsupportedModelError(
+            f"auto_map of config.json names {named}, and no {CAUSAL_LM}: its code has no causal "
+            "language model"
+        )
+    return cls
 
-    Raises ``UnsupportedModelError`` if there is no such model type, or transformers refuses one.
+
+def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
+    """Return the configuration of ``entries``, as transformers or code of the checkpoint reads it.
+
+    ``folder`` is that of the checkpoint, if its code may be run.
+
+    Raises ``UnsupportedModelError`` if there is no such model type, or its class refuses one.
     """
     mapping = library("models.auto.configuration_auto").CONFIG_MAPPING
     kind = entries.get("model_type")
-    if not isinstance(kind, str) or kind not in mapping:
-        if "auto_map" in entries:
-            raise UnsupportedModelError(
-                f"model_type {printable_name(str(kind))} is defined by code of the checkpoint "
-                "(auto_map of config.json), as trust_remote_code runs it elsewhere: here no code "
-                "of a checkpoint is run. Expected a model_type of the transformers library"
-            )
+    config_class = class_of(entries, CONFIG, folder) if needs_code(entries) else None
+    if config_class is None and isinstance(kind, str) and kind in mapping:
+        config_class = mapping[kind]
+    if config_class is None:
         made_by = entries.get("transformers_version")
         newer = f"; config.json was written by {printable_name(str(made_by))}" if made_by else ""
         raise UnsupportedModelError(
             f"transformers {library().__version__} knows no model_type {printable_name(str(kind))} "
             f"of config.json{newer}"
         )
+    _refuse_newer_entries(entries, config_class)
     try:
-        config_class = mapping[kind]
         return config_class.from_dict(config_class._decode_special_floats(dict(entries)))
     except Exception as error:  # code from outside
         raise UnsupportedModelError(
-            f"transformers refuses config.json of model_type {printable_name(kind)}: "
+            f"{config_class.__name__} refuses config.json of model_type {shorten(kind)}: "
             f"{describe_error(error)}"
         ) from error
+
+
+def _refuse_newer_entries(entries: Mapping[str, Any], config_class: Any) -> None:
+    """Refuse entries that an installed transformers would ignore, from a newer one that has them.
+
+    Files of this version or an older one have what no class reads, such as notes of a trainer.
+    """
+    written, installed = entries.get("transformers_version"), library().__version__
+    if not isinstance(written, str) or _version(written) <= _version(installed):
+        return
+    try:
+        known = {*dir(config_class()), *config_class.attribute_map, *_ELSEWHERE}
+    except Exception:  # code from outside, which may need entries
+        return
+    unknown = [name for name, value in entries.items() if value is not None and name not in known]
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json was written by transformers {printable_name(written)}, and "
+            f"{config_class.__name__} of {installed} knows no "
+            f"{', '.join(map(printable_name, sorted(unknown)[:20]))}: it would be ignored. Upgrade "
+            "transformers, or set it to null in hf_overrides if it changes nothing"
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return major and minor number, by which entries differ."""
+    found = re.match(r"(\d{1,6})\.(\d{1,6})", text)
+    return tuple(map(int, found.groups())) if found else ()

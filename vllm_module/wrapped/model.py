@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import Attention, AttentionMetadata
 from vllm_module.load import Load, Weights
+from vllm_module.messages import printable_name, shorten
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
+from vllm_module.report import Problem
 from vllm_module.weights import Weight
 from vllm_module.wrapped.attention import LAYERS, MASKED, NAME, Running, register, stepping
 from vllm_module.wrapped.build import build, build_whole
@@ -24,7 +27,7 @@ from vllm_module.wrapped.check import check
 from vllm_module.wrapped.chosen_tokens import choose_all
 from vllm_module.wrapped.config import TransformersConfig, config_of
 from vllm_module.wrapped.inline_attention import has_stand_in
-from vllm_module.wrapped.names import Names
+from vllm_module.wrapped.names import Names, beginnings
 from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
 from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
@@ -57,9 +60,14 @@ class TransformersForCausalLM(vLLMModule):
         register()
         self.config = config
         self.dtype = torch.get_default_dtype()
-        library_config = config_of(config.entries)
-        model = build(library_config, config.architectures[0])
-        whole = build_whole(library_config, config.architectures[0])
+        library_config = config_of(config.entries, config.trusted_folder)
+        code_class, architecture = config.code_class, config.architectures[0]
+        if code_class is not None:
+            _log.info("%s is code of the checkpoint, in %s", architecture, config.trusted_folder)
+        elif config.trusted_folder is not None and "auto_map" in config.entries:
+            _log.info("code of the checkpoint is not run: transformers has %s", architecture)
+        model = build(library_config, architecture, code_class)
+        whole = None if code_class is not None else build_whole(library_config, architecture)
         refuse_architecture(model)
         own = divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
@@ -133,16 +141,60 @@ class TransformersForCausalLM(vLLMModule):
         """Load a checkpoint, whose names and layout transformers' rules say."""
         pairs: Any = weights
         streamed = iter(pairs) is pairs
-        renamed = self._renamed(pairs)
-        return super().load_weights(renamed if streamed else list(renamed))
+        load = Load.current()
+        full_names = load.renamed_by(self)
 
-    def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        for name, weight in pairs:
-            parts = self._names.of(name, weight)
+        @cache
+        def known() -> set[str]:
+            above = len(load.full_name(self, ""))
+            return beginnings(name[above:] for name in full_names.values())
+
+        load.report_missing_as(self, lambda path: self._names.closest(path, known()))
+        report = load.report
+        kinds = report.unexpected, report.misshapen
+        before = [len(problems) for problems in kinds]
+        stored: dict[str, list[str]] = {}
+        renamed = self._renamed(pairs, stored)
+        loaded = super().load_weights(renamed if streamed else list(renamed))
+        for problems, first in zip(kinds, before, strict=True):
+            for number, (own, detail) in enumerate(problems[first:], first):
+                if names := ", ".join(map(printable_name, stored.get(own, ()))):
+                    problems[number] = Problem(own, f"{detail} (transformers: {names})")
+        return loaded
+
+    def _renamed(
+        self, pairs: Iterable[tuple[str, Weight]], stored: dict[str, list[str]]
+    ) -> Iterator[tuple[str, Weight]]:
+        """Yield pairs by our names; ``stored`` gets them by the checkpoint's, if they differ."""
+        load = Load.current()
+        full_names = load.renamed_by(self)
+        for pair in pairs:
+            named = isinstance(pair, (tuple, list)) and len(pair) == 2
+            if not (named and isinstance(pair[0], str)):  # which is refused as in any model
+                yield pair
+                continue
+            given, weight = pair
+            own, parts = load.full_name(self, given), self._names.of(given, weight)
             if isinstance(parts, str):
-                Load.current().skip(name, parts)
-            else:
-                yield from parts
+                load.skip(own, parts)
+                continue
+            for each, part in parts:
+                name = self._with_attention(each)
+                if name != given:
+                    stored.setdefault(own, []).append(name)
+                if (first := full_names.setdefault(name, own)) != own:
+                    detail = f"{name} is already filled by {shorten(first)}"
+                    load.report.duplicated.append(Problem(own, detail))
+                else:
+                    yield name, part
+
+    def _with_attention(self, name: str) -> str:
+        """Return the path of a scale of keys or values, stored where transformers attends."""
+        path, _, attr = name.rpartition(".")
+        if attr not in ("k_scale", "v_scale"):
+            return name
+        layers = dict(self.named_modules()).get(f"{path}.{LAYERS}")
+        return name if layers is None else f"{path}.{LAYERS}.{attr}"
 
 
 @contextmanager

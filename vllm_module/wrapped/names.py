@@ -8,7 +8,7 @@ is split is narrowed before it is read. So a rank reads its part only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from vllm_module.errors import UnsupportedModelError
@@ -16,6 +16,7 @@ from vllm_module.weights import Weight
 from vllm_module.wrapped.library import library
 
 _MERGING = frozenset(("MergeModulelist", "Concatenate"))
+_MOST_RENAMINGS = 2  # of one name
 _SPLITTING = frozenset(("Chunk", "Split"))
 
 
@@ -66,6 +67,21 @@ class Names:
                 names = (name.replace(first, target, 1) for target in targets)
                 return tuple(self._here(each) or each for each in names)
         return ()
+
+    def closest(self, path: str, known: Collection[str]) -> str | None:
+        """Return the name that a checkpoint may have for ``path``; ``None`` if it has this one.
+
+        Of those that transformers renames to ``path``, it is the most like the checkpoint's names,
+        of which ``known`` has the :func:`beginnings`. What a rule splits has no other name here.
+        """
+        back = [each.reverse_transform() for each in self._renamings]
+        names = {path: None, self._there(path): None}
+        for _ in range(_MOST_RENAMINGS):
+            names |= {self._rename(name, [each]): None for name in names for each in back}
+        renamed = {name: self._with_prefix(self._rename(name, self._renamings)) for name in names}
+        right = [name for name in names if name == path or self._here(renamed[name]) == path]
+        best = max(right, key=lambda name: sum(each in known for each in beginnings([name])))
+        return best if best != path else None
 
     def of(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
         """Return what the tensor ``name`` of a checkpoint is here, or why it is not loaded.
@@ -119,9 +135,12 @@ class Names:
     def _split(self, converter: Any, target: str, weight: Weight) -> Iterator[tuple[str, Weight]]:
         first, *_ = patterns = converter.target_patterns
         dim, start = converter.operations[0].dim, 0
-        for pattern in patterns:
-            part = target.replace(first, pattern, 1)
-            size = self._shapes[part][dim]
+        parts = [target.replace(first, pattern, 1) for pattern in patterns]
+        sizes = [self._shapes[part][dim] for part in parts]
+        if len(weight.shape) <= dim or weight.shape[dim] != sum(sizes):
+            yield from ((part, weight) for part in parts)  # which are refused for their shapes
+            return
+        for part, size in zip(parts, sizes, strict=True):
             yield part, weight.narrow(dim, start, size)
             start += size
 
@@ -133,6 +152,15 @@ class Names:
             return self._prefix + name
         short = name.removeprefix(self._prefix)
         return short if short in self._shapes else name
+
+
+def beginnings(names: Iterable[str]) -> set[str]:
+    """Return the beginnings of names up to each dot, and the names, with ``*`` for numbers."""
+    found = set()
+    for name in names:
+        parts = ["*" if each.isdecimal() else each for each in name.split(".")]
+        found |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return found
 
 
 def _kinds(converter: Any) -> set[str]:

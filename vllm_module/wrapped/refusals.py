@@ -7,16 +7,40 @@ from typing import Any
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.paged_attention import MAX_HEAD_SIZE
+from vllm_module.wrapped.build import class_for
+from vllm_module.wrapped.config import config_of
+from vllm_module.wrapped.custom_code import needs_code
 from vllm_module.wrapped.probe import Call
+
+
+def refusal_of(entries: Mapping[str, Any]) -> str | None:
+    """Return why the wrapper refuses a model, as far as that shows before it is built.
+
+    ``entries`` are those of ``config.json``. A model without such a reason may be refused too.
+    """
+    try:
+        config = config_of(entries)
+        if not needs_code(entries):
+            _, cls = class_for(config, entries["architectures"][0])
+            _refuse_class(cls, config)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
+
+
+def _refuse_class(cls: Any, config: Any, *, attends_across: bool = False) -> None:
+    if getattr(config, "is_encoder_decoder", False) or attends_across:
+        raise UnsupportedModelError(
+            f"{cls.__name__} is part of an encoder-decoder, or attends across"
+        )
+    if cls._is_stateful:
+        raise UnsupportedModelError(f"{cls.__name__} keeps recurrent state, not keys and values")
 
 
 def refuse_architecture(model: Any) -> None:
     """Raise ``UnsupportedModelError`` for a kind of model that the wrapper does not run."""
-    name, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False) or _has_cross_attention(model):
-        raise UnsupportedModelError(f"{name} is part of an encoder-decoder, or attends across")
-    if model._is_stateful:
-        raise UnsupportedModelError(f"{name} keeps recurrent state, not keys and values")
+    name = type(model).__name__
+    _refuse_class(type(model), model.config, attends_across=_has_cross_attention(model))
     for path, module in model.named_modules():
         rope = getattr(module, "rope_type", None)
         kinds = set(map(str, rope.values() if isinstance(rope, dict) else [rope]))

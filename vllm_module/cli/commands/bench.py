@@ -29,6 +29,7 @@ from vllm_module.cli.options import (
     QuantizationOption,
     SizeOption,
     Source,
+    TrustOption,
 )
 from vllm_module.cli.output import (
     CommandError,
@@ -83,6 +84,7 @@ def bench(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -128,6 +130,7 @@ def bench(
         download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
         model_impl=model_impl.value,
+        trust_remote_code=trust_remote_code,
     ) as llm:
         results = measure(llm, input_len, output_len, num_prompts, concurrency, seed)
         if plot is not None:

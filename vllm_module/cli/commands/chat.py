@@ -32,6 +32,7 @@ from vllm_module.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    TrustOption,
 )
 from vllm_module.cli.output import announce, error_text
 from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
@@ -84,6 +85,7 @@ def chat(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -115,7 +117,12 @@ def chat(
         directory = None if download_dir is None else str(download_dir)
         if model_code is not None:  # which may register the source
             load_model_code(model_code)
-        found = find_source(source, load_format=load_format.value, download_dir=directory)
+        found = find_source(
+            source,
+            load_format=load_format.value,
+            download_dir=directory,
+            code=trust_remote_code,
+        )
         ChatTemplate(found.folder)
         source = str(found.folder) if isinstance(found, Folder) else source
     cache = kv_cache_dtype.value
@@ -133,6 +140,7 @@ def chat(
         download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
         model_impl=model_impl.value,
+        trust_remote_code=trust_remote_code,
     ) as llm:
         params = sampling_params(llm, given, max_tokens=1024)
         refused = _converse(llm, params, system_messages)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -19,10 +20,19 @@ from vllm_module.cli.options import (
     ModelImplOption,
     SizeOption,
     Source,
+    TrustOption,
 )
-from vllm_module.cli.output import console, plural, print_json, working
-from vllm_module.cli.ranks import TIMEOUT, TimeoutOption
+from vllm_module.cli.output import (
+    CommandError,
+    console,
+    plural,
+    print_json,
+    print_text,
+    working,
+)
+from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
 from vllm_module.cli.serving import built_as, check_text, serving
+from vllm_module.messages import printable
 
 PROMPTS = "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,"
 
@@ -55,6 +65,7 @@ def check(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
@@ -67,12 +78,19 @@ def check(
     position, and whether each token is the one that transformers finds most probable. A token may
     be another one where the two are equally probable, up to the tolerance. Float32 shows mistakes
     that 16 bits hide. Without a tokenizer, prompts of token ids are made up. The exit code is 1 if
-    a prompt differs.
+    a prompt differs. Both read the same files: values that are wrong in them are wrong on both
+    sides.
 
-    JSON keys: checkpoint; dtype; device; tensor_parallel_size; tolerance; agrees; prompts, one each
-    (prompt or null, prompt_ids, ids, difference: the largest of logprobs, others: tokens that are
-    not transformers' first choice, gap: how far the first of them is below it, agrees).
+    JSON keys: checkpoint; model_impl; transformers (its version); dtype; device;
+    tensor_parallel_size; tolerance; agrees; prompts, one each (prompt or null, prompt_ids, ids,
+    difference: the largest of logprobs, worst: the position of its token, the prompt's first at 0;
+    others: tokens that are not transformers' first choice, gap: how far the first of them is below
+    it, first_other: its position, its id and the id of transformers' choice, or null; agrees).
     """
+    with working("importing transformers") if is_first_rank() else nullcontext():
+        from vllm_module.cli.comparison import transformers_library
+
+        version: str = transformers_library().__version__
     texts = [check_text(text, "--prompt") for text in prompts or PROMPTS]
     with serving(
         source,
@@ -86,13 +104,20 @@ def check(
         model_code=model_code,
         download_dir=download_dir,
         model_impl=model_impl.value,
+        trust_remote_code=trust_remote_code,
         enable_expert_parallel=enable_expert_parallel,
     ) as llm:
         from vllm_module.cli.comparison import TOLERANCES, compare, generated, transformers_model
+        from vllm_module.cli.implementation import impl_of
+        from vllm_module.cli.tensor_plan import dtype_name
 
         model_dtype, model_device = built_as(llm)
         name, folder, size = llm.source.name, llm.source.folder, llm.executor.size
+        impl, architecture = impl_of(llm.source), llm.source.config.architectures[0]
+        no_text = llm.no_tokenizer
         if llm.tokenizer is None:
+            if prompts:
+                raise CommandError(no_text)
             most = llm.source.config.vocab_size
             rows = [[(7 * i + 3 * j + 1) % most for j in range(5 + i)] for i in range(3)]
             named: list[str | None] = [None] * len(rows)
@@ -103,7 +128,7 @@ def check(
     passes = TOLERANCES.get(model_dtype, 1e-3) if tolerance is None else tolerance
     with (
         working("loading by transformers"),
-        transformers_model(folder, model_dtype, model_device) as model,
+        transformers_model(folder, model_dtype, model_device, trust_remote_code) as model,
     ):
         found = [compare(model, output) for output in outputs]
     agrees = [each.agrees(passes) for each in found]
@@ -111,6 +136,8 @@ def check(
         print_json(
             {
                 "checkpoint": name,
+                "model_impl": impl,
+                "transformers": version,
                 "dtype": model_dtype,
                 "device": model_device,
                 "tensor_parallel_size": size,
@@ -122,8 +149,10 @@ def check(
                         "prompt_ids": each.prompt_ids,
                         "ids": each.ids,
                         "difference": each.difference,
+                        "worst": each.worst,
                         "others": each.others,
                         "gap": each.gap,
+                        "first_other": each.first_other,
                         "agrees": right,
                     }
                     for text, each, right in zip(named, found, agrees, strict=True)
@@ -132,14 +161,28 @@ def check(
         )
     else:
         out = console()
+        ranks = plural(size, "rank")
+        head = f"{architecture} in {dtype_name(model_dtype)} on {model_device}, on {ranks}"
+        print_text(out, f"{printable(head)}, against transformers {version}", "bold")
+        print_text(out, f"model_impl: {impl}")
+        if no_text:
+            print_text(out, f"prompts are made up: {no_text}")
+        out.print()
         for text, each, right in zip(named, found, agrees, strict=True):
             out.print(f"{text!r}" if text else f"token ids {each.prompt_ids}", style="bold")
             same = len(each.ids) - each.others
-            close = f", the first other one {each.gap:.2g} below it" if each.others else ""
             out.print(
                 f"  {'agrees' if right else 'DIFFERS'}: logprobs differ by at most "
-                f"{each.difference:.2g} (allowed {passes:g}); {same} of "
-                f"{plural(len(each.ids), 'token')} are transformers' first choice{close}"
+                f"{each.difference:.2g} (allowed {passes:g}), at position {each.worst}; {same} of "
+                f"{plural(len(each.ids), 'token')} are transformers' first choice"
             )
+            if each.first_other is not None:
+                position, own, theirs = each.first_other
+                out.print(
+                    f"  the first other token is {own} at position {position}, where transformers "
+                    f"takes {theirs}; its logprob is {each.gap:.2g} lower"
+                )
+        out.print()
+        out.print(f"{sum(agrees)} of {plural(len(agrees), 'prompt')} agree")
     if not all(agrees):
         raise typer.Exit(1)

@@ -16,6 +16,7 @@ from vllm_module.cli.options import (
     OutOption,
     Quantization,
     Source,
+    TrustOption,
     check_out,
     model_config,
 )
@@ -39,6 +40,7 @@ def convert(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a quantized checkpoint.
@@ -51,7 +53,14 @@ def convert(
     """
     check_out(out)
     config = model_config(
-        source, DType.auto, quantization, model_code, False, download_dir, model_impl
+        source,
+        DType.auto,
+        quantization,
+        model_code,
+        False,
+        download_dir,
+        model_impl,
+        trust_remote_code,
     )
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.

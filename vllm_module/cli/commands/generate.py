@@ -31,6 +31,7 @@ from vllm_module.cli.options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    TrustOption,
     UsageError,
 )
 from vllm_module.cli.output import console, error_text, plural, print_json, working
@@ -80,6 +81,7 @@ def generate(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
     device: DeviceOption = "auto",
@@ -126,6 +128,7 @@ def generate(
         download_dir=download_dir,
         enable_expert_parallel=enable_expert_parallel,
         model_impl=model_impl.value,
+        trust_remote_code=trust_remote_code,
     ) as llm:
         for completion in completions if prompts else ():
             if llm.tokenizer is None:

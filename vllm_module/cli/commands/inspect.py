@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,10 +85,10 @@ def inspect(
     Of a sharded state, the tensors of rank 0 are listed.
 
     JSON keys: checkpoint; load_format (or null); ranks (of a sharded state, or null); architecture
-    (supported, model_impl: native, transformers or null, and entries of config.json; null if there
-    is no config.json); tensors (name, dtype,
-    shape, bytes, file and byte_range in the file, or null); files and dtypes (tensors and bytes of
-    each); total (tensors, elements, bytes).
+    (supported, or null where only plan and load find out; model_impl: native, transformers or null;
+    refused: why, if it is known; and entries of config.json; null if there is no config.json);
+    tensors (name, dtype, shape, bytes, file and byte_range in the file, or null); files and dtypes
+    (tensors and bytes of each); total (tensors, elements, bytes).
     """
     if load_format is LoadFormat.dummy:
         raise typer.BadParameter(
@@ -181,17 +182,29 @@ def _architecture(folder: Path, unsupported: str | None) -> dict[str, Any] | Non
         # The tensors are listed all the same.
         return {"error": str(error), "supported": False}
     shown = {key: entries.get(key) for key in _SHOWN}
-    impl = None
+    impl, refused = None, None
+    supported: bool | None = False
     if not set(supported_architectures()).isdisjoint(names):
-        impl = "native"
-    elif in_transformers(names):
-        impl = "transformers"
+        impl, supported = "native", True
+    elif in_transformers(names) or _is_code(names, entries):
+        from vllm_module.wrapped.refusals import refusal_of
+
+        impl, refused = "transformers", refusal_of(entries)
+        supported = None if refused is None else False
     return {
         "architectures": names,
-        "supported": impl is not None,
+        "supported": supported,
         "model_impl": impl,
+        **({} if refused is None else {"refused": refused}),
         **{key: value for key, value in shown.items() if value is not None},
     }
+
+
+def _is_code(names: Sequence[str], entries: Mapping[str, Any]) -> bool:
+    """Tell whether code of the checkpoint may define the model, for the transformers library."""
+    from vllm_module.registry import settled_impl
+
+    return settled_impl(names, "auto", entries.get("auto_map")) == "transformers"
 
 
 def _print_architecture(out: Console, architecture: dict[str, Any] | None) -> None:
@@ -201,12 +214,16 @@ def _print_architecture(out: Console, architecture: dict[str, Any] | None) -> No
         print_text(out, architecture["error"])
     else:
         supported = "supported" if architecture["supported"] else "not supported"
-        if architecture["model_impl"] == "transformers":
-            supported = "of transformers; plan tells whether it runs here"
+        if architecture["supported"] is None:
+            supported = "of transformers, not proven to run here: plan and check tell"
+        elif "refused" in architecture:
+            supported = "not supported: see below"
         names = ", ".join(architecture["architectures"])
         print_text(out, printable(f"{names} ({supported})"), "bold")
         entries = (f"{key}={architecture[key]}" for key in _SHOWN if key in architecture)
         print_text(out, printable(", ".join(entries)), indent="")
+        if "refused" in architecture:
+            print_text(out, architecture["refused"])
     out.print()
 
 

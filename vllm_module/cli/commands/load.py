@@ -23,6 +23,7 @@ from vllm_module.cli.options import (
     QuantizationOption,
     SizeOption,
     Source,
+    TrustOption,
     model_config,
     torch_device,
 )
@@ -66,6 +67,7 @@ def load(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = TIMEOUT,
     trace: Annotated[
@@ -116,7 +118,14 @@ def load(
     traces: list[RankTrace] = []
     target = rank_device(asked_device)
     config = model_config(
-        source, dtype, quantization, model_code, enable_expert_parallel, download_dir, model_impl
+        source,
+        dtype,
+        quantization,
+        model_code,
+        enable_expert_parallel,
+        download_dir,
+        model_impl,
+        trust_remote_code,
     )
     if under_torchrun():
         with process_group(target):

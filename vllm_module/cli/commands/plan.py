@@ -25,6 +25,7 @@ from vllm_module.cli.options import (
     QuantizationOption,
     SizeOption,
     Source,
+    TrustOption,
     model_config,
 )
 from vllm_module.cli.output import (
@@ -63,6 +64,7 @@ def plan(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     context_len: Annotated[
         int | None,
@@ -117,7 +119,14 @@ def plan(
         )
     ep = expert_parallel_size or (tp if enable_expert_parallel else 1)
     config = model_config(
-        source, dtype, quantization, model_code, ep == tp > 1, download_dir, model_impl
+        source,
+        dtype,
+        quantization,
+        model_code,
+        ep == tp > 1,
+        download_dir,
+        model_impl,
+        trust_remote_code,
     )
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.

@@ -15,6 +15,7 @@ from vllm_module.cli.options import (
     QuantizationOption,
     SizeOption,
     Source,
+    TrustOption,
     check_out,
     model_config,
 )
@@ -32,6 +33,7 @@ def shard(
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
     model_impl: ModelImplOption = ModelImpl.auto,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write what each rank holds after loading.
@@ -45,7 +47,14 @@ def shard(
     assert tp is not None
     check_out(out)
     config = model_config(
-        source, dtype, quantization, model_code, enable_expert_parallel, download_dir, model_impl
+        source,
+        dtype,
+        quantization,
+        model_code,
+        enable_expert_parallel,
+        download_dir,
+        model_impl,
+        trust_remote_code,
     )
     nbytes: list[int] = []
     with working("importing torch") as show:

@@ -1,0 +1,85 @@
+"""Tokenizers that a checkpoint defines by Python files of its own, for a user who trusts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import describe_error, printable, shorten
+from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.weights import read_json
+from vllm_module.weights.regular_file import is_there
+
+
+def read_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
+    """Return the tokenizer of ``folder``: of its ``tokenizer.json``, else of its code.
+
+    Raises ``CheckpointFormatError`` if there is none that can be read, or its code is not trusted.
+    """
+    if is_there(folder / "tokenizer.json") or (code := _code(folder)) is None:
+        return Tokenizer(folder)
+    if not trust_remote_code:
+        raise CheckpointFormatError(
+            f"{printable(folder)} has no tokenizer.json, and its tokenizer is code of the "
+            f"checkpoint ({shorten(code)}), which is not run unless you trust it: read it, then "
+            "give trust_remote_code=True (--trust-remote-code), or give token ids instead"
+        )
+    return CodeTokenizer(folder)
+
+
+def _code(folder: Path) -> object:
+    path = folder / "tokenizer_config.json"
+    auto_map = read_json(path, folder).get("auto_map") if is_there(path) else None
+    return auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else None
+
+
+class CodeTokenizer(Tokenizer):
+    """A tokenizer that transformers reads by running code of the checkpoint in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import transformers
+        except ImportError:
+            raise CheckpointFormatError(
+                f"the tokenizer of {printable(folder)} is code for the transformers library: "
+                "pip install 'vllm-module[transformers]'"
+            ) from None
+        library: Any = transformers  # which has few hints
+        self._path = folder
+        try:
+            self._library = library.AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=True, local_files_only=True
+            )
+        except Exception as error:  # code from outside
+            raise CheckpointFormatError(
+                f"the tokenizer of {printable(folder)}, code of the checkpoint, cannot be read: "
+                f"{describe_error(error)}"
+            ) from error
+
+    def encode(  # noqa: D102 # of Tokenizer
+        self, text: str, add_special_tokens: bool = True, *, most: int | None = None
+    ) -> list[int]:
+        cut = {} if most is None else {"truncation": True, "max_length": most}
+        try:
+            text.encode()
+            ids = self._library.encode(text, add_special_tokens=add_special_tokens, **cut)
+        except Exception as error:  # code from outside, or half of a surrogate pair
+            raise ValueError(
+                f"the tokenizer of {printable(self._path)} cannot encode {shorten(text)}: "
+                f"{describe_error(error)}"
+            ) from None
+        return [*map(int, ids)]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:  # noqa: D102
+        try:
+            text: str = self._library.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        except Exception as error:  # code from outside
+            raise CheckpointFormatError(
+                f"the tokenizer of {printable(self._path)} cannot decode tokens: "
+                f"{describe_error(error)}"
+            ) from None
+        return text
