@@ -42,7 +42,8 @@ from vllm_module.registry import config_class
 from vllm_module.runtime import pieces
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import warm_up_batches, warm_up_steps
 from vllm_module.tree import materialized
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.step_inputs import StepInputs
 
 # Pytest's importlib mode has no imports between test files.
 PAGED: Any = runpy.run_path(str(Path(__file__).with_name("test_engine.py")))

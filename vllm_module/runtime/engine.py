@@ -14,13 +14,13 @@ from vllm_module.messages import describe_error
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.downloading import Wait, synchronize
 from vllm_module.runtime.launched import Execute, Launched
-from vllm_module.runtime.model_runner import next_inputs, step_inputs
 from vllm_module.runtime.prompts import check_vocabulary
 from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.scheduler import Scheduler, Step
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
+from vllm_module.runtime.step_inputs import next_inputs, step_inputs
 from vllm_module.runtime.stopping import check_stop, complete_text
 from vllm_module.runtime.token_counts import TokenCounts
 from vllm_module.runtime.tokenizer import Tokenizer

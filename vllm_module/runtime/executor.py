@@ -18,8 +18,8 @@ from vllm_module.messages import describe_error
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.devices import as_called, current, own_device
 from vllm_module.runtime.embedding import EmbeddingInputs
-from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.ranks import Ranks, join, meeting_place
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.worker import Worker
 from vllm_module.waiting import at_most, until
 from vllm_module.weights import Weight, receive_weights, send_weights

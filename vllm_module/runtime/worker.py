@@ -16,9 +16,10 @@ from vllm_module.loader import find_and_load
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs, described_result
+from vllm_module.runtime.model_runner import ModelRunner, described_result
 from vllm_module.runtime.pieces import MOST_TOKENS
 from vllm_module.runtime.state_cache import StateCache, state_bytes
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
 from vllm_module.wrapped.model import TransformersForCausalLM
