@@ -24,8 +24,9 @@ from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.scheduler import Moves, Scheduler
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.state_cache import StateCache, state_bytes, state_layers
+from vllm_module.runtime.step import Moves
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.worker import Worker
 

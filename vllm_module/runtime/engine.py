@@ -18,8 +18,9 @@ from vllm_module.runtime.prompts import check_vocabulary
 from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
-from vllm_module.runtime.scheduler import Scheduler, Step
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
+from vllm_module.runtime.step import Step
 from vllm_module.runtime.step_inputs import next_inputs, step_inputs
 from vllm_module.runtime.stopping import check_stop, complete_text
 from vllm_module.runtime.token_counts import TokenCounts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_module.runtime.scheduler import Moves, Step
+from vllm_module.runtime.step import Moves, Step
 
 
 @dataclass
@@ -24,7 +24,7 @@ class StepInputs:
         max_query_len: the most tokens of a sequence in this step.
         num_sampled: if not 0, ``input_ids`` are not tokens but indices of tokens: of those, so
             many, which were chosen after the step before and are on the device.
-        swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.scheduler.Step`.
+        swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.step.Step`.
         states: as there; ``None`` if no states are moved. The slot of a sequence's state is the
             row of its block table.
 
