@@ -113,6 +113,7 @@ class Served:
         *,
         tokens: int = 16,
         simulated: bool = False,
+        caching: bool = False,
     ) -> None:
         self.device: Any = SimulatedDevice() if simulated else None
         device, self.model = CPU, deepcopy(model)
@@ -121,7 +122,8 @@ class Served:
                 self.device.take(self.model)
                 device = DEVICE
             self.cache = KVCache(self.model, pages, PAGE, device, torch.float32, host)
-            self.states = StateCache(self.model, ROWS, device, torch.float32, host)
+            slots = 2 * ROWS if caching else ROWS
+            self.states = StateCache(self.model, slots, device, torch.float32, host)
             self.runner = ModelRunner(self.model, device, ROWS, MOST // PAGE)
             if simulated:
                 self.runner.capture(32)
@@ -129,14 +131,14 @@ class Served:
             for states in self.states._states:
                 states.fill_(torch.nan)
         self.scheduler = Scheduler(
-            PagePool(pages, PAGE), PagePool(host, PAGE), ROWS, tokens, False,
+            PagePool(pages, PAGE), PagePool(host, PAGE), ROWS, tokens, caching,
             has_states=True, host_states=host,
         )  # fmt: skip
         self.engine = Engine(
             self.execute, self.scheduler, VOCAB, MOST, async_scheduling=simulated,
             wait=lambda event: event.synchronize(),
         )  # fmt: skip
-        self.moves = [0, 0, 0]
+        self.moves, self.hits = [0, 0, 0], 0
 
     def present(self) -> Any:
         return nullcontext() if self.device is None else self.device.present()
@@ -148,14 +150,20 @@ class Served:
                 self.states.move(moves)
                 for index, each in enumerate((moves.swapped_out, moves.copied, moves.swapped_in)):
                     self.moves[index] += len(each)
+                self.hits += sum(source >= ROWS for source, _ in moves.copied)
         return self.runner.run(inputs, sampled)
 
     def check(self, requests: int, seed: int = 0) -> None:
         """Serve drawn requests, and compare the tokens with those of each alone."""
         chance, asked = random.Random(seed), []
+        heads: list[list[int]] = []
+        if self.scheduler.prefix_caching:
+            heads = [[chance.randrange(VOCAB) for _ in range(count)] for count in (9, 17)]
         with self.present():
             for index in range(requests):
                 prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 30))]
+                if heads:
+                    prompt = chance.choice(heads) + prompt
                 count, n = chance.randint(1, 12), chance.choice([1, 1, 3])
                 params = SamplingParams(temperature=0, max_tokens=count, n=n)
                 asked.append((self.engine.add(str(index), prompt, params), prompt, count))
@@ -171,20 +179,27 @@ class Served:
         assert self.scheduler.pool.free_pages == self.scheduler.pool.num_pages
 
 
-@pytest.mark.parametrize("tokens", [5, 40])
-@pytest.mark.parametrize("attention", [True, False])
-def test_tokens_over_a_schedule_are_those_of_whole_sequences(tokens: int, attention: bool) -> None:
-    """Chunks, mixed steps, samples, preemptions and swaps, from slots full of NaN."""
-    served = Served(Hybrid(attention=attention), 17, 20, tokens=tokens)
+@pytest.mark.parametrize(
+    ("tokens", "attention", "caching"),
+    [(5, True, False), (40, True, True), (5, False, True), (40, False, False)],
+)
+def test_tokens_over_a_schedule_are_those_of_whole_sequences(
+    tokens: int, attention: bool, caching: bool
+) -> None:
+    """Chunks, mixed steps, samples, preemptions, swaps and prefixes, from slots full of NaN."""
+    served = Served(Hybrid(attention=attention), 17, 20, tokens=tokens, caching=caching)
     served.check(40)
     assert served.scheduler.preemptions
     assert all(served.moves), "something was not tried"
+    assert bool(served.hits) == caching
 
 
-def test_graphs_give_the_same_tokens() -> None:
+@pytest.mark.parametrize("caching", [False, True])
+def test_graphs_give_the_same_tokens(caching: bool) -> None:
     """On a simulated device, where steps overlap and replay graphs, whole and in pieces."""
-    served = Served(Hybrid(), 80, simulated=True)
+    served = Served(Hybrid(), 80, simulated=True, caching=caching)
     served.check(8)
+    assert bool(served.hits) == caching
     assert served.moves[1]
     graphs = served.runner._graphs.values()
     assert sum(graph.replays for graph, _ in graphs), "no graph was replayed"

@@ -262,8 +262,8 @@ class LLM:
             f"tokens, {pool.num_pages * worker.page_bytes / 2**20:.1f} MiB)"
         )
         if worker.state_bytes:
-            nbytes = config.max_num_seqs * worker.state_bytes
-            cache += f" and {config.max_num_seqs} states of sequences ({nbytes / 2**20:.1f} MiB)"
+            states = worker.num_states * worker.state_bytes
+            cache += f" and {worker.describe_states()} ({states / 2**20:.1f} MiB)"
         return (
             f"loaded {self.source.name} ({self.source.config.architectures[0]}, "
             f"{str(self.source.dtype).removeprefix('torch.')}) on {worker.device}: {ranks}"

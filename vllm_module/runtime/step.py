@@ -34,6 +34,8 @@ class Step:
         swapped_out, copied, swapped_in: (from, to) pairs of pages, copied in this order: from the
             device to the host, on the device, from the host to the device.
         states: (from, to) pairs of states; on the device, these are rows.
+        saved: (from, to) pairs of a row and the slot of a saved state, in either direction. All
+            that is copied on the device is read before any of it is written.
 
     """
 
@@ -42,8 +44,12 @@ class Step:
     copied: list[tuple[int, int]] = field(default_factory=list)
     swapped_in: list[tuple[int, int]] = field(default_factory=list)
     states: Moves = field(default_factory=Moves)
+    saved: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def moves(self) -> bool:
-        """Whether anything is copied before the step."""
+        """Whether anything is copied before the step that cannot be copied again.
+
+        Saved states are given up if it fails, and sequences that used them start over.
+        """
         return bool(self.swapped_out or self.copied or self.swapped_in or self.states)

@@ -25,8 +25,8 @@ class StepInputs:
         num_sampled: if not 0, ``input_ids`` are not tokens but indices of tokens: of those, so
             many, which were chosen after the step before and are on the device.
         swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.step.Step`.
-        states: as there; ``None`` if no states are moved. The slot of a sequence's state is the
-            row of its block table.
+        states: as there, with the copies of saved states; ``None`` if no states are moved. The
+            slot of a sequence's state is the row of its block table.
 
     """
 
@@ -90,6 +90,8 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
             prompt_rows += [len(ids) - end + position for position in wanted]
         if end == len(tokens):
             last_rows.append(len(ids) - 1)
+    moves = step.states
+    states = Moves(moves.swapped_out, moves.copied + step.saved, moves.swapped_in)
     return StepInputs(
         ids,
         positions,
@@ -104,7 +106,7 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
         swapped_out=step.swapped_out,
         copied=step.copied,
         swapped_in=step.swapped_in,
-        states=step.states or None,
+        states=states or None,
     )
 
 
