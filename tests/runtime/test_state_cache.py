@@ -284,16 +284,40 @@ def test_states_take_at_most_half_of_the_host_memory(
     assert (worker.host_states, worker.host_bytes) == (states, rest)
 
 
-def test_a_worker_releases_states_when_it_closes() -> None:
+@pytest.mark.parametrize(
+    ("asked", "state", "caches", "slots"),
+    [
+        (None, 0, True, 16),
+        (False, 0, False, 8),
+        (None, 9, False, 8),
+        (False, 9, False, 8),
+        (True, 9, True, 16),
+    ],
+)
+def test_states_are_saved_only_where_that_is_asked_for(
+    asked: bool | None, state: int, caches: bool, slots: int
+) -> None:
+    """They take as much memory again as the states of sequences."""
+    worker = Worker.__new__(Worker)
+    worker.config = EngineConfig(max_num_seqs=8, enable_prefix_caching=asked)
+    worker.state_bytes = state
+    assert (worker.caches_prefixes, worker.num_states) == (caches, slots)
+    saved = " and as many saved ones of prefixes" if caches else ""
+    assert worker.describe_states() == f"8 states of sequences{saved}"
+
+
+@pytest.mark.parametrize(("caching", "slots"), [(None, 2), (True, 4)])
+def test_a_worker_releases_states_when_it_closes(caching: bool | None, slots: int) -> None:
     """Then it can start again, as after a sleep."""
     worker = Worker.__new__(Worker)
-    worker.config, worker.model = EngineConfig(max_num_seqs=2, swap_space=0.01), Hybrid()
+    worker.config = EngineConfig(max_num_seqs=2, swap_space=0.01, enable_prefix_caching=caching)
+    worker.model = Hybrid()
     worker.device, worker.cache_dtype, worker._shape = CPU, torch.float32, None
     worker.source = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
     worker.page_bytes, worker.state_bytes = 2**10, state_bytes(worker.model, torch.float32)
     for _ in range(2):
         worker.start(3, 3, 16)
-        assert [len(each) for each in state_layers(worker.model)[0].states.values()] == [2, 2]
+        assert [len(each) for each in state_layers(worker.model)[0].states.values()] == [slots] * 2
         assert worker.states._host[0].shape[1] == 2
         worker.close()
         assert [layer.states for layer in state_layers(worker.model)] == [None, None]

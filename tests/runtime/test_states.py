@@ -349,6 +349,22 @@ def test_a_state_goes_with_its_page() -> None:
     assert served_alone(setup, [1] * 6) == 0
 
 
+def test_a_prompt_that_dies_leaves_a_right_state_or_none() -> None:
+    """Aborted between the chunk that ends where its state is saved and the copy of it."""
+    setup = Setup(prefix_caching=True)
+    setup.engine.add("0", [1] * 10, greedy(4))
+    setup.engine.step()
+    setup.engine.abort("0")
+    assert setup.scheduler.saved.waiting
+    assert served_alone(setup, [2] * 10) == 0  # in the row of the first
+    assert served_alone(setup, [1] * 10) == 8
+    setup.engine.add("1", [3] * 20, greedy(4))
+    setup.engine.step()
+    setup.engine.abort("1")
+    setup.engine.resume()
+    assert [served_alone(setup, [3] * 20), served_alone(setup, [3] * 20)] == [0, 16]
+
+
 def test_new_weights_forget_states() -> None:
     """So do those that a prompt in progress would have saved."""
     setup = Setup(prefix_caching=True, max_num_batched_tokens=4)

@@ -75,6 +75,8 @@ class LLM:
         engine: entries of :class:`~vllm_module.config.EngineConfig`, such as
             ``tensor_parallel_size``, ``kv_cache_dtype`` and ``gpu_memory_utilization``. Other
             arguments of vLLM are accepted with the values that change nothing.
+            ``enable_prefix_caching`` is automatic: on, unless layers keep a state of each sequence
+            (Mamba-2, Qwen3-Next, hybrids). There, ``True`` takes twice the memory for states.
 
     A ``tensor_parallel_size`` above 1 starts more processes on this host. They end with
     :meth:`close`, with the ``with`` block, or with this process. Under torchrun, its processes are
