@@ -236,7 +236,8 @@ class EngineConfig(_Closed):
             most half of it for their states. With 0, they are computed again, except for the pages
             that are still cached.
         enable_prefix_caching: reuse cached pages for prompts that begin with the same tokens. By
-            default, if no layer keeps a state of each sequence; such models cannot.
+            default, if no layer keeps a state of each sequence; with ``True``, such models save
+            states of prefixes, which takes as much memory as those of ``max_num_seqs`` sequences.
         max_num_seqs: most sequences in a step. Layers that keep a state of each sequence have
             memory for so many, beside the KV cache.
         max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.

@@ -31,11 +31,12 @@ from transformers import AutoModelForCausalLM
 from vllm_module import LLM, SamplingParams
 from vllm_module.kernels.linear import Products, fastest_products, linear, products
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampler import sample
 from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.token_counts import TokenCounts
 
 SHAPES: dict[str, dict[str, Any]] = {

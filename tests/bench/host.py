@@ -30,10 +30,11 @@ from vllm_module import SamplingParams
 from vllm_module.layers import AttentionMetadata
 from vllm_module.runtime import engine, sampler
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampler import Sampled
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.step_inputs import StepInputs
 
 SIZES = ((1, 2048), (64, 256), (64, 2048), (256, 2500))
 PAGE, VOCAB, STEPS = 16, 64, 96  # six pages more for each sequence

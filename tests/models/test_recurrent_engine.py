@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
@@ -19,6 +21,7 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.state_cache import StateCache
+from vllm_module.runtime.step_inputs import StepInputs
 
 STEPS = 64
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -47,15 +50,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LENGTHS = (16, 1, 40, 5, 17)
+PAGE = 8
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "block_size": PAGE, "max_num_seqs": 4,
+    "max_model_len": 128, "enable_prefix_caching": True,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def saved(request: Any, tmp_path_factory: Any) -> Any:
-    """A folder, prompts, and transformers' tokens of each prompt alone."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
+class Saved(NamedTuple):
+    """A checkpoint, an engine of it, and transformers' greedy tokens of each prompt."""
+
+    folder: Path
+    prompts: list[list[int]]
+    llm: LLM
+    got: list[list[list[int]]]
+    tokens: list[list[int]]
+
+
+def write(folder: Path, config: dict[str, Any], seed: int) -> Any:
+    """Save a model of transformers with random weights, and return it."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[request.param])).eval()
-    generator = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("A_log", "dt_bias", ".D")):
@@ -64,57 +80,141 @@ def saved(request: Any, tmp_path_factory: Any) -> Any:
             mean = 1.0 if "norm" in name else 0.0
             parameter.normal_(mean, scale, generator=generator)
     model.save_pretrained(folder)
+    return model
+
+
+def run(
+    llm: LLM, prompts: list[list[int]], n: int = 1, count: int = STEPS
+) -> list[list[list[int]]]:
+    asked = SamplingParams(temperature=0, max_tokens=count, n=n, ignore_eos=True)
+    got = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+    assert [output.error for output in got] == [None] * len(got)
+    return [[list(each.token_ids) for each in output.outputs] for output in got]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], guess: list[int]) -> list[int]:
+    """Return the greedy tokens of transformers, of whole sequences, without any cache of theirs.
+
+    Every token is computed again from those before it until none changes. That ends with the
+    greedy tokens whatever the guess is, after one pass if it is right.
+    """
+    for _ in range(STEPS + 1):
+        ids = torch.tensor([prompt + guess[:-1]])
+        logits = model(ids, use_cache=False).logits
+        tokens: list[int] = logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+        if tokens == guess:
+            break
+        guess = tokens
+    return guess
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(request: Any, tmp_path_factory: Any) -> Iterator[Saved]:
+    """Prompts of one token and of several chunks, of which three begin alike."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    model = write(folder, CONFIGS[request.param], 0)
+    generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 130, (n,), generator=generator).tolist() for n in LENGTHS]
-    tokens = []
-    with torch.no_grad():
-        for prompt in prompts:
-            ids = list(prompt)
-            for _ in range(STEPS):  # whole sequences, without any cache of transformers
-                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-            tokens.append(ids[len(prompt) :])
-    return folder, prompts, tokens
+    prompts[2][:16] = prompts[4][:16] = prompts[0]
+    with LLM(str(folder), max_num_batched_tokens=7, **OPTIONS) as llm:
+        got = run(llm, prompts, 2)
+        tokens = [
+            greedy(model, *each) for each in zip(prompts, [one for one, _ in got], strict=True)
+        ]
+        yield Saved(folder, prompts, llm, got, tokens)
 
 
-def check_llm(saved: Any, size: int, most_tokens: int) -> None:
-    folder, prompts, tokens = saved
-    with LLM(
-        str(folder), device="cpu", dtype="float32", tensor_parallel_size=size, max_num_seqs=4,
-        max_model_len=128, max_num_batched_tokens=most_tokens,
-    ) as llm:  # fmt: skip
-        asked = SamplingParams(temperature=0, max_tokens=STEPS, n=2, ignore_eos=True)
-        got = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
-    for output, expected in zip(got, tokens, strict=True):
-        assert output.error is None
-        assert [list(each.token_ids) for each in output.outputs] == [expected] * 2
+def count_hits(llm: LLM) -> list[int]:
+    """Return a list that will have the number of states that each step reads from saved ones."""
+    hits: list[int] = []
+    execute, rows = llm.engine.execute, llm.engine.scheduler.max_num_seqs
+
+    def counting(inputs: StepInputs, *sampled: Any) -> torch.Tensor:
+        copied = [] if inputs.states is None else inputs.states.copied
+        hits.append(sum(source >= rows for source, _ in copied))
+        return execute(inputs, *sampled)
+
+    llm.engine.execute = counting
+    return hits
 
 
-def test_llm_gives_the_tokens_of_transformers(saved: Any) -> None:
-    """Prompts of one token and of several chunks, and two samples of each."""
-    check_llm(saved, 1, 7)
+def test_llm_gives_the_tokens_of_transformers(saved: Saved) -> None:
+    """Chunks, and two samples of each; and again when all but short prompts are cached."""
+    expected = [[tokens] * 2 for tokens in saved.tokens]
+    assert saved.got == expected
+    hits = count_hits(saved.llm)
+    assert run(saved.llm, saved.prompts, 2) == expected
+    assert sum(hits) >= 3
 
 
 @pytest.mark.parametrize("saved", ["qwen3_next"], indirect=True)
-def test_so_do_two_processes(saved: Any) -> None:
+def test_so_do_two_processes(saved: Saved) -> None:
     """A hybrid with experts, on two ranks."""
-    check_llm(saved, 2, 512)
+    with LLM(str(saved.folder), tensor_parallel_size=2, **OPTIONS) as llm:
+        hits = count_hits(llm)
+        for _ in range(2):
+            assert run(llm, saved.prompts) == [[tokens] for tokens in saved.tokens]
+        assert sum(hits) >= 3
 
 
-def generate(folder: Path, prompts: list[list[int]], pages: int, host: int, most: int) -> Any:
+QUANTIZED = {
+    "mamba2": {"in_proj", "out_proj"},
+    "bamba": {"in_proj", "out_proj", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+    "qwen3_next": {
+        "in_proj_qkvz", "in_proj_ba", "out_proj", "qkv_proj", "o_proj", "gate_up_proj",
+        "down_proj", "w13", "w2",
+    },
+}  # fmt: skip
+
+
+def test_fp8_and_new_weights_in_place(saved: Saved, tmp_path: Path) -> None:
+    """Products alone are quantized; updated, an engine gives the tokens of a fresh one."""
+    (name,) = (name for name in CONFIGS if name in saved.folder.name)
+    write(tmp_path, CONFIGS[name], 1)
+    prompts, count = [saved.prompts[0], saved.prompts[2]], 10
+    with LLM(str(tmp_path), quantization="fp8", **OPTIONS) as llm:
+        expected = run(llm, prompts, count=count)
+    with LLM(str(saved.folder), quantization="fp8", **OPTIONS) as llm:
+        parameters = llm.executor.worker.model.named_parameters()
+        quantized = {path.split(".")[-2] for path, each in parameters if each.itemsize == 1}
+        assert quantized == QUANTIZED[name]
+        assert "4 states of sequences and as many saved ones" in llm._describe(
+            llm.executor.worker.config
+        )
+        before = run(llm, prompts, count=count)
+        assert len(llm.engine.scheduler.saved)
+        llm.update_weights(load_file(tmp_path / "model.safetensors"))
+        assert not len(llm.engine.scheduler.saved)
+        for _ in range(2):
+            assert run(llm, prompts, count=count) == expected != before
+        llm.sleep()
+        llm.wake_up()
+        assert run(llm, prompts, count=count) == before
+
+
+def generate(
+    folder: Path, prompts: list[list[int]], pages: int, host: int, most: int, caching: bool
+) -> Any:
     config = ModelConfig(model=str(folder), dtype="float32")
     model = get_model(model_config=config, device_config=DeviceConfig(device="cpu"))
     cpu = torch.device("cpu")
-    cache = KVCache(model, pages, 8, cpu, torch.float32, host)
-    states = StateCache(model, 4, cpu, torch.float32, min(host, 3))
+    cache = KVCache(model, pages, PAGE, cpu, torch.float32, host)
+    states = StateCache(model, 8 if caching else 4, cpu, torch.float32, min(host, 3))
     runner = ModelRunner(model, cpu, 4, 16)
 
+    hits = 0
+
     def execute(inputs: Any) -> torch.Tensor:
+        nonlocal hits
         cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
         if inputs.states is not None:
             states.move(inputs.states)
+            hits += sum(source >= 4 for source, _ in inputs.states.copied)
         return runner.run(inputs)
 
     scheduler = Scheduler(
-        PagePool(pages, 8), PagePool(host, 8), 4, most, False, has_states=True,
+        PagePool(pages, PAGE), PagePool(host, PAGE), 4, most, caching, has_states=True,
         host_states=min(host, 3),
     )  # fmt: skip
     engine = Engine(execute, scheduler, 130, 128)
@@ -130,18 +230,21 @@ def generate(folder: Path, prompts: list[list[int]], pages: int, host: int, most
     cache.close()
     states.close()
     assert scheduler.pool.free_pages == pages
-    return [[s.output for s in r.sequences] for r in requests], scheduler.preemptions
+    return [[s.output for s in r.sequences] for r in requests], scheduler.preemptions, hits
 
 
 @pytest.mark.parametrize(
-    ("size", "pages", "host", "most"), [(1, 18, 0, 5), (2, 18, 16, 64), (4, 60, 0, 16)]
+    ("size", "pages", "host", "most", "caching"),
+    [(1, 18, 0, 5, True), (2, 18, 16, 64, False), (4, 60, 0, 16, True)],
 )
-def test_schedules_change_no_token(saved: Any, size: int, pages: int, host: int, most: int) -> None:
-    """Chunks, arrivals, samples and preemptions, at any number of ranks."""
-    folder, prompts, tokens = saved
-    size = 2 if "qwen3_next" in folder.name else size  # it has two key heads
-    for got, preemptions in run_ranks(
-        size, lambda rank: generate(folder, prompts, pages, host, most)
+def test_schedules_change_no_token(
+    saved: Saved, size: int, pages: int, host: int, most: int, caching: bool
+) -> None:
+    """Chunks, arrivals, samples, preemptions and prefixes, at any number of ranks."""
+    size = min(size, 2) if "qwen3_next" in saved.folder.name else size  # it has two key heads
+    for got, preemptions, hits in run_ranks(
+        size, lambda rank: generate(saved.folder, saved.prompts, pages, host, most, caching)
     ):
-        assert got == [[each] * (1 + index % 3) for index, each in enumerate(tokens)]
+        assert got == [[each] * (1 + index % 3) for index, each in enumerate(saved.tokens)]
         assert preemptions or pages > 20
+        assert bool(hits) == caching

@@ -17,7 +17,7 @@ import time
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.config import EngineConfig
 from vllm_module.runtime.executor import Executor
-from vllm_module.runtime.model_runner import StepInputs
+from vllm_module.runtime.step_inputs import StepInputs
 
 
 def say(words: object) -> None:

@@ -18,7 +18,7 @@ from vllm_module.config import EngineConfig
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import RankError
 from vllm_module.runtime.executor import Executor
-from vllm_module.runtime.model_runner import StepInputs
+from vllm_module.runtime.step_inputs import StepInputs
 
 FIVE = StepInputs(
     [3, 1, 4, 1, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [5], [0, 5], [0], [(0, 0, [0])], 1, [4], 5

@@ -19,10 +19,11 @@ from vllm_module import vLLMModule
 from vllm_module.kernels.paged_layout import PagedLayout
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.step_inputs import StepInputs
 
 PAGE, PAGES = 16, 12
 CPU = torch.device("cpu")
@@ -173,7 +174,7 @@ def host_work(sequences: int) -> tuple[Counter[str], StepInputs]:
 def test_host_work_of_a_step_that_adds_no_page() -> None:
     """No call of scheduler or runner is made for each sequence, and no entry of a table written."""
     (few, _), (many, inputs) = host_work(4), host_work(16)
-    for file in ("scheduler", "page_pool", "model_runner", "packing", "sequence"):
+    for file in ("scheduler", "page_pool", "step_inputs", "model_runner", "packing", "sequence"):
         assert many[file] == few[file] <= 12, file
     assert many["stopping"] == 16  # one for each token
     assert many["engine"] - few["engine"] <= 2 * 12

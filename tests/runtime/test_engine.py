@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.scheduler import Scheduler, Step
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.step import Step
+from vllm_module.runtime.step_inputs import StepInputs
 
 VOCAB = 50
 

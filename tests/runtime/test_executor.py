@@ -34,10 +34,10 @@ from vllm_module.kernels import linear
 from vllm_module.runtime import executor as executors
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.executor import Executor
-from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.testing import write_checkpoint
 
 HERE = Path(__file__).parent

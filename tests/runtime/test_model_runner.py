@@ -19,8 +19,9 @@ from vllm_module import ModelConfig, get_model, vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels import act_and_mul
 from vllm_module.runtime.kv_cache import KVCache
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.packing import pack, unpack
+from vllm_module.runtime.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 4, 24

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from vllm_module import vLLMModule
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.step_inputs import StepInputs
 
 # runpy, because pytest's importlib mode has no imports between test files.
 _engine = runpy.run_path(str(Path(__file__).with_name("test_engine.py")))

@@ -26,11 +26,12 @@ from vllm_module.registry import config_class
 from vllm_module.runtime import pieces
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.pieces import Pieces, alias, captured_sizes
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.testing.checkpoints import random_weights
 
 CPU = torch.device("cpu")

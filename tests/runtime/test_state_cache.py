@@ -21,11 +21,13 @@ from vllm_module.kernels.mamba2_scan import mamba2_scan
 from vllm_module.layers import Attention, AttentionMetadata, RecurrentLayer
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.scheduler import Moves, Scheduler
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.state_cache import StateCache, state_bytes, state_layers
+from vllm_module.runtime.step import Moves
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.worker import Worker
 
 CPU = torch.device("cpu")
@@ -111,6 +113,7 @@ class Served:
         *,
         tokens: int = 16,
         simulated: bool = False,
+        caching: bool = False,
     ) -> None:
         self.device: Any = SimulatedDevice() if simulated else None
         device, self.model = CPU, deepcopy(model)
@@ -119,7 +122,8 @@ class Served:
                 self.device.take(self.model)
                 device = DEVICE
             self.cache = KVCache(self.model, pages, PAGE, device, torch.float32, host)
-            self.states = StateCache(self.model, ROWS, device, torch.float32, host)
+            slots = 2 * ROWS if caching else ROWS
+            self.states = StateCache(self.model, slots, device, torch.float32, host)
             self.runner = ModelRunner(self.model, device, ROWS, MOST // PAGE)
             if simulated:
                 self.runner.capture(32)
@@ -127,14 +131,14 @@ class Served:
             for states in self.states._states:
                 states.fill_(torch.nan)
         self.scheduler = Scheduler(
-            PagePool(pages, PAGE), PagePool(host, PAGE), ROWS, tokens, False,
+            PagePool(pages, PAGE), PagePool(host, PAGE), ROWS, tokens, caching,
             has_states=True, host_states=host,
         )  # fmt: skip
         self.engine = Engine(
             self.execute, self.scheduler, VOCAB, MOST, async_scheduling=simulated,
             wait=lambda event: event.synchronize(),
         )  # fmt: skip
-        self.moves = [0, 0, 0]
+        self.moves, self.hits = [0, 0, 0], 0
 
     def present(self) -> Any:
         return nullcontext() if self.device is None else self.device.present()
@@ -146,14 +150,20 @@ class Served:
                 self.states.move(moves)
                 for index, each in enumerate((moves.swapped_out, moves.copied, moves.swapped_in)):
                     self.moves[index] += len(each)
+                self.hits += sum(source >= ROWS for source, _ in moves.copied)
         return self.runner.run(inputs, sampled)
 
     def check(self, requests: int, seed: int = 0) -> None:
         """Serve drawn requests, and compare the tokens with those of each alone."""
         chance, asked = random.Random(seed), []
+        heads: list[list[int]] = []
+        if self.scheduler.prefix_caching:
+            heads = [[chance.randrange(VOCAB) for _ in range(count)] for count in (9, 17)]
         with self.present():
             for index in range(requests):
                 prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 30))]
+                if heads:
+                    prompt = chance.choice(heads) + prompt
                 count, n = chance.randint(1, 12), chance.choice([1, 1, 3])
                 params = SamplingParams(temperature=0, max_tokens=count, n=n)
                 asked.append((self.engine.add(str(index), prompt, params), prompt, count))
@@ -169,20 +179,27 @@ class Served:
         assert self.scheduler.pool.free_pages == self.scheduler.pool.num_pages
 
 
-@pytest.mark.parametrize("tokens", [5, 40])
-@pytest.mark.parametrize("attention", [True, False])
-def test_tokens_over_a_schedule_are_those_of_whole_sequences(tokens: int, attention: bool) -> None:
-    """Chunks, mixed steps, samples, preemptions and swaps, from slots full of NaN."""
-    served = Served(Hybrid(attention=attention), 17, 20, tokens=tokens)
+@pytest.mark.parametrize(
+    ("tokens", "attention", "caching"),
+    [(5, True, False), (40, True, True), (5, False, True), (40, False, False)],
+)
+def test_tokens_over_a_schedule_are_those_of_whole_sequences(
+    tokens: int, attention: bool, caching: bool
+) -> None:
+    """Chunks, mixed steps, samples, preemptions, swaps and prefixes, from slots full of NaN."""
+    served = Served(Hybrid(attention=attention), 17, 20, tokens=tokens, caching=caching)
     served.check(40)
     assert served.scheduler.preemptions
     assert all(served.moves), "something was not tried"
+    assert bool(served.hits) == caching
 
 
-def test_graphs_give_the_same_tokens() -> None:
+@pytest.mark.parametrize("caching", [False, True])
+def test_graphs_give_the_same_tokens(caching: bool) -> None:
     """On a simulated device, where steps overlap and replay graphs, whole and in pieces."""
-    served = Served(Hybrid(), 80, simulated=True)
+    served = Served(Hybrid(), 80, simulated=True, caching=caching)
     served.check(8)
+    assert bool(served.hits) == caching
     assert served.moves[1]
     graphs = served.runner._graphs.values()
     assert sum(graph.replays for graph, _ in graphs), "no graph was replayed"
@@ -267,16 +284,40 @@ def test_states_take_at_most_half_of_the_host_memory(
     assert (worker.host_states, worker.host_bytes) == (states, rest)
 
 
-def test_a_worker_releases_states_when_it_closes() -> None:
+@pytest.mark.parametrize(
+    ("asked", "state", "caches", "slots"),
+    [
+        (None, 0, True, 16),
+        (False, 0, False, 8),
+        (None, 9, False, 8),
+        (False, 9, False, 8),
+        (True, 9, True, 16),
+    ],
+)
+def test_states_are_saved_only_where_that_is_asked_for(
+    asked: bool | None, state: int, caches: bool, slots: int
+) -> None:
+    """They take as much memory again as the states of sequences."""
+    worker = Worker.__new__(Worker)
+    worker.config = EngineConfig(max_num_seqs=8, enable_prefix_caching=asked)
+    worker.state_bytes = state
+    assert (worker.caches_prefixes, worker.num_states) == (caches, slots)
+    saved = " and as many saved ones of prefixes" if caches else ""
+    assert worker.describe_states() == f"8 states of sequences{saved}"
+
+
+@pytest.mark.parametrize(("caching", "slots"), [(None, 2), (True, 4)])
+def test_a_worker_releases_states_when_it_closes(caching: bool | None, slots: int) -> None:
     """Then it can start again, as after a sleep."""
     worker = Worker.__new__(Worker)
-    worker.config, worker.model = EngineConfig(max_num_seqs=2, swap_space=0.01), Hybrid()
+    worker.config = EngineConfig(max_num_seqs=2, swap_space=0.01, enable_prefix_caching=caching)
+    worker.model = Hybrid()
     worker.device, worker.cache_dtype, worker._shape = CPU, torch.float32, None
     worker.source = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
     worker.page_bytes, worker.state_bytes = 2**10, state_bytes(worker.model, torch.float32)
     for _ in range(2):
         worker.start(3, 3, 16)
-        assert [len(each) for each in state_layers(worker.model)[0].states.values()] == [2, 2]
+        assert [len(each) for each in state_layers(worker.model)[0].states.values()] == [slots] * 2
         assert worker.states._host[0].shape[1] == 2
         worker.close()
         assert [layer.states for layer in state_layers(worker.model)] == [None, None]

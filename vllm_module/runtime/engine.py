@@ -14,13 +14,14 @@ from vllm_module.messages import describe_error
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.downloading import Wait, synchronize
 from vllm_module.runtime.launched import Execute, Launched
-from vllm_module.runtime.model_runner import next_inputs, step_inputs
 from vllm_module.runtime.prompts import check_vocabulary
 from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
-from vllm_module.runtime.scheduler import Scheduler, Step
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
+from vllm_module.runtime.step import Step
+from vllm_module.runtime.step_inputs import StepInputs, next_inputs, step_inputs
 from vllm_module.runtime.stopping import check_stop, complete_text
 from vllm_module.runtime.token_counts import TokenCounts
 from vllm_module.runtime.tokenizer import Tokenizer
@@ -132,9 +133,17 @@ class Engine:
             for s, count in step.scheduled
             if s.request.prompt_logprobs is not None
         ]
-        logits = self.execute(step_inputs(step, self.scheduler.pool.page_size))
+        logits = self._execute(step_inputs(step, self.scheduler.pool.page_size))
         self.scheduler.mark_listed(step)
         return Launched(step, prompts, complete, logits)
+
+    def _execute(self, inputs: StepInputs, *sampled: torch.Tensor) -> torch.Tensor:
+        """Run the model. If it raises, all saved states are given up: copies may be missing."""
+        try:
+            return self.execute(inputs, *sampled)
+        except BaseException:
+            self.scheduler.saved.forget_all()
+            raise
 
     def _launch_next(self, launched: Launched) -> Launched | None:
         """Launch the step after one that is not finished, if it is known what it computes.
@@ -156,7 +165,7 @@ class Engine:
         places = [sampled.places[row] for row in rows]
         inputs = next_inputs(step, places, len(sampled.tokens), self.scheduler.pool.page_size)
         try:
-            logits = self.execute(inputs, sampled.tokens)
+            logits = self._execute(inputs, sampled.tokens)
         except Exception as error:
             if not self.repeatable:
                 raise

@@ -18,8 +18,8 @@ from vllm_module.messages import describe_error
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.devices import as_called, current, own_device
 from vllm_module.runtime.embedding import EmbeddingInputs
-from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.ranks import Ranks, join, meeting_place
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.worker import Worker
 from vllm_module.waiting import at_most, until
 from vllm_module.weights import Weight, receive_weights, send_weights
@@ -107,9 +107,11 @@ class Executor:
         if pages < 1:
             states, lower = "", ""
             if worker.state_bytes:
-                nbytes = config.max_num_seqs * worker.state_bytes
-                states = f" beside the states of {config.max_num_seqs} sequences ({nbytes} bytes)"
+                nbytes = worker.num_states * worker.state_bytes
+                states = f" beside {worker.describe_states()} ({nbytes} bytes)"
                 lower = ", or lower max_num_seqs"
+                if worker.caches_prefixes:
+                    lower += ", or leave out enable_prefix_caching"
             raise ValueError(
                 f"there is no memory for a page of {config.block_size} tokens, which takes "
                 f"{worker.page_bytes} bytes{states}: raise kv_cache_memory_bytes or "

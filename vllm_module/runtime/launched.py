@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from vllm_module.runtime.model_runner import StepInputs
 from vllm_module.runtime.sampler import Sampled
-from vllm_module.runtime.scheduler import Step
 from vllm_module.runtime.sequence import Request, Sequence
+from vllm_module.runtime.step import Step
+from vllm_module.runtime.step_inputs import StepInputs
 
 
 class Execute(Protocol):

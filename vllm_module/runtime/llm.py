@@ -76,6 +76,8 @@ class LLM:
         engine: entries of :class:`~vllm_module.config.EngineConfig`, such as
             ``tensor_parallel_size``, ``kv_cache_dtype`` and ``gpu_memory_utilization``. Other
             arguments of vLLM are accepted with the values that change nothing.
+            ``enable_prefix_caching`` is automatic: on, unless layers keep a state of each sequence
+            (Mamba-2, Qwen3-Next, hybrids). There, ``True`` takes twice the memory for states.
 
     A ``tensor_parallel_size`` above 1 starts more processes on this host. They end with
     :meth:`close`, with the ``with`` block, or with this process. Under torchrun, its processes are
@@ -268,8 +270,8 @@ class LLM:
             f"tokens, {pool.num_pages * worker.page_bytes / 2**20:.1f} MiB)"
         )
         if worker.state_bytes:
-            nbytes = config.max_num_seqs * worker.state_bytes
-            cache += f" and {config.max_num_seqs} states of sequences ({nbytes / 2**20:.1f} MiB)"
+            states = worker.num_states * worker.state_bytes
+            cache += f" and {worker.describe_states()} ({states / 2**20:.1f} MiB)"
         return (
             f"loaded {self.source.name} ({self.source.config.architectures[0]}, "
             f"{str(self.source.dtype).removeprefix('torch.')}) on {worker.device}: {ranks}"

@@ -7,7 +7,7 @@ and with it the public API and the kernels, calls a page a block: ``block_size``
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 ROOT = 0  # the prefix of no tokens, with which every sequence starts
 
@@ -28,11 +28,15 @@ class PagePool:
         num_pages: pages in all.
         page_size: tokens per page.
 
+    Attributes:
+        evicted: called by :meth:`allocate` with the prefix that ends with the page it evicts.
+
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.evicted: Callable[[int], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -70,7 +74,9 @@ class PagePool:
             page, _ = self._free.popitem(last=False)
             key = self._keys.pop(page, None)
             if key is not None:
-                del self._cached[key]
+                _, prefix = self._cached.pop(key)
+                if self.evicted is not None:
+                    self.evicted(prefix)
             self._reference_counts[page] = 1
             pages.append(page)
         return pages
@@ -107,21 +113,22 @@ class PagePool:
         self._keys[page] = key
         return extended
 
-    def find_cached(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
-        """Return at most ``limit`` cached pages that hold the first of ``tokens``, and the prefix.
+    def find_cached(self, tokens: Sequence[int], limit: int) -> list[tuple[int, int]]:
+        """Return at most ``limit`` cached pages that hold the first of ``tokens``.
 
-        Call :meth:`share` on the pages before anything is allocated, which could evict them.
+        Each comes with the prefix that ends with it. Call :meth:`share` on the pages before
+        anything is allocated, which could evict them.
         """
-        pages: list[int] = []
+        found: list[tuple[int, int]] = []
         prefix, size = ROOT, self.page_size
-        while len(pages) < limit:
-            start = len(pages) * size
+        while len(found) < limit:
+            start = len(found) * size
             cached = self._cached.get((prefix, tuple(tokens[start : start + size])))
             if cached is None:
                 break
-            page, prefix = cached
-            pages.append(page)
-        return pages, prefix
+            found.append(cached)
+            prefix = cached[1]
+        return found
 
     def new_prefix(self) -> int:
         """Return a prefix that no cached page continues."""

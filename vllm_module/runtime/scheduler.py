@@ -3,53 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from vllm_module.runtime.page_pool import ROOT, PagePool
+from vllm_module.runtime.saved_states import SavedStates
 from vllm_module.runtime.sequence import Request, Sequence
-
-
-@dataclass
-class Moves:
-    """What is copied before a step, as (from, to) pairs, in this order.
-
-    Attributes:
-        swapped_out, copied, swapped_in: from the device to the host, on the device, from the host
-            to the device.
-
-    """
-
-    swapped_out: list[tuple[int, int]] = field(default_factory=list)
-    copied: list[tuple[int, int]] = field(default_factory=list)
-    swapped_in: list[tuple[int, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.swapped_out or self.copied or self.swapped_in)
-
-
-@dataclass
-class Step:
-    """What the model computes at once, and which pages and states are copied before that.
-
-    Attributes:
-        scheduled: sequences, each with the number of its next tokens to compute.
-        swapped_out, copied, swapped_in: (from, to) pairs of pages, copied in this order: from the
-            device to the host, on the device, from the host to the device.
-        states: (from, to) pairs of states; on the device, these are rows.
-
-    """
-
-    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    swapped_out: list[tuple[int, int]] = field(default_factory=list)
-    copied: list[tuple[int, int]] = field(default_factory=list)
-    swapped_in: list[tuple[int, int]] = field(default_factory=list)
-    states: Moves = field(default_factory=Moves)
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything is copied before the step."""
-        return bool(self.swapped_out or self.copied or self.swapped_in or self.states)
+from vllm_module.runtime.step import Step
 
 
 class Scheduler:
@@ -67,6 +26,10 @@ class Scheduler:
     of the block tables. So a sequence keeps its row while it runs, and no more run than there are
     rows. A state cannot be advanced twice: see :meth:`start_over`.
 
+    With ``prefix_caching`` too, states after prefixes are saved in as many slots more, and a prompt
+    reuses pages only up to a saved state. A step ends where one is to be saved: at the last page
+    end of a prompt that leaves a token to compute, and where the prompt parts from what is cached.
+
     Args:
         pool: pages of the cache.
         host: pages of the host memory that sequences are swapped to.
@@ -75,8 +38,11 @@ class Scheduler:
         prefix_caching: whether a prompt reuses the pages of earlier sequences that begin alike.
         window: the widest sliding window of all layers, in tokens; pages before it are freed.
             ``None`` if a layer attends to all tokens.
-        has_states: whether layers keep a state of each sequence; not with ``prefix_caching``.
+        has_states: whether layers keep a state of each sequence.
         host_states: states in host memory, of sequences that are swapped out.
+
+    Attributes:
+        saved: the states that are kept for later prompts.
 
     """
 
@@ -92,7 +58,6 @@ class Scheduler:
         has_states: bool = False,
         host_states: int = 0,
     ) -> None:
-        assert not (has_states and prefix_caching), "a page of a prefix has no state"
         self.has_states, self.host_states = has_states, host_states
         self.pool, self.host = pool, host
         self.max_num_seqs = max_num_seqs
@@ -102,12 +67,17 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both in the order of arrival
         self.running: list[Sequence] = []
         self.preemptions = 0
+        saves_states = has_states and prefix_caching
+        self.saved = SavedStates(max_num_seqs, max_num_seqs if saves_states else 0)
+        if saves_states:
+            pool.evicted = self.saved.forget
         self._free_all()
 
     def _free_all(self) -> None:
         self._free_rows = list(range(self.max_num_seqs))  # a heap: neighbouring rows are a view
         self._free_host_states = list(range(self.host_states))
         self._forked: dict[int, int] = {}  # rows of new samples, and those with their states
+        self.saved.forget_all()
 
     def schedule(self) -> Step:
         """Choose the sequences and tokens of the next step, and allocate their pages."""
@@ -118,6 +88,8 @@ class Scheduler:
         while position < len(self.running) and budget and position < self.max_num_seqs:
             sequence = self.running[position]
             count = min(len(sequence.tokens) - sequence.num_computed, budget)
+            if sequence.saved_at:
+                count = min(count, sequence.saved_at[0] - sequence.num_computed)
             needs_pages = sequence.num_computed + count > sequence.num_writable
             if needs_pages and not self._allocate_or_preempt(sequence, count, step):
                 break
@@ -128,28 +100,34 @@ class Scheduler:
             position += 1
         step.states.copied += [(first, row) for row, first in self._forked.items()]
         self._forked.clear()
-        if self.preemptions > preemptions:
-            return step  # pages are short: admit nothing
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            count = self._start(self.waiting[0], budget, step)
-            if not count:
-                break
-            budget -= count
+        if self.preemptions == preemptions:  # else pages are short: admit nothing
+            while self.waiting and budget and len(self.running) < self.max_num_seqs:
+                count = self._start(self.waiting[0], budget, step)
+                if not count:
+                    break
+                budget -= count
+        if step.scheduled:  # else the step is not run
+            step.saved += self.saved.copies()
         return step
 
     def schedule_alone(self, sequence: Sequence, end: int) -> Step | None:
         """Return a step of ``sequence`` alone, which computes its tokens up to ``end`` at most.
 
-        If it waits, it starts. Returns None, and changes nothing, if too few pages are free.
+        If it waits, it starts from its first token. Returns None, and changes nothing, if too few
+        pages are free.
         """
         step = Step()
         if sequence.row < 0:
-            started = self._start(sequence, min(end, self.max_num_batched_tokens), step)
-            return step if started else None
-        count = min(end - sequence.num_computed, self.max_num_batched_tokens)
-        if not self._allocate(sequence, count, step):
-            return None
-        step.scheduled.append((sequence, count))
+            most = min(end, self.max_num_batched_tokens)
+            if not self._start(sequence, most, step, reuse=False):
+                return None
+        else:
+            end = min([end, *sequence.saved_at[:1]])
+            count = min(end - sequence.num_computed, self.max_num_batched_tokens)
+            if not self._allocate(sequence, count, step):
+                return None
+            step.scheduled.append((sequence, count))
+        step.saved += self.saved.copies()
         return step
 
     def schedule_next(self, sequences: list[Sequence]) -> Step | None:
@@ -159,6 +137,7 @@ class Scheduler:
         sequences end with the launched step. Returns None, and changes nothing, if
         :meth:`schedule` would admit a waiting sequence after that step, or preempt one.
         """
+        assert not self.saved.waiting, "a prompt that is not complete has no next token"
         most = min(self.max_num_seqs, self.max_num_batched_tokens)
         if self.waiting and (
             len(sequences) < len(self.running)  # what the others free may suffice
@@ -200,6 +179,9 @@ class Scheduler:
                 page = sequence.pages[index]
                 sequence.prefix = self.pool.cache(page, sequence.prefix, tokens)
                 sequence.num_cached_pages += 1
+            if sequence.saved_at and sequence.num_computed == sequence.saved_at[0]:
+                self.saved.save(sequence.prefix, sequence.row)
+                del sequence.saved_at[0]
             if self.window is not None:
                 self._free_passed_pages(sequence, self.window)
 
@@ -244,7 +226,7 @@ class Scheduler:
         """Have every running sequence wait, and compute all of its tokens again.
 
         That is what happens after a step that failed or was dropped, if there are states: it may
-        have advanced any of them.
+        have advanced any of them. Saved states stay, which no step advances.
         """
         for sequence in list(self.running):
             self.running.remove(sequence)
@@ -261,8 +243,10 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Make later prompts reuse no page computed before now, as after a weight update."""
         self.pool.evict_all()
+        self.saved.forget_all()
         for sequence in (*self.running, *self.waiting):
             sequence.prefix = self.pool.new_prefix()  # which no prompt can find
+            sequence.saved_at = []
 
     def _fits(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence could be admitted."""
@@ -270,51 +254,69 @@ class Scheduler:
             return self._swap_fits(sequence)
         return self._find_pages(sequence) is not None
 
-    def _start(self, sequence: Sequence, most: int, step: Step) -> int:
+    def _start(self, sequence: Sequence, most: int, step: Step, *, reuse: bool = True) -> int:
         """Have a waiting sequence run, with at most so many tokens in the step.
 
-        Returns their number; it is 0, and nothing has changed, if too few pages are free.
+        Unless ``reuse``, no cached pages are reused. Returns the number of tokens; it is 0, and
+        nothing has changed, if too few pages are free.
         """
-        if not self._admit(sequence, step):
+        if not self._admit(sequence, step, reuse=reuse):
             return 0
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_arrival)
         count = min(sequence.remaining, most)
+        if sequence.saved_at:
+            count = min(count, sequence.saved_at[0] - sequence.num_computed)
         allocated = self._allocate(sequence, count, step)
         assert allocated, "_admit made sure that the pages for all its tokens are free"
         self._take_row(sequence)
         if sequence.host_state >= 0:
             step.states.swapped_in.append((sequence.host_state, sequence.row))
             self._free_host_state(sequence)
+        elif self.has_states and sequence.num_computed:
+            step.saved.append((self.saved.use(sequence.prefix), sequence.row))
         step.scheduled.append((sequence, count))
         return count
 
-    def _admit(self, sequence: Sequence, step: Step) -> bool:
+    def _admit(self, sequence: Sequence, step: Step, *, reuse: bool) -> bool:
         """Prepare a waiting sequence to run; return whether pages for all its tokens are free."""
         if sequence.host_pages:
             return self._swap_in(sequence, step)
-        found = self._find_pages(sequence)
+        found = self._find_pages(sequence, reuse=reuse)
         if found is None:
             return False
-        pages, prefix = found
-        self.pool.share(pages)
-        sequence.pages, sequence.prefix = pages, prefix
-        sequence.num_cached_pages = len(pages)
-        sequence.num_computed = len(pages) * self.pool.page_size
+        reused, num_known = found
+        sequence.pages = [page for page, _ in reused]
+        self.pool.share(sequence.pages)
+        sequence.prefix = reused[-1][1] if reused else ROOT
+        sequence.num_cached_pages = len(reused)
+        size = self.pool.page_size
+        sequence.num_computed = len(reused) * size
+        if self.has_states and self.prefix_caching:
+            ends = {num_known, (sequence.request.prompt_len - 1) // size}
+            sequence.saved_at = sorted(end * size for end in ends if end > len(reused))
         return True
 
-    def _find_pages(self, sequence: Sequence) -> tuple[list[int], int] | None:
-        """Return cached pages to reuse and their prefix, or None if too few others are free."""
+    def _find_pages(
+        self, sequence: Sequence, *, reuse: bool = True
+    ) -> tuple[list[tuple[int, int]], int] | None:
+        """Return the cached pages to reuse, each with its prefix, and the number of cached ones.
+
+        With states, these are more if no state is saved after the last. Returns None if too few
+        other pages are free.
+        """
         pool = self.pool
-        pages: list[int] = []
-        prefix = ROOT
-        if self.prefix_caching and sequence.request.params.prompt_logprobs is None:
+        found: list[tuple[int, int]] = []
+        if self.prefix_caching and reuse and sequence.request.params.prompt_logprobs is None:
             # The last token is always computed: its logits give the next one.
             limit = (len(sequence.tokens) - 1) // pool.page_size
-            pages, prefix = pool.find_cached(sequence.tokens, limit)
-        free_and_cached = sum(not pool.reference_count(page) for page in pages)
-        needed = pool.pages_for(len(sequence.tokens)) - len(pages)
-        return None if needed + free_and_cached > pool.free_pages else (pages, prefix)
+            found = pool.find_cached(sequence.tokens, limit)
+        num_known = len(found)
+        while found and self.has_states and found[-1][1] not in self.saved:
+            found.pop()
+        free_and_cached = sum(not pool.reference_count(page) for page, _ in found)
+        needed = pool.pages_for(len(sequence.tokens)) - len(found)
+        return None if needed + free_and_cached > pool.free_pages else (found, num_known)
 
     def _swap_fits(self, sequence: Sequence) -> bool:
         """Return whether pages for all tokens of a sequence in host memory are free."""

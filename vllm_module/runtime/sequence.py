@@ -31,6 +31,7 @@ class Sequence:
         row: of the block tables, which every rank keeps, and the slot of its state; -1 for none.
         host_state: the slot of its state in host memory, while it is swapped out; else -1.
         num_listed_pages: the first pages, which the row has on every rank.
+        saved_at: while it runs, numbers of tokens after which its state is saved, ascending.
         uniform: generator of this sequence's random numbers, one per generated token.
         stream: turns tokens into text, if the text is needed at every step.
 
@@ -50,6 +51,7 @@ class Sequence:
     row: int = -1
     host_state: int = -1
     num_listed_pages: int = 0
+    saved_at: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     text: str = ""

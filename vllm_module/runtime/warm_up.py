@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from vllm_module.runtime.embedding import EmbeddingInputs
-from vllm_module.runtime.model_runner import StepInputs
+from vllm_module.runtime.step_inputs import StepInputs
 
 
 def warm_up_steps(

@@ -16,9 +16,10 @@ from vllm_module.loader import find_and_load
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
-from vllm_module.runtime.model_runner import ModelRunner, StepInputs, described_result
+from vllm_module.runtime.model_runner import ModelRunner, described_result
 from vllm_module.runtime.pieces import MOST_TOKENS
 from vllm_module.runtime.state_cache import StateCache, state_bytes
+from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
 from vllm_module.wrapped.model import TransformersForCausalLM
@@ -62,13 +63,6 @@ class Worker:
         self.cache_dtype = CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
         self.state_bytes = state_bytes(self.model, self.source.dtype)
-        # Pages of a prefix are of no use without the state after them, which nobody has kept.
-        self.caches_prefixes = config.enable_prefix_caching is not False and not self.state_bytes
-        if config.enable_prefix_caching and self.state_bytes:
-            raise ValueError(
-                f"enable_prefix_caching=True: {type(self.model).__name__} has layers that keep a "
-                "state of each sequence, and the states of prefixes are not kept: leave it out"
-            )
         self.runner: ModelRunner | None = None
         self._group = tensor_parallel_group()
         self._shape: tuple[int, int, int] | None = None  # what start was called with
@@ -86,6 +80,22 @@ class Worker:
         if None in windows:
             return None
         return max((window for window in windows if window is not None), default=None)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether prompts reuse pages. With states, they need saved ones too: only if asked for."""
+        asked = self.config.enable_prefix_caching
+        return not self.state_bytes if asked is None else asked
+
+    @property
+    def num_states(self) -> int:
+        """How many states there are on the device: of running sequences, and saved ones."""
+        return self.config.max_num_seqs * (2 if self.caches_prefixes else 1)
+
+    def describe_states(self) -> str:
+        """Return what the states on the device are, for messages."""
+        saved = " and as many saved ones of prefixes" if self.caches_prefixes else ""
+        return f"{self.config.max_num_seqs} states of sequences{saved}"
 
     @property
     def host_states(self) -> int:
@@ -139,14 +149,14 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = total * (1 - config.gpu_memory_utilization)
-        return int(free - reserved - step) - self.state_bytes * config.max_num_seqs
+        return int(free - reserved - step) - self.state_bytes * self.num_states
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
         """Allocate the caches; on a GPU, compile kernels and capture graphs of decoding steps."""
         config, size, on_gpu = self.config, self.config.block_size, self.device.type == "cuda"
         self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
         self.states = StateCache(
-            self.model, config.max_num_seqs, self.device, self.source.dtype, self.host_states
+            self.model, self.num_states, self.device, self.source.dtype, self.host_states
         )
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
         self.runner = ModelRunner(

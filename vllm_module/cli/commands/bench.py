@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_module.runtime.llm import LLM
-    from vllm_module.runtime.model_runner import StepInputs
+    from vllm_module.runtime.step_inputs import StepInputs
 
 
 def bench(

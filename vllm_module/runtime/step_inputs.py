@@ -1,0 +1,144 @@
+"""The numbers of a step, which one message carries to all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm_module.runtime.step import Moves, Step
+
+
+@dataclass
+class StepInputs:
+    """What a rank needs to compute a step, as plain numbers that one message carries to all ranks.
+
+    Attributes:
+        input_ids, positions: of the step's tokens, one sequence after another.
+        slot_mapping: the cache slot of each token: its page * page size + its place on the page.
+        context_lens: each sequence's tokens up to the end of this step.
+        query_start_loc: where each sequence's tokens start, and where the last one's end.
+        table_rows: the row of the block tables that has each sequence's pages.
+        new_pages: the changes of these rows: a row, the first entry that changes, and the pages
+            from there on. Every rank keeps the tables, and writes the changes before the step.
+        num_table_pages: the most pages of a sequence.
+        rows: the indices of the tokens whose logits are returned.
+        max_query_len: the most tokens of a sequence in this step.
+        num_sampled: if not 0, ``input_ids`` are not tokens but indices of tokens: of those, so
+            many, which were chosen after the step before and are on the device.
+        swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.step.Step`.
+        states: as there, with the copies of saved states; ``None`` if no states are moved. The
+            slot of a sequence's state is the row of its block table.
+
+    """
+
+    input_ids: list[int]
+    positions: list[int]
+    slot_mapping: list[int]
+    context_lens: list[int]
+    query_start_loc: list[int]
+    table_rows: list[int]
+    new_pages: list[tuple[int, int, list[int]]]
+    num_table_pages: int
+    rows: list[int]
+    max_query_len: int
+    num_sampled: int = 0
+    swapped_out: list[tuple[int, int]] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    swapped_in: list[tuple[int, int]] = field(default_factory=list)
+    states: Moves | None = None
+
+
+def step_inputs(step: Step, page_size: int) -> StepInputs:
+    """Lay out the tokens that ``step`` computes.
+
+    ``rows`` has first the prompt tokens that give missing prompt logprobs, and then the last token
+    of each sequence that has no tokens left after this step.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    slot_mapping: list[int] = []
+    context_lens, query_start_loc, table_rows = [], [0], []
+    new_pages: list[tuple[int, int, list[int]]] = []
+    prompt_rows: list[int] = []
+    last_rows: list[int] = []
+    longest = most_pages = 0
+    for sequence, count in step.scheduled:
+        pages, tokens, start = sequence.pages, sequence.tokens, sequence.num_computed
+        end = start + count
+        if count == 1:  # decoding: most sequences of most steps
+            ids.append(tokens[start])
+            positions.append(start)
+            slot_mapping.append(pages[start // page_size] * page_size + start % page_size)
+        else:
+            ids += tokens[start:end]
+            positions += range(start, end)
+            slot_mapping += [
+                pages[position // page_size] * page_size + position % page_size
+                for position in range(start, end)
+            ]
+        context_lens.append(end)
+        query_start_loc.append(len(ids))
+        table_rows.append(sequence.row)
+        listed = sequence.num_listed_pages
+        if listed < len(pages):
+            new_pages.append((sequence.row, listed, pages[listed:]))
+        if len(pages) > most_pages:
+            most_pages = len(pages)
+        if count > longest:
+            longest = count
+        if sequence.request.prompt_logprobs is not None:
+            wanted = sequence.prompt_logprob_positions(count)
+            prompt_rows += [len(ids) - end + position for position in wanted]
+        if end == len(tokens):
+            last_rows.append(len(ids) - 1)
+    moves = step.states
+    states = Moves(moves.swapped_out, moves.copied + step.saved, moves.swapped_in)
+    return StepInputs(
+        ids,
+        positions,
+        slot_mapping,
+        context_lens,
+        query_start_loc,
+        table_rows,
+        new_pages,
+        most_pages,
+        prompt_rows + last_rows,
+        longest,
+        swapped_out=step.swapped_out,
+        copied=step.copied,
+        swapped_in=step.swapped_in,
+        states=states or None,
+    )
+
+
+def next_inputs(step: Step, sampled: list[int], num_sampled: int, page_size: int) -> StepInputs:
+    """Lay out a step of one token of each sequence: its next one, which the host does not know.
+
+    Args:
+        step: of :meth:`~vllm_module.runtime.scheduler.Scheduler.schedule_next`.
+        sampled: where each sequence's token is among those on the device.
+        num_sampled: how many these are.
+        page_size: tokens per page.
+
+    """
+    sequences = [sequence for sequence, _ in step.scheduled]
+    positions = [len(sequence.tokens) for sequence in sequences]
+    return StepInputs(
+        sampled,
+        positions,
+        [
+            sequence.pages[position // page_size] * page_size + position % page_size
+            for sequence, position in zip(sequences, positions, strict=True)
+        ],
+        [position + 1 for position in positions],
+        list(range(len(sequences) + 1)),
+        [sequence.row for sequence in sequences],
+        [
+            (sequence.row, sequence.num_listed_pages, sequence.pages[sequence.num_listed_pages :])
+            for sequence in sequences
+            if sequence.num_listed_pages < len(sequence.pages)
+        ],
+        max([len(sequence.pages) for sequence in sequences]),
+        list(range(len(sequences))),
+        1,
+        num_sampled,
+    )
