@@ -43,6 +43,7 @@ from vllm_module.runtime import pieces
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner, StepInputs
+from vllm_module.runtime.state_cache import StateCache
 from vllm_module.runtime.warm_up import warm_up_batches, warm_up_steps
 from vllm_module.tree import materialized
 
@@ -198,6 +199,7 @@ class Served:
     def __init__(self, model: Any, watched: bool = False, cache_dtype: Any = None) -> None:
         dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)
         self.cache = KVCache(model, PAGES, PAGE, META, cache_dtype or dtype)
+        StateCache(model, LIMITS["max_num_seqs"], META, dtype)  # which the layers hold
         self.runner = ModelRunner(model, META, LIMITS["max_num_seqs"], MOST_PAGES)
         if watched:
             self.runner.model = Watched(model)
