@@ -36,7 +36,7 @@ bench: .venv/dev.stamp  ## measure and draw docs/figures.svg; about 45 minutes, 
 	for name in load memory cold sharded formats stores cooperative routing plan quantization host wrapped; do \
 		$(BIN)/python tests/bench/$$name.py --out tests/bench/results/$$name.json || exit 1; \
 	done
-	$(BIN)/python tests/bench/engine.py --shapes 3M 58M 0.6B --out tests/bench/results/engine.json
+	$(BIN)/python tests/bench/engine.py --shapes 3M 58M 0.6B mamba2 hybrid --out tests/bench/results/engine.json
 	$(BIN)/python tests/bench/figures.py
 	$(BIN)/python tests/bench/draw.py
 

@@ -128,9 +128,10 @@ def gated_delta_rule_reference(
         zeros = values.new_zeros(v.shape[1], q.shape[2], v.shape[2])
         return _chunked(queries, keys, values, g, strengths, zeros)[0].to(v.dtype)
     if single_tokens(v, state_slots, max_query_len):
-        s = g.exp()[:, :, None, None] * loaded_states(state, state_slots, context_lens)
+        # In place: a state is larger than all else that a token needs.
+        s = loaded_states(state, state_slots, context_lens).mul_(g.exp()[:, :, None, None])
         u = strengths.unsqueeze(2) * (values - (keys.unsqueeze(2) @ s).squeeze(2))
-        s = s + keys.unsqueeze(3) * u.unsqueeze(2)
+        s.addcmul_(keys.unsqueeze(3), u.unsqueeze(2))
         store_states(state, state_slots, s)
         return (queries.unsqueeze(2) @ s).squeeze(2).to(v.dtype)
     o = torch.zeros_like(values)

@@ -140,7 +140,8 @@ def mamba2_scan_reference(
     elif single_tokens(x, state_slots, max_query_len):
         h = loaded_states(state, state_slots, context_lens)
         decay = (steps * a).exp()[:, :, None, None]
-        h = decay * h + (steps[:, :, None] * wide)[..., None] * b[:, :, None, :]
+        # In place: a state is larger than all else that a token needs.
+        h.mul_(decay).addcmul_((steps[:, :, None] * wide)[..., None], b[:, :, None, :])
         y = (h @ c.unsqueeze(3)).squeeze(3)
         store_states(state, state_slots, h)
     else:

@@ -95,19 +95,23 @@ def empty_output(
 def loaded_states(
     state: torch.Tensor, state_slots: torch.Tensor, context_lens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the states, in float32, before a step of one token of each sequence.
+    """Return a copy of the states, in float32, before a step of one token of each sequence.
 
     Padding gets zeros, as does a sequence without earlier tokens.
     """
     states = state.index_select(0, state_slots.clamp(min=0)).float()
     keeps = (context_lens > 1) & (state_slots >= 0)
-    return torch.where(keeps.view(-1, *[1] * (states.dim() - 1)), states, 0.0)
+    if not keeps.all():
+        states.masked_fill_(~keeps.view(-1, *[1] * (states.dim() - 1)), 0.0)
+    return states
 
 
 def store_states(state: torch.Tensor, state_slots: torch.Tensor, new: torch.Tensor) -> None:
     """Store the states of all sequences that are no padding."""
     used = state_slots >= 0
-    state.index_copy_(0, state_slots[used], new[used].to(state.dtype))
+    if not used.all():  # else a copy of all states is saved
+        state_slots, new = state_slots[used], new[used]
+    state.index_copy_(0, state_slots, new.to(state.dtype))
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from vllm_module.module import vLLMModule
 
 
 class BambaConfig(LlamaConfig):
+    hidden_act: Literal["silu", "swish"] = "silu"  # of the convolutions too
     rms_norm_eps: Positive = 1e-5
     partial_rotary_factor: Positive = 0.5
     max_position_embeddings: Size = 262144
@@ -48,6 +49,11 @@ class BambaConfig(LlamaConfig):
                     f"{features}, which is mamba_expand * hidden_size"
                 )
             vars(self)["mamba_d_head"] = features // heads  # the fields are frozen
+        elif "mamba_expand" in self.model_fields_set and heads * self.mamba_d_head != features:
+            raise ValueError(
+                f"mamba_n_heads {heads} * mamba_d_head {self.mamba_d_head} should be mamba_expand "
+                f"{self.mamba_expand} * hidden_size {self.hidden_size}"
+            )
         return self
 
 

@@ -6,6 +6,7 @@ from math import inf
 from typing import Any, Literal
 
 import torch
+from pydantic import model_validator
 from torch import nn
 
 from vllm_module.hf_config import HFConfig, Positive, Size, TimeStepLimit
@@ -22,6 +23,7 @@ from vllm_module.module import vLLMModule
 class Mamba2Config(HFConfig):
     attribute_map = {"num_attention_heads": "num_heads"}
 
+    expand: Size | None = None
     num_attention_heads: Size = 128
     head_dim: Size = 64
     state_size: Size = 128
@@ -33,6 +35,16 @@ class Mamba2Config(HFConfig):
     use_conv_bias: bool = True
     residual_in_fp32: bool = True
     time_step_limit: TimeStepLimit = (0.0, inf)
+
+    @model_validator(mode="after")
+    def _check_expand(self) -> Mamba2Config:
+        heads, head_dim = self.num_attention_heads, self.head_dim
+        if self.expand is not None and heads * head_dim != self.expand * self.hidden_size:
+            raise ValueError(
+                f"num_heads {heads} * head_dim {head_dim} should be expand {self.expand} * "
+                f"hidden_size {self.hidden_size}"
+            )
+        return self
 
 
 class Mamba2Block(vLLMModule):

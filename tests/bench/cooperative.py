@@ -14,6 +14,7 @@ round.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import runpy
 import tempfile
@@ -29,12 +30,12 @@ import torch.distributed as dist
 from checkpoints import write_qwen3
 from machine import machine, over, spread, write
 
-import vllm_module.models.qwen3  # noqa: F401  # imported once, for all forks
 from vllm_module import LoadConfig, ModelConfig, get_model, register_source
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.handle import FileHandle
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+importlib.import_module("vllm_module.models.qwen3")  # once, for all forks
 RATE = 40e6  # bytes a second of one connection
 WAYS = {"each by itself": False, "together": True}
 

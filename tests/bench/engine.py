@@ -1,7 +1,9 @@
 """The engine against transformers' generate: the same model, prompts and tokens, in one run.
 
-    python tests/bench/engine.py [--shapes 3M 58M 0.6B] [--out tests/bench/results/engine.json]
+    python tests/bench/engine.py [--shapes 3M 58M 0.6B mamba2 hybrid]
+        [--out tests/bench/results/engine.json]
 
+mamba2 and hybrid (Bamba) are models of some millions of parameters with recurrent state.
 Refuses to print a number unless both give the same tokens. The engine takes turns with transformers
 twice: with the products that it chose on this processor, and with torch's own, which transformers
 has. Also measures what a step of 64 sequences costs without the model (scheduling, laying out,
@@ -23,10 +25,10 @@ from typing import Any
 
 import torch
 import transformers
-from checkpoints import plausible, write_qwen3
+from checkpoints import QWEN3, plausible, write_qwen3
 from machine import machine, over, rounds, spread, write
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.kernels.linear import Products, fastest_products, linear, products
@@ -62,9 +64,54 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "0.6B": {"num_hidden_layers": 28, "tie_word_embeddings": True, "torch_dtype": "float32"},
 }
+# Models with recurrent state, by transformers' names of their entries.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        "model_type": "mamba2",
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_heads": 16,
+        "head_dim": 32,
+        "state_size": 64,
+        "n_groups": 1,
+        "vocab_size": 8000,
+    },
+    "hybrid": {
+        "model_type": "bamba",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "attn_layer_indices": [3, 7],
+        "mamba_n_heads": 16,
+        "mamba_d_head": 32,
+        "mamba_d_state": 64,
+        "mamba_n_groups": 1,
+        "max_position_embeddings": 512,
+        "vocab_size": 8000,
+    },
+}
+STATEFUL = [shape["model_type"] for shape in RECURRENT.values()]
+SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 ROUNDS = 5
 ONEDNN = Products(one=True, few=True, many=True)
 ALIKE = 0.9  # of the requests, all tokens: in float32 a near tie may fall either way
+
+
+def write_model(size: str, folder: Path) -> Path:
+    """Write the checkpoint of a shape, with plausible values."""
+    if size not in RECURRENT:
+        return write_qwen3(folder, values=plausible, **SHAPES[size])
+    config = AutoConfig.for_model(**RECURRENT[size], **SPECIAL_TOKENS)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        # What decides decays stays as transformers draws it.
+        if parameter.dim() == 2:
+            parameter.data.copy_(plausible(tuple(parameter.shape), generator))
+    model.save_pretrained(folder)
+    return folder
 
 
 @torch.inference_mode()
@@ -79,7 +126,8 @@ def theirs(model: Any, prompts: list[list[int]], counts: list[int]) -> list[list
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
-        cache_implementation="static",
+        # transformers has no static cache of recurrent states.
+        cache_implementation=None if model.config.model_type in STATEFUL else "static",
         disable_compile=True,
         pad_token_id=0,
     )
@@ -129,6 +177,37 @@ def compare(
         "ratio_with_torchs_products": spread(over(seconds, "transformers", "torch")),
         "seconds": seconds,
     }
+
+
+def generate(size: str, n: int, generator: random.Random) -> dict[str, Any]:
+    """Compare the engine with transformers on a shape, with one request and with many."""
+    vocab = (SHAPES | RECURRENT)[size].get("vocab_size", QWEN3["vocab_size"])
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = write_model(size, Path(directory))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=64) as llm:
+            results["parameters"] = sum(each.numel() for each in model.parameters())
+            results["state bytes of a sequence"] = llm.executor.worker.state_bytes
+            for name, count, least, most in (
+                ("1 request", 1, 32, 32),
+                ("32 requests of 32 new tokens each", 32, 32, 32),
+                ("32 requests of 8 to 128 new tokens", 32, 8, 128),
+            ):
+                prompts = [
+                    [generator.randrange(2, vocab) for _ in range(generator.randrange(8, 257))]
+                    for _ in range(count)
+                ]
+                counts = [generator.randint(least, most) for _ in range(count)]
+                results[name] = result = compare(llm, model, prompts, counts, n)
+                print(
+                    f"{size}, {name}: {result['tokens_per_second']:.0f} tokens/s, "
+                    f"{shown(result['ratio'])} times transformers', with torch's products "
+                    f"{shown(result['ratio_with_torchs_products'])}, "
+                    f"{result['same_tokens']:.0%} alike",
+                    flush=True,
+                )
+    return results
 
 
 def product(rows: int, columns: int, out: int) -> dict[str, Any]:
@@ -256,7 +335,7 @@ class _Nothing:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["3M", "58M"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES | RECURRENT, default=["3M", "58M"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -264,7 +343,10 @@ def main() -> None:
     generator = random.Random(0)
 
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    results: dict[str, Any] = {"transformers": transformers.__version__, "shapes": SHAPES}
+    results: dict[str, Any] = {
+        "transformers": transformers.__version__,
+        "shapes": SHAPES | RECURRENT,
+    }
     results["chosen products"] = [fastest_products()._asdict() for _ in range(ROUNDS)]
     print(f"oneDNN is chosen, asked {ROUNDS} times: {results['chosen products']}")
     for rows, columns, out in ((1, 1024, 6144), (32, 1024, 6144), (512, 1024, 6144)):
@@ -273,32 +355,8 @@ def main() -> None:
         results[f"product {shape}"] = figures
         print(f"a float32 product {shape}: oneDNN is {shown(figures['ratio'])} times as fast")
 
-    def prompt(vocab: int) -> list[int]:
-        return [generator.randrange(2, vocab) for _ in range(generator.randrange(8, 257))]
-
     for size in arguments.shapes:
-        shape = {"vocab_size": 151936} | SHAPES[size]
-        results[size] = {}
-        with tempfile.TemporaryDirectory() as directory:
-            folder = write_qwen3(Path(directory), values=plausible, **shape)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=64) as llm:
-                for name, count, least, most in (
-                    ("1 request", 1, 32, 32),
-                    ("32 requests of 32 new tokens each", 32, 32, 32),
-                    ("32 requests of 8 to 128 new tokens", 32, 8, 128),
-                ):
-                    prompts = [prompt(shape["vocab_size"]) for _ in range(count)]
-                    counts = [generator.randint(least, most) for _ in range(count)]
-                    result = compare(llm, model, prompts, counts, max(1, arguments.rounds))
-                    results[size][name] = result
-                    print(
-                        f"{size}, {name}: {result['tokens_per_second']:.0f} tokens/s, "
-                        f"{shown(result['ratio'])} times transformers', with torch's products "
-                        f"{shown(result['ratio_with_torchs_products'])}, "
-                        f"{result['same_tokens']:.0%} alike",
-                        flush=True,
-                    )
+        results[size] = generate(size, max(1, arguments.rounds), generator)
     for vocab in (1000, 32000, 151936):
         figures = overhead(64, vocab)
         results[f"overhead of a step of 64, vocabulary {vocab}"] = figures

@@ -2,7 +2,8 @@
 
 Each load runs in a process of its own, from a warm page cache, in turns. A figure is printed only
 if both hold the same numbers: of one weight, multiplied out. A peer that is not installed is left
-out, and that is said.
+out, and that is said. transformers takes NF4 with accelerate and bitsandbytes, and GPTQ with
+optimum and gptqmodel, whose first load compiles for minutes.
 
     python tests/bench/formats.py [--rounds 5] [--out FILE]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -44,13 +46,18 @@ def digest(weight: torch.Tensor) -> str:
     return hashlib.sha256(weight.bfloat16().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
+def dtype_of(path: Path) -> str:
+    """Return what a model computes with: gptqmodel multiplies weights out in float16."""
+    return "float16" if path.name == "gptq" else "bfloat16"
+
+
 def ours(path: Path) -> Callable[[], torch.Tensor]:
     """Load by get_model; return the weight that is checked."""
     from vllm_module import DeviceConfig, ModelConfig, get_model
 
     def load() -> torch.Tensor:
         model = get_model(
-            model_config=ModelConfig(model=str(path), dtype="bfloat16"),
+            model_config=ModelConfig(model=str(path), dtype=dtype_of(path)),
             device_config=DeviceConfig(device="cpu"),
         )
         held.append(model)
@@ -87,14 +94,21 @@ def by_transformers_gguf(path: Path) -> Callable[[], torch.Tensor]:
 
 
 def by_transformers(path: Path) -> Callable[[], torch.Tensor]:
-    from bitsandbytes.functional import dequantize_4bit
+    """Load by from_pretrained, which takes NF4 by bitsandbytes and GPTQ by gptqmodel."""
     from transformers import AutoModelForCausalLM
 
+    for name in PACKAGES[path.name]:
+        importlib.import_module(name)  # before the load is timed
+
     def load() -> torch.Tensor:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype_of(path))
         held.append(model)
-        weight = model.get_submodule(CHECKED).weight
-        return dequantize_4bit(weight.data, weight.quant_state)
+        layer = model.get_submodule(CHECKED)
+        if path.name == "nf4":
+            from bitsandbytes.functional import dequantize_4bit
+
+            return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        return layer.dequantize_weight().T
 
     return load
 
@@ -102,7 +116,10 @@ def by_transformers(path: Path) -> Callable[[], torch.Tensor]:
 held: list[Any] = []  # what was loaded, until the process ends
 WAYS = {"ours": ours, "torch.load": by_torch, "transformers' GGUF": by_transformers_gguf,
         "transformers": by_transformers}  # fmt: skip
-PEERS = {"pt": "torch.load", "gguf": "transformers' GGUF", "nf4": "transformers"}
+PEERS = {"pt": "torch.load", "gguf": "transformers' GGUF", "nf4": "transformers",
+         "gptq": "transformers"}  # fmt: skip
+PACKAGES = {"nf4": ("accelerate", "bitsandbytes"),
+            "gptq": ("accelerate", "optimum", "gptqmodel")}  # fmt: skip
 
 
 def write_formats(folder: Path) -> dict[str, Path]:
@@ -122,7 +139,8 @@ def write_formats(folder: Path) -> dict[str, Path]:
         converted: dict[str, torch.Tensor] = {}
         for each, tensor in tensors.items():
             linear = each.endswith("_proj.weight")
-            converted |= convert(each.removesuffix(".weight"), tensor) if linear else {each: tensor}
+            wide = tensor.half() if name == "gptq" else tensor
+            converted |= convert(each.removesuffix(".weight"), tensor) if linear else {each: wide}
         save_file(converted, written[name] / "model.safetensors", metadata={"format": "pt"})
     written["gguf"] = folder / "model.gguf"
     write_gguf(written["gguf"], config, tensors)
@@ -226,17 +244,18 @@ def main() -> None:
     if options.child:
         print(json.dumps(measured(options.folder, options.child)))
         return
-    missing = [name for name in ("accelerate",) if importlib.util.find_spec(name) is None]
     results: dict[str, Any] = {"left_out": {}}
+    for name, packages in PACKAGES.items():
+        if missing := [each for each in packages if importlib.util.find_spec(each) is None]:
+            what = f"{PEERS[name]} needs {' and '.join(missing)}, not installed"
+            results["left_out"][name] = what
+    used = {"transformers", "gguf"}.union(*PACKAGES.values())
+    installed = sorted(each for each in used if importlib.util.find_spec(each))
+    results["packages"] = {each: importlib.metadata.version(each) for each in installed}
     with tempfile.TemporaryDirectory() as temporary:
         written = write_formats(Path(temporary))
         cases = [(name, "ours") for name in written]
-        cases += [(name, peer) for name, peer in PEERS.items() if peer != "transformers"]
-        if missing:
-            results["left_out"]["nf4"] = "transformers needs accelerate, which is not installed"
-        else:
-            cases.append(("nf4", "transformers"))
-        results["left_out"]["gptq"] = "transformers needs gptqmodel, which no test installs"
+        cases += [case for case in PEERS.items() if case[0] not in results["left_out"]]
         runs: dict[tuple[str, str], list[dict[str, Any]]] = {case: [] for case in cases}
         for turn in range(options.rounds + 1):
             for case in cases[turn % len(cases) :] + cases[: turn % len(cases)]:

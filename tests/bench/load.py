@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import read_pages, write_qwen3
 from loaders import VLLM, Loader, Ours, Safetensors, Transformers, check
-from machine import over, rounds, spread, write
+from machine import by_one_thread, over, rounds, spread, write
 
 RANKS = ((0, 1), (3, 8))
 
@@ -35,12 +36,6 @@ class Memcpy:
     def copy(self) -> None:
         for target, source in zip(self.targets, self.sources, strict=True):
             target.copy_(source)
-
-    def copy_alone(self) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        self.copy()
-        torch.set_num_threads(threads)
 
 
 def measure(folder: Path, rank: int, size: int, n: int) -> dict[str, Any]:
@@ -59,7 +54,8 @@ def measure(folder: Path, rank: int, size: int, n: int) -> dict[str, Any]:
             tensor.zero_()  # only the timed loads write what is checked
     memcpy = Memcpy([tensor.nbytes for tensor in ours.tensors.values()])
     memcpy.copy()
-    copies = {"memcpy": memcpy.copy, "memcpy, one thread": memcpy.copy_alone}
+    alone = partial(by_one_thread, memcpy.copy)
+    copies = {"memcpy": memcpy.copy, "memcpy, one thread": alone}
     seconds = rounds({name: loader.load for name, loader in loaders.items()} | copies, n)
     kept = sum(tensor.nbytes for tensor in bare.tensors.values())
     assert ours.bytes_read == kept, f"read {ours.bytes_read} bytes, kept {kept}"

@@ -69,6 +69,14 @@ def clock(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def by_one_thread(work: Callable[[], object]) -> None:
+    """Do the work with one thread of torch's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    work()
+    torch.set_num_threads(threads)
+
+
 def rounds(works: Mapping[str, Callable[[], object]], n: int = 5) -> dict[str, list[float]]:
     """Run every work once a round, for ``n`` rounds; return the seconds of each, by name.
 

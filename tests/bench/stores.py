@@ -14,6 +14,7 @@ of the whole files, which are copied.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -34,7 +35,6 @@ from checkpoints import write_qwen3
 from machine import machine, over, rounds, spread, write
 from safetensors.torch import load_file
 
-import vllm_module.models.qwen3  # noqa: F401  # imported once, for all forks
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model
 from vllm_module.distributed import run_ranks
 from vllm_module.model_source import ModelSource
@@ -47,6 +47,7 @@ from vllm_module.weights.stores.store import UNDER_WAY
 
 ROOT = Path(__file__).parents[1]
 support = runpy.run_path(str(ROOT / "support.py"))
+importlib.import_module("vllm_module.models.qwen3")  # once, for all forks
 CPU = DeviceConfig(device="cpu")
 LATENCY, RATE = 0.05, 100e6
 RANKS = 8
@@ -143,12 +144,12 @@ def one_stream(url: str, folder: Path) -> None:
 
 def by_runai(folder: Path) -> Callable[[], dict[str, torch.Tensor]] | None:
     """Return a load of all tensors by Run:ai's streamer; ``None`` where it is not installed."""
-    try:
-        import runai_model_streamer_s3  # noqa: F401  # which it looks for
-        from runai_model_streamer import SafetensorsStreamer
-    except ImportError:
+    parts = ("runai_model_streamer", "runai_model_streamer_s3")
+    if not all(map(importlib.util.find_spec, parts)):
         print("Run:ai's streamer: not measured, because it is not installed with its S3 part")
         return None
+    from runai_model_streamer import SafetensorsStreamer
+
     os.environ["RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"] = "0"
     files = [f"s3://bucket/model/{path.name}" for path in sorted(folder.glob("*.safetensors"))]
 

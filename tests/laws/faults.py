@@ -268,6 +268,8 @@ FAULTS = (
           instead("layers.recurrent:DecayingLayer.decay", sharding.decays_of_first_heads)),
     Fault("every rank reads the first key heads' groups", "sharding_equivalent", "gated delta net",
           instead("parameters:Dim.groups_of", sharding.of_the_first_groups)),
+    Fault("key heads' groups are taken for slots", "sharding_equivalent", "gated delta net",
+          instead("parameters:Dim.alternates", lambda right, dim: False)),
     Fault("decays are computed once", "reload_in_place", "gated delta net",
           instead("layers.recurrent:DecayingLayer.process_weights_after_loading", sharding.decays_of_first_load)),
     # What ranks that load together pass to each other

@@ -102,6 +102,45 @@ GPT_OSS = {
 NO_PADDING = {"pad_token_id": None}  # Phi-3's own is not in these small vocabularies
 PHI4_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}
 
+MAMBA2 = {
+    "model_type": "mamba2",
+    "n_groups": 4,
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 8,
+    "chunk_size": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+BAMBA = {
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "pad_token_id": None,
+}
+QWEN3_NEXT = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "mlp_only_layers": [2],
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
 # What transformers computes with: arguments of AutoConfig.for_model.
 CONFIGS = {
     "deepseek-v2": config_of(
@@ -244,6 +283,9 @@ CONFIGS = {
     "starcoder2-no-biases-tied": config_of(
         "starcoder2", use_bias=False, hidden_act="gelu", tie_word_embeddings=True
     ),
+    "mamba2": MAMBA2,
+    "bamba": config_of("bamba", **BAMBA, mamba_n_groups=1),
+    "qwen3-next": config_of("qwen3_next", **QWEN3_NEXT),
     "mixtral": config_of("mixtral", num_local_experts=5, num_experts_per_tok=2),
     "qwen2-moe": config_of(
         "qwen2_moe",

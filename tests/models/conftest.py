@@ -76,15 +76,19 @@ def randomized(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     entries = dict(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
     generator = torch.Generator().manual_seed(seed)
-    # Gemma adds 1 to the weights of its norms, and multiplies its embeddings by 8.
+    # Gemma and Qwen3-Next add 1 to weights of norms, and Gemma multiplies its embeddings by 8.
     gemma = config["model_type"].startswith("gemma")
+    qwen3_next = config["model_type"] == "qwen3_next"
     for name, parameter in model.named_parameters():
         mean = 0.0
         if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
             scale = 1.0  # both signs, because a tied head would otherwise repeat the last token
-            mean = -1.0 if gemma else 0.0
+            mean = -1.0 if gemma or (qwen3_next and "linear_attn" not in name) else 0.0
         elif "embed_tokens" in name and gemma:
             scale = 0.2
+        elif "lm_head" in name and qwen3_next:
+            # Rounding its states once changes larger logits by more than the tolerance.
+            scale = 0.15
         elif name.endswith("bias") or any(part in name for part in EMBEDDINGS):
             scale = 0.5
         else:

@@ -21,6 +21,7 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.state_cache import StateCache, state_layers
 from vllm_module.runtime.step_inputs import StepInputs
 
 MAX_MODEL_LEN = 128  # tokens of the longest prompt and its steps, by which rope scalings are chosen
@@ -91,10 +92,15 @@ def generate(
     dtype = next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1)
     device = torch.device("cpu")
     cache = KVCache(model, pages, page_size, device, dtype, host_pages)
+    has_states = bool(state_layers(model))
+    host_states = len(prompts) if has_states and host_pages else 0
+    states = StateCache(model, len(prompts), device, dtype, host_states)
     runner = ModelRunner(model, device, len(prompts), pages)
 
     def execute(inputs: StepInputs) -> torch.Tensor:
         cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        if inputs.states is not None:
+            states.move(inputs.states)
         return runner.run(inputs)
 
     scheduler = Scheduler(
@@ -102,7 +108,10 @@ def generate(
         PagePool(host_pages, page_size),
         len(prompts),
         max_num_batched_tokens,
+        prefix_caching=not has_states,
         window=window,
+        has_states=has_states,
+        host_states=host_states,
     )
     engine = Engine(execute, scheduler, model.config.vocab_size, pages * page_size)
     requests = []
@@ -115,6 +124,7 @@ def generate(
     while engine.requests:
         engine.step()
     cache.close()
+    states.close()
     assert scheduler.pool.free_pages == pages
     assert scheduler.host.free_pages == host_pages
     return [request.sequences[0].output for request in requests], scheduler.preemptions

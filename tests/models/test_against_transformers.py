@@ -15,6 +15,7 @@ WITHIN = 1e-4  # as in conftest.py
 
 # Every rank has the whole rotary embedding, so its scalings need no second rank.
 SHARDED = (
+    "bamba",
     "cohere",
     "cohere2",
     "gemma2",
@@ -30,6 +31,7 @@ SHARDED = (
     "llama-tied-biases",
     "mistral-window",
     "mistral",
+    "mamba2",
     "mixtral",
     "olmo2",
     "olmoe",
@@ -39,6 +41,7 @@ SHARDED = (
     "qwen2-window-one-kv-head",
     "qwen3",
     "qwen3-moe",
+    "qwen3-next",
     "qwen3-tied-biases-window",
     "starcoder2",
 )

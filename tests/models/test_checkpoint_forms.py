@@ -48,6 +48,8 @@ def to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     types = config.pop("layer_types", None)
     if config["model_type"] in ("cohere2", "gemma3_text"):
         config["sliding_window_pattern"] = types.index("full_attention") + 1
+    if config["model_type"] == "qwen3_next":
+        config["full_attention_interval"] = types.index("full_attention") + 1
     if "sliding_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
@@ -59,7 +61,8 @@ def to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_scaling"] = None if kind == "default" else {spelling: kind, **rope}
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = 6  # older Qwen2 files have an unused window
-    if (config.get("head_dim") or 0) * config["num_attention_heads"] == config["hidden_size"]:
+    size = (config.get("head_dim") or 0) * config["num_attention_heads"]
+    if size == config["hidden_size"] and config["model_type"] != "qwen3_next":  # whose files say it
         del config["head_dim"]
     return config
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import ModelConfig, get_model
+from vllm_module import LLM, ModelConfig, SamplingParams, get_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
 from vllm_module.layers import AttentionMetadata, RecurrentLayer
@@ -252,7 +252,15 @@ def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
         ("qwen3-next", {"linear_num_value_heads": 6}, "6 value heads .* 4 key heads"),
         ("bamba", {"attn_layer_indices": [2]}, "attn_layer_indices has 2"),
         ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "mamba_n_heads 7 .* 128"),
-        ("bamba", {"mamba_n_heads": 7}, r"in_proj\.weight"),
+        (
+            "bamba",
+            {"mamba_n_heads": 7},
+            r"mamba_n_heads 7 \* mamba_d_head 16 .* hidden_size 64",
+        ),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act should be 'silu' or 'swish', got 'gelu'"),
+        ("bamba", {"mamba_d_conv": 1}, "kernel of 1: expected 2 to 8"),
+        ("mamba2", {"num_heads": 7}, r"num_heads 7 \* head_dim 16 .* expand 2 \* hidden_size 64"),
+        ("mamba2", {"state_size": 9}, r"in_proj\.weight"),
         ("mamba2", {"n_groups": 3}, "8 heads .* 3 groups"),
         ("mamba2", {"conv_kernel": 9}, "kernel of 9"),
         ("mamba2", {"time_step_limit": [2.0, 1.0]}, "time_step_limit should be a least"),
@@ -268,3 +276,34 @@ def test_what_does_not_fit_is_named(
     kinds = CheckpointFormatError, UnsupportedModelError, WeightLoadError
     with pytest.raises(kinds, match=message):
         load(tmp_path)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("bamba", {"attn_layer_indices": []}),
+        ("bamba", {"attn_layer_indices": [0, 1]}),
+        ("qwen3-next", {"layer_types": ["linear_attention"] * 3}),
+        ("qwen3-next", {"layer_types": ["full_attention"] * 3}),
+    ],
+)
+def test_a_hybrid_may_have_layers_of_one_kind(
+    tmp_path: Path, name: str, entries: dict[str, Any]
+) -> None:
+    """Without any layer of one kind, the engine's greedy tokens are transformers' too."""
+    config = AutoConfig.for_model(**CONFIGS[name] | entries)
+    reference = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in reference.parameters():
+        parameter.normal_(0, 0.5, generator=generator)
+    reference.save_pretrained(tmp_path)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    with LLM(str(tmp_path), device="cpu", dtype="float32", max_num_batched_tokens=5) as llm:
+        asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (got,) = llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)
+    assert got.error is None
+    for token in got.outputs[0].token_ids:
+        logits = reference(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        assert logits.max() - logits[token] < 1e-3
+        ids.append(token)

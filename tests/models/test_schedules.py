@@ -15,6 +15,7 @@ LONGEST = 40 + 64  # tokens of a sequence
 
 # Every architecture, with windows in all layers, in some and in none.
 NAMES = (
+    "bamba",
     "cohere",
     "cohere2",
     "gemma2",
@@ -31,6 +32,7 @@ NAMES = (
     "llama-longrope",
     "mistral-window",
     "mistral",
+    "mamba2",
     "mixtral",
     "olmo2",
     "olmoe",
@@ -39,6 +41,7 @@ NAMES = (
     "qwen2-window-one-kv-head",
     "qwen3",
     "qwen3-moe",
+    "qwen3-next",
     "qwen3-tied-biases-window",
     "starcoder2",
 )
