@@ -314,11 +314,10 @@ _REASONS = {
     "recurrent state": "recurrent state",
     "encoder-decoder": "part of an encoder-decoder, or cross attention",
     "is_causal is false": "an encoder: tokens attend to later ones",
-    " 0 times": "computes attention itself, not through the interface",
+    " 0 times": "computes attention itself, in a way that is not understood",
     "takes no position_ids": "takes no position_ids",
     "a mask of its own": "a mask of its own",
-    "indices in the call": "attention to chosen tokens only (indices)",
-    "moe_identity_expert": "a style of its plan (moe_identity_expert)",
+    "block_indices in the call": "attention to chosen blocks of tokens",
     "without values": "branches on values, so that it cannot be probed",
 }
 
