@@ -144,6 +144,22 @@ def test_trusted_code_computes_the_model(folder: Path, expected: torch.Tensor) -
         torch.testing.assert_close(each, expected, rtol=0, atol=1e-4)
 
 
+def test_code_of_a_snapshot_is_taken_at_its_revision(
+    folder: Path, expected: torch.Tensor, tmp_path: Path
+) -> None:
+    """In the hub's cache, files are links to blobs; the code is that of the snapshot in use."""
+    for number, commit in enumerate(("0123abcd", "4567 ef.(1)")):
+        repository = tmp_path / "models--owner--name"
+        snapshot, blobs = (repository / kind / commit for kind in ("snapshots", "blobs"))
+        shutil.copytree(folder, blobs)
+        code = blobs / "modeling_own.py"
+        code.write_text(code.read_text().replace("logit_factor", f"logit_factor * {number + 1}"))
+        snapshot.mkdir(parents=True)
+        for path in blobs.iterdir():
+            (snapshot / path.name).symlink_to(path)
+        torch.testing.assert_close(_logits(snapshot), (number + 1) * expected, rtol=0, atol=1e-4)
+
+
 def test_the_engine_generates_by_trusted_code(folder: Path, expected: torch.Tensor) -> None:
     """``LLM`` takes the option, and its first token is the most probable one."""
     with LLM(

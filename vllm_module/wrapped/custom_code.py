@@ -68,8 +68,8 @@ def _imported(reference: str, folder: str, path: Path) -> Any:
     from filelock import FileLock
 
     dynamic = library("dynamic_module_utils")
-    dynamic.init_hf_modules()
     try:
+        dynamic.init_hf_modules()
         # transformers copies files before it imports them, and ranks may be processes.
         with FileLock(Path(dynamic.HF_MODULES_CACHE) / "vllm_module.lock"):
             return dynamic.get_class_from_dynamic_module(reference, folder, local_files_only=True)
