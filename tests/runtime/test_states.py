@@ -356,6 +356,8 @@ def test_a_prompt_that_dies_leaves_a_right_state_or_none() -> None:
     setup.engine.step()
     setup.engine.abort("0")
     assert setup.scheduler.saved.waiting
+    assert setup.engine.step() == []  # of nothing: it copies nothing
+    setup.assert_saved_states()
     assert served_alone(setup, [2] * 10) == 0  # in the row of the first
     assert served_alone(setup, [1] * 10) == 8
     setup.engine.add("1", [3] * 20, greedy(4))
@@ -376,6 +378,23 @@ def test_new_weights_forget_states() -> None:
     setup.run()
     assert not len(setup.scheduler.saved)
     assert [served_alone(setup, [token] * 6) for token in (1, 2, 1, 2)] == [0, 0, 4, 4]
+
+
+def test_an_interrupt_forgets_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool then counts prefixes from the first again, which would be taken for others."""
+
+    def interrupted(self: Engine, launched: Any) -> None:
+        raise KeyboardInterrupt
+
+    setup = Setup(prefix_caching=True)
+    served_alone(setup, [1] * 10)
+    setup.engine.add("0", [2] * 10, greedy(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "_finish_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            setup.engine.step()
+    assert [served_alone(setup, [3] * 10), served_alone(setup, [3] * 10)] == [0, 8]
+    assert len(setup.scheduler.saved) == 1
 
 
 @pytest.mark.parametrize("advanced", [False, True])
