@@ -161,7 +161,7 @@ def _few_examples() -> Iterator[None]:
     settings.load_profile(before)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread_per_rank() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # a simulated rank is a thread, and four would share two cores
