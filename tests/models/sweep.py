@@ -1,6 +1,7 @@
 """Every causal language model of transformers, tiny, in the wrapper: right, refused or wrong.
 
-``python tests/models/sweep.py --out results.json`` tries all types, or those that it is given.
+``python tests/models/sweep.py --out results.json`` tries all types, or those that it is given;
+``--lot 1`` tries ten by lot, with other sizes than the table's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import tempfile
 import time
@@ -211,10 +213,31 @@ def tiny_model(kind: str, **changes: Any) -> Any:
     return model.float().eval()
 
 
-def try_type(kind: str, sizes: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
-    """Return what comes of a tiny model of type ``kind``, for each tensor-parallel size."""
+def drawn_sizes(draw: random.Random) -> dict[str, Any]:
+    """Return sizes that fit together and differ from the table's, by the names of _SIZES."""
+    heads, head_dim = draw.choice((6, 8)), draw.choice((8, 12, 20))
+    key_value_heads = draw.choice([each for each in (2, 3, 4, heads) if heads % each == 0])
+    by_size = {
+        64: heads * head_dim, 4: heads, 16: head_dim, 2: draw.choice((3, 4)),
+        32: draw.choice((24, 48)), 96: draw.choice((80, 144)), 128: draw.choice((131, 200)),
+    }  # fmt: skip
+    drawn = {name: by_size[size] for size, names in _SIZES.items() if size in by_size
+             for name in names if "expert" not in name and "moe" not in name}  # fmt: skip
+    drawn |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), key_value_heads)
+    drawn |= dict.fromkeys(("sliding_window", "attention_window_size"), draw.choice((3, 6)))
+    return drawn | {"tie_word_embeddings": draw.random() < 0.5}
+
+
+def try_type(
+    kind: str, sizes: tuple[int, ...] = (1, 2), drawn: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what comes of a tiny model of type ``kind``, for each tensor-parallel size.
+
+    ``drawn`` are other sizes, of which a variant may change some so that they fit together.
+    """
     ids, reasons = TOKEN_IDS, []
-    for changes in _VARIANTS:
+    variants = [{**each, **drawn} for each in _VARIANTS] if drawn else []
+    for changes in (*variants, *({**(drawn or {}), **each} for each in _VARIANTS)):
         try:
             library = tiny_model(kind, **{**changes, **OWN.get(kind, {})})
             with torch.no_grad():
@@ -358,7 +381,10 @@ def main() -> None:
     parser.add_argument("types", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--lot", type=int, help="a seed: draw ten types, and sizes for each")
     asked = parser.parse_args()
+    draw = None if asked.lot is None else random.Random(asked.lot)
+    chosen = draw.sample(types(), 10) if draw else asked.types or types()
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     import transformers
@@ -368,11 +394,12 @@ def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _stop)
     results = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else {}
-    for kind in asked.types or types():
+    for kind in chosen:
+        drawn = drawn_sizes(draw) if draw else None
         signal.alarm(60)
         begin = time.monotonic()
         try:
-            results[kind] = try_type(kind, tuple(asked.sizes))
+            results[kind] = try_type(kind, tuple(asked.sizes), drawn)
         except (Exception, _TooLong) as error:
             results[kind] = {"outcome": "failed", "reason": _line(error)}
         signal.alarm(0)
@@ -382,6 +409,8 @@ def main() -> None:
         more |= {"engine": each["engine"]} if "engine" in each else {}
         seconds = f"{time.monotonic() - begin:.1f} s"
         print(f"{kind:28} {each['outcome']:9} {more or ''} {seconds} {detail}", flush=True)
+        if drawn:
+            print(f"{'':28} {drawn}")
         if asked.out:
             asked.out.write_text(json.dumps(results, indent=1))
     print(table(results))
