@@ -313,10 +313,11 @@ def _ignored(model: vLLMModule, plan: LoadPlan) -> set[str]:
 def _demand_own_names(model: vLLMModule) -> None:
     for path, module in model.named_modules():
         if isinstance(module, vLLMModule) and module.overrides_load_weights:
+            kind = type(module).__name__
+            owner = f"{path} ({kind})" if path else kind
             raise UnsupportedModelError(
-                f"{path or type(model).__name__} ({type(module).__name__}) overrides load_weights, "
-                "so its checkpoint has other names or values than its parameters, and cannot be "
-                "written again"
+                f"{owner} overrides load_weights, so its checkpoint has other names or values than "
+                "its parameters, and cannot be written again"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.paged_attention import MAX_HEAD_SIZE
+from vllm_module.kernels.paged_attention import MAX_HEAD_SIZE, most_of_group
 from vllm_module.wrapped.build import class_for
 from vllm_module.wrapped.config import config_of
 from vllm_module.wrapped.custom_code import needs_code
@@ -79,6 +79,12 @@ def refuse_calls(
                 raise UnsupportedModelError(
                     f"{path} of {name} has heads of {size} features, and paged attention computes "
                     f"at most {MAX_HEAD_SIZE}"
+                )
+            group, most = call.heads // max(call.kv_heads, 1), most_of_group(size)
+            if group > most:
+                raise UnsupportedModelError(
+                    f"{path} of {name} has {group} query heads of {size} features for each "
+                    f"key-value head, and paged attention computes at most {most}"
                 )
             chunk = call.rule.chunk
             if chunk is not None and (max_model_len is None or max_model_len > chunk):

@@ -105,8 +105,8 @@ def plan(
     expert_parallel_size (1 without experts that are spread); checkpoint_bytes; context_len
     (tokens); memory_bytes (or null); ranks (rank, bytes_read, device_bytes, quantizing_bytes,
     staging_bytes for cpu and cuda, replicated: the share of the parameters that it holds whole,
-    kv_cache_bytes for context_len, needed_bytes: the peak on the device, kv_cache_tokens that fit
-    into the memory, or null; reads: name, file, byte_range in the file,
+    kv_cache_bytes for context_len, state_bytes of a sequence, needed_bytes: the peak on the device,
+    kv_cache_tokens that fit into the memory, or null; reads: name, file, byte_range in the file,
     bytes, pieces, shape, of, dtype, parameter, slot, quantized, tied_to); skipped (name to rule);
     missing, unexpected, duplicated and misshapen (lists of [name, detail]).
     """
