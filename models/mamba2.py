@@ -23,7 +23,7 @@ from vllm_module.module import vLLMModule
 class Mamba2Config(HFConfig):
     attribute_map = {"num_attention_heads": "num_heads"}
 
-    expand: Size | None = None
+    expand: Size = 2
     num_attention_heads: Size = 128
     head_dim: Size = 64
     state_size: Size = 128
@@ -39,7 +39,8 @@ class Mamba2Config(HFConfig):
     @model_validator(mode="after")
     def _check_expand(self) -> Mamba2Config:
         heads, head_dim = self.num_attention_heads, self.head_dim
-        if self.expand is not None and heads * head_dim != self.expand * self.hidden_size:
+        given = "expand" in self.model_fields_set
+        if given and heads * head_dim != self.expand * self.hidden_size:
             raise ValueError(
                 f"num_heads {heads} * head_dim {head_dim} should be expand {self.expand} * "
                 f"hidden_size {self.hidden_size}"

@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     "markupsafe": "jinja2",  # of whose interface Markup is a part
     "click": "typer",  # typer is built on it, and documents its classes as part of its interface
     "pydantic_core": "pydantic",  # pydantic documents its errors as pydantic_core's
+    "filelock": "huggingface_hub",  # which locks its own downloads with it
     "tomllib": "tomli",
 }
 # Who may import what an extra brings. Outside of vllm_module.testing, only lazily.
@@ -33,6 +34,7 @@ EXTRAS = {
     ("vllm_module.cli.comparison", "transformers"): "transformers",
     ("vllm_module.cli.demo.checks", "transformers"): "demo",
     ("vllm_module.registry", "transformers"): "transformers",
+    ("vllm_module.runtime.code_tokenizer", "transformers"): "transformers",
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
 }

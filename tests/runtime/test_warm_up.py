@@ -28,7 +28,6 @@ from vllm_module.runtime.worker import Worker
 
 HERE = Path(__file__).parent
 ARCHITECTURES = runpy.run_path(str(HERE.parent / "models" / "configurations.py"))
-RECURRENT = runpy.run_path(str(HERE.parent / "models" / "test_recurrent_engine.py"))
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 LARGE = {
     "hidden_size": 256,
@@ -47,7 +46,7 @@ SERVED = {
     "latent": ("deepseek-v3", {}),
     "recurrent": ("mamba2", {}),
     "recurrent hybrid": ("bamba", {}),
-    "recurrent hybrid, experts": ("qwen3_next", {}),
+    "recurrent hybrid, experts": ("qwen3-next", {}),
     "encoder, FP8 per channel": ("bert", {"quantization": "fp8_per_channel"}),
 }
 FAULTS = 11
@@ -68,17 +67,14 @@ def on_meta() -> Any:
     rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
     configurations["proportional"] = configurations["llama"] | {"rope_parameters": rope}
     bert = AutoConfig.for_model("bert", vocab_size=130, num_attention_heads=4, **SMALL)
-    for name, config in RECURRENT["CONFIGS"].items():
-        made = AutoConfig.for_model(**config).to_diff_dict()
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
-        configurations[name] = {**made, "architectures": [architecture]}
     configurations["bert"] = bert.to_diff_dict() | {"architectures": ["BertModel"]}
     models = {}
     for name, (architecture, options) in SERVED.items():
-        if architecture in RECURRENT["CONFIGS"]:
-            models[name] = configurations[architecture] | {"max_position_embeddings": 2048}, options
+        config = configurations[architecture]
+        if name.startswith("recurrent"):  # whose sizes depend on each other
+            models[name] = config | {"max_position_embeddings": 2048}, options
             continue
-        config = configurations[architecture] | LARGE
+        config = config | LARGE
         models[name] = config | (HEADS if architecture.startswith("qwen3") else {}), options
     given = {"configurations": configurations, "models": models}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.messages import describe_error, printable, printable_name, shorten
 from vllm_module.wrapped.library import library
@@ -64,9 +66,6 @@ def class_of(entries: Mapping[str, Any], auto_class: str, folder: str | None) ->
 
 
 def _imported(reference: str, folder: str, path: Path) -> Any:
-    # Imported here because only checkpoints with code need it.
-    from filelock import FileLock
-
     dynamic = library("dynamic_module_utils")
     try:
         dynamic.init_hf_modules()
