@@ -69,6 +69,22 @@ def clock(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def memory_in_use(entry: str = "VmRSS") -> int:
+    """Return an entry of /proc/self/status in bytes: memory in use (VmRSS) or its peak (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if entry in line).split()[1]) * 1024
+
+
+def memory_peak() -> Callable[[], int]:
+    """Return what gives the peak of memory from now on, beyond what is in use now, in bytes.
+
+    What the imports took for a while and freed would else hide as much of the work's memory.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak: proc(5)
+    start = memory_in_use()
+    return lambda: memory_in_use("VmHWM") - start
+
+
 def by_one_thread(work: Callable[[], object]) -> None:
     """Do the work with one thread of torch's."""
     threads = torch.get_num_threads()

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from checkpoints import plausible, read_pages, write_qwen3
-from machine import clock, over, rounds, spread, write
+from machine import clock, memory_peak, over, rounds, spread, write
 
 from vllm_module import ModelConfig, QuantizationConfig
 from vllm_module.cli.demo.checkpoint import PARAGRAPH, write_checkpoint
@@ -48,11 +48,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 FULL, THEN = "full precision", "load, then quantize"
 
 
-def peak_rss() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if "VmHWM" in line).split()[1]) * 1024
-
-
 def load(folder: Path, what: str, logits: Path | None) -> dict[str, Any]:
     """Load in one of the ways, once cold and once warm, and check what came."""
     scheme = what.removeprefix(f"{THEN}: ")
@@ -65,12 +60,12 @@ def load(folder: Path, what: str, logits: Path | None) -> dict[str, Any]:
         rules = online_rules(QuantizationConfig(scheme=what, weight_block_size=block))
     model = build_model(config, dtype, torch.device("cpu"), rules)
     read_pages(folder)
-    base = peak_rss()
+    beyond = memory_peak()
     with open_checkpoint(folder) as checkpoint:
         cold = clock(lambda: model.load_weights(checkpoint))
         if what.startswith(THEN):
             cold += clock(lambda: quantize_loaded(model, scheme))
-        peak = peak_rss() - base
+        peak = beyond()
         final = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
         if config.tie_word_embeddings:  # counted twice, since state_dict makes views
             final -= model.lm_head.weight.nbytes
