@@ -1,8 +1,9 @@
 """Compile kernels as they would be launched, on a machine without the GPU.
 
 ``python tests/kernels/compiling.py 90`` compiles every case of ``compilation`` for compute
-capability 9.0 and prints, as JSON, what each compiled kernel needs. With ``--candidates``, it
-compiles every candidate of attention and of products, too.
+capability 9.0 and prints, as JSON, what each compiled kernel needs; ``80`` does the largest case
+of each kernel. With ``--candidates``, it compiles every case and every candidate of attention and
+of products, too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ HOPPER: Cases = {
     name: launch for kind in KINDS for name, launch in getattr(kind, "HOPPER", {}).items()
 }
 
+# Of each kernel, what takes the most registers and shared memory: all that is compiled for 8.0,
+# unless candidates are, because compiling takes minutes where nothing is cached.
+LARGEST = (
+    "attention 64", "attention 128", "attention 512", "attention 512, fp32",
+    "latent, 128 heads", "latent, 16 heads, fp32",
+    "norm, rotary, store 512, a part", "rotary, fp32", "rotated latents, fp32", "store 512",
+    "copy in a layer", "norm 5120", "norm 65536, fp32, offset", "silu 14336",
+    "quantize to int8 by tensor", "quantize to int8 by token", "multiply int8, 256",
+    "packed nf4, 256, 4 bits, groups of 64, bf16", "packed gptq, 64, 4 bits, groups of 128, bf16",
+    "grouped bf16, 64", "grouped int8, 128", "grouped fp32, 128", "grouped mxfp4, 64",
+    "grouped packed awq, 128", "grouped packed gptq in no order, 64", "route to 512",
+    "experts' rows", "convolve, fp32", "scan, prompts", "scan, 256 numbers", "delta rule, prompts",
+)  # fmt: skip
+
 
 def main(capability: int, *, every_candidate: bool) -> None:
     """Compile every case and print a list with an entry for each kernel.
@@ -50,6 +65,8 @@ def main(capability: int, *, every_candidate: bool) -> None:
     for module in (dtypes, *ATTENTION, *of_products):
         module.capability = lambda _: divmod(capability, 10)
     cases = CASES | HOPPER if capability == 90 else CASES
+    if capability == 80 and not every_candidate:
+        cases = {name: CASES[name] for name in LARGEST}
     if every_candidate:
         cases = cases | candidates_of_products(fp8=capability == 90)
     results = []

@@ -26,8 +26,8 @@ def test_processes_keep_the_law_of_sharding(tmp_path: Path, size: int) -> None:
     for rank in range(size):
         tried = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert tried.keys() == expected
-        assert min(tried.values()) >= 5  # as many as there are, of the smallest subject
-        assert sum(tried.values()) > 100
+        assert min(tried.values()) >= 4  # as many as are asked for
+        assert sum(tried.values()) > 80
 
 
 def test_processes_that_break_the_law_all_say_so(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ TOGETHER = ("attention", "experts", "layouts")
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     # All ranks draw the same cases, and hold each of them together.
-    settings.register_profile("ranks", derandomize=True, deadline=None, max_examples=6)
+    settings.register_profile("ranks", derandomize=True, deadline=None, max_examples=4)
     settings.load_profile("ranks")
     faulty = nullcontext()
     if (file := directory / "fault").exists():
