@@ -24,12 +24,17 @@ def machine() -> dict[str, object]:
     """Return the processor, its cores, the versions and, in a checkout, the commit."""
     return {
         "processor": processor(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
     } | commit()
+
+
+def cores() -> int | None:
+    """Return how many cores this process may use, which ``taskset`` may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def processor() -> str:
