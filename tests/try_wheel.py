@@ -52,6 +52,18 @@ from pathlib import Path
 from vllm_module.cli.pictures.plots import check_plot
 check_plot(Path("plot.png"))
 """
+WRAPPED = """
+import json
+from pathlib import Path
+from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model
+folder = Path("gpt2")
+folder.mkdir()
+config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8,
+    "n_head": 2, "n_positions": 16, "vocab_size": 16}
+(folder / "config.json").write_text(json.dumps(config))
+get_model(model_config=ModelConfig(model=str(folder)), device_config=DeviceConfig(device="cpu"),
+    load_config=LoadConfig(load_format="dummy"))
+"""
 # For each extra, code that needs it, and what that says where the extra is missing.
 EXTRAS = {
     "compressed-tensors": (COMPRESSED, "vllm-module[compressed-tensors]"),
@@ -63,6 +75,7 @@ EXTRAS = {
     "stores": ("import obstore", "No module named"),
     "test": ("import build, hypothesis, pytest, transformers, xdist", "No module named"),
     "testing": (LAW, "vllm-module[testing]"),
+    "transformers": (WRAPPED, "vllm-module[transformers]"),
 }
 
 
