@@ -56,10 +56,11 @@ WRAPPED = """
 import json
 from pathlib import Path
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model
-folder = Path("gpt2")
+folder = Path("opt")
 folder.mkdir()
-config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8,
-    "n_head": 2, "n_positions": 16, "vocab_size": 16}
+config = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "num_hidden_layers": 1,
+    "hidden_size": 8, "word_embed_proj_dim": 8, "ffn_dim": 8, "num_attention_heads": 2,
+    "max_position_embeddings": 16, "vocab_size": 16}
 (folder / "config.json").write_text(json.dumps(config))
 get_model(model_config=ModelConfig(model=str(folder)), device_config=DeviceConfig(device="cpu"),
     load_config=LoadConfig(load_format="dummy"))
