@@ -104,8 +104,10 @@ class Batch:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self, attend: Callable[..., torch.Tensor] = paged_attention) -> torch.Tensor:
-        tensors = list(vars(self).values())[:8]
-        return attend(*tensors, **self.options)
+        return attend(
+            self.query, self.k_cache, self.v_cache, self.block_tables, self.context_lens,
+            self.query_start_loc, self.max_query_len, self.scale, **self.options,
+        )  # fmt: skip
 
     def check(self, attend: Callable[..., torch.Tensor], atol: float = 2e-6) -> None:
         output = self.run(attend)

@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "a copy": (lambda ids: ids.copy_(ON_HOST, non_blocking=True), "copies from the host"),
     "a move": (lambda ids: ON_HOST.to(ids.device), "copies from the host"),
     # torch itself refuses these two without CUDA, and for tensors of a subclass.
-    "a list": (lambda ids: torch.tensor([1], device=ids.device), "Could not run"),
+    "a list": (lambda ids: torch.tensor([1], device=ids.device), "Could not run|no NVIDIA"),
     "all numbers": (lambda ids: ids.tolist(), "tolist"),
     "a number": (lambda ids: ids.sum().item(), "waits for the device"),
     "a copy to the host": (lambda ids: ids.cpu(), "copies to the host, which waits"),

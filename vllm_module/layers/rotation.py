@@ -15,7 +15,7 @@ from vllm_module.layers.rotary import CosSin, RotaryEmbedding
 Rotate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # torch.compile of 2.11 cannot call one that is frozen
 class Rotation:
     """The norms of queries and keys, if they have any, and their rotation: a callable of both.
 
@@ -62,7 +62,7 @@ class Rotation:
         return None, None, 0.0, 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # torch.compile of 2.11 cannot call one that is frozen
 class LatentRotation:
     """The rotation of queries and keys of latent attention, and the norm of latents: a callable.
 
