@@ -41,7 +41,7 @@ HEADS: dict[str, Any] = {
 }
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 8, "chunk_size": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "mamba2": {"model_type": "mamba2", **SMALL, **MAMBA2, "n_groups": 4},
+    "mamba2": {"model_type": "mamba2", **SMALL, **MAMBA2, "n_groups": 2},
     "mamba2-one-group-tied-biases": {
         "model_type": "mamba2",
         **SMALL,
@@ -73,7 +73,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24,
-        "linear_num_key_heads": 4,
+        "linear_num_key_heads": 2,
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 12,
@@ -249,7 +249,7 @@ def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
         ("qwen3-next", {"layer_types": ["linear_attention", "mamba", "x"]}, r"layer_types\[1\]"),
         ("qwen3-next", {"layer_types": ["linear_attention"]}, r"layer_types\[1\] is None"),
         ("qwen3-next", {"num_attention_heads": 3}, "3 attention heads with gates .* 2 key-value"),
-        ("qwen3-next", {"linear_num_value_heads": 6}, "6 value heads .* 4 key heads"),
+        ("qwen3-next", {"linear_num_value_heads": 5}, "5 value heads .* 2 key heads"),
         ("bamba", {"attn_layer_indices": [2]}, "attn_layer_indices has 2"),
         ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "mamba_n_heads 7 .* 128"),
         (
