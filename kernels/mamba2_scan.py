@@ -132,6 +132,7 @@ def mamba2_scan_reference(
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = F.softplus(steps).clamp(dt_min, dt_max)
     wide = x.float()
+    skipped = None if d is None else d.float().view(-1, 1) * wide
     repeats = x.shape[1] // max(1, b.shape[1])
     b, c = (each.float().repeat_interleave(repeats, 1) for each in (b, c))
     if state is None or state_slots is None or query_start_loc is None or context_lens is None:
@@ -145,12 +146,14 @@ def mamba2_scan_reference(
         y = (h @ c.unsqueeze(3)).squeeze(3)
         store_states(state, state_slots, h)
     else:
-        y = torch.zeros_like(wide)
+        y = torch.zeros_like(wide)  # of tokens of no sequence, without ``d x`` too
+        if skipped is not None:
+            skipped[query_start_loc[-1] :] = 0
         for part, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
             h = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
             y[part], h = _chunked(wide[part], steps[part], a, b[part], c[part], h)
             state[slot] = h
-    return (y if d is None else y + d.float().view(-1, 1) * wide).to(x.dtype)
+    return (y if skipped is None else y + skipped).to(x.dtype)
 
 
 def _chunked(

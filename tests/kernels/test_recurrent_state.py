@@ -141,10 +141,11 @@ def test_each_sequence_continues_from_its_own_state(
     """Outputs and states are those of each sequence by itself; a first token starts from zeros.
 
     States of other places stay, and so do all if a sequence is padding, whatever the places hold.
+    Tokens of no sequence, which follow padding here, get zeros.
     """
     counts, before = [1 if single else count for count, _ in drawn], [b for _, b in drawn]
     dtype = torch.float16 if half else torch.float32
-    inputs = operation.inputs(sum(counts), dtype)
+    inputs = operation.inputs(sum(counts) + 3 * padded, dtype)
     per_token = len(inputs) - operation.fixed
     chosen = [*slots[: len(counts)]]
     state = torch.randn(SLOTS, *operation.state)
@@ -157,6 +158,7 @@ def test_each_sequence_continues_from_its_own_state(
     for run in (operation.call, *operation.runs):
         held = state.clone()
         y = run(*inputs, held, *where)
+        assert not y[sum(counts) :].any()
         begin, used = 0, []
         for slot, count, earlier in zip(chosen, counts, before, strict=True):
             rows = slice(begin, begin := begin + count)
