@@ -17,6 +17,7 @@ from vllm_module.layers import (
     RMSNorm,
     VocabParallelEmbedding,
 )
+from vllm_module.messages import shorten
 from vllm_module.module import vLLMModule
 
 
@@ -35,6 +36,15 @@ class Mamba2Config(HFConfig):
     use_conv_bias: bool = True
     residual_in_fp32: bool = True
     time_step_limit: TimeStepLimit = (0.0, inf)
+
+    @model_validator(mode="after")
+    def _check_layer_types(self) -> Mamba2Config:
+        others = set(self.layer_types or ()) - {"linear_attention", "mamba"}
+        if others:
+            raise ValueError(
+                f"layer_types has {shorten(min(others))}: expected linear_attention for each layer"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_expand(self) -> Mamba2Config:

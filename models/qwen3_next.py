@@ -33,7 +33,7 @@ class Qwen3NextConfig(Qwen3MoeConfig):
     attribute_map: ClassVar = {}  # these files say num_experts
 
     head_dim: Size = 256
-    num_experts: NumExperts = 512
+    num_experts: NumExperts | Literal[0] = 512
     num_experts_per_tok: Size = 10
     moe_intermediate_size: Size = 512
     shared_expert_intermediate_size: Size = 512
@@ -107,7 +107,7 @@ class Qwen3NextDecoderLayer(vLLMModule):
             )
         self.post_attention_layernorm = Qwen3NextRMSNorm(hidden, eps)
         sparse = (layer_idx + 1) % config.decoder_sparse_step == 0
-        dense = not sparse or layer_idx in (config.mlp_only_layers or ())
+        dense = layer_idx in (config.mlp_only_layers or ()) or not (sparse and config.num_experts)
         self.mlp = LlamaMLP(config) if dense else Qwen2MoeSparseMoeBlock(config)
 
     def forward(

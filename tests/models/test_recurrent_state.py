@@ -243,6 +243,26 @@ def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
     )
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "entries",
+    [
+        # transformers replaces the entry, and not what rope_parameters has.
+        {"partial_rotary_factor": 0.25, "rope_parameters": None, "rope_theta": 10000.0},
+        {"attn_layer_indices": None, "layer_types": ["linear_attention", "full_attention"]},
+        {"layers_block_type": ["mamba", "attention"]},
+    ],
+)
+def test_entries_of_bamba_that_change_nothing(
+    folders: Any, tmp_path: Path, entries: dict[str, Any]
+) -> None:
+    """Attention layers may be named by kind too, and half of each head is always rotated."""
+    folder, _ = folders("bamba")
+    rewrite(folder, tmp_path, {}, **entries)
+    ids = torch.arange(9)
+    assert torch.equal(load(tmp_path)(ids, ids), load(folder)(ids, ids))
+
+
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
@@ -251,6 +271,13 @@ def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
         ("qwen3-next", {"num_attention_heads": 3}, "3 attention heads with gates .* 2 key-value"),
         ("qwen3-next", {"linear_num_value_heads": 5}, "5 value heads .* 2 key heads"),
         ("bamba", {"attn_layer_indices": [2]}, "attn_layer_indices has 2"),
+        ("bamba", {"layers_block_type": ["attention", "mamba"]}, r"layers \[0\], .* is \[1\]"),
+        (
+            "bamba",
+            {"attn_layer_indices": None, "layer_types": ["full_attention", "x"]},
+            r"layer_types\[1\] is 'x'",
+        ),
+        ("mamba2", {"layer_types": ["linear_attention", "x"]}, "layer_types has 'x'"),
         ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "mamba_n_heads 7 .* 128"),
         (
             "bamba",
@@ -286,12 +313,13 @@ def test_what_does_not_fit_is_named(
         ("bamba", {"attn_layer_indices": [0, 1]}),
         ("qwen3-next", {"layer_types": ["linear_attention"] * 3}),
         ("qwen3-next", {"layer_types": ["full_attention"] * 3}),
+        ("qwen3-next", {"num_experts": 0}),
     ],
 )
 def test_a_hybrid_may_have_layers_of_one_kind(
     tmp_path: Path, name: str, entries: dict[str, Any]
 ) -> None:
-    """Without any layer of one kind, the engine's greedy tokens are transformers' too."""
+    """Without any layer of one kind, or experts, the engine's greedy tokens are transformers'."""
     config = AutoConfig.for_model(**CONFIGS[name] | entries)
     reference = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
