@@ -48,9 +48,9 @@ def _listed_limits(value: Any) -> Any:
 
 
 def _ordered_limits(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 <= value[0] <= value[1]:
+    if not 0 <= value[0] <= value[1] or value[0] == inf:
         raise PydanticCustomError(
-            "limits", "Input should be a least step from 0 and a greatest one"
+            "limits", "Input should be a least step from 0, finite, and a greatest one"
         )
     return value
 

@@ -6,6 +6,7 @@ Steps are made by hand here, with a page table of one page and a state slot for 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,7 @@ def test_entries_of_bamba_that_change_nothing(
         ("mamba2", {"conv_kernel": 9}, "kernel of 9"),
         ("mamba2", {"time_step_limit": [2.0, 1.0]}, "time_step_limit should be a least"),
         ("mamba2", {"time_step_limit": ["a", 1.0]}, "time_step_limit"),
+        ("mamba2", {"time_step_limit": [math.inf, math.inf]}, "time_step_limit .* finite"),
         ("mamba2", {"conv_kernel": 3}, r"conv1d\.weight"),
     ],
 )
