@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.recurrent_state import (
+    FORGOTTEN,
     check_state,
     each_sequence,
     empty_output,
@@ -170,7 +171,7 @@ def _chunked(
         rows = slice(chunk, chunk + CHUNK)
         # [heads, tokens, ...]
         steps, x_c, b_c, c_c = (each[rows].transpose(0, 1) for each in (dt, x, b, c))
-        sums = (steps * a.unsqueeze(1)).cumsum(1)
+        sums = (steps * a.unsqueeze(1)).clamp(min=FORGOTTEN).cumsum(1)
         between = (sums.unsqueeze(2) - sums.unsqueeze(1)).tril()
         scores = (c_c @ b_c.transpose(1, 2)) * between.exp().tril()
         weighted = steps.unsqueeze(2) * x_c
@@ -336,8 +337,8 @@ def _scan(
             step = tl.load(dt_ptr + token * dt_token + head * dt_head, mask=there, other=0.0)
             step = _limited(step.to(tl.float32) + dt_bias, dt_min, dt_max)
             step = tl.where(there, step, 0.0)
-            sums = tl.cumsum(step * a, axis=0)
-            last = tl.sum(step * a, axis=0)
+            logarithm = tl.maximum(step * a, -104.0)  # FORGOTTEN
+            sums, last = tl.cumsum(logarithm, axis=0), tl.sum(logarithm, axis=0)
             x_mask = there[:, None] & is_feature[None, :]
             x = tl.load(x_at[None, :] + token[:, None] * x_token, mask=x_mask, other=0.0)
             n_mask = there[:, None] & is_n[None, :]

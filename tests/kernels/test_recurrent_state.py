@@ -244,6 +244,31 @@ def test_small_steps_are_not_rounded_away() -> None:
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize("forgotten", [-3e4, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["scan", "delta rule"])
+def test_what_is_forgotten_leaves_later_decays_exact(
+    as_accurate, name: str, dtype: torch.dtype, forgotten: float
+) -> None:
+    """A token that decays a state to nothing costs the next decays no places, and gives no NaN."""
+    operation = OPERATIONS[name]
+    inputs = operation.inputs(24, dtype)
+    gone = torch.arange(24) % 5 < 3
+    if name == "scan":  # steps of 1.5 and of 0.01, which are the limits
+        inputs[1][:] = torch.where(gone, 9.0, -9.0)[:, None]
+        inputs[4][:] = max(forgotten, -3e38)
+    else:
+        inputs[3][:] = torch.where(gone, forgotten, -0.01)[:, None]
+    start = torch.zeros(operation.state)
+    exact, rounded = (operation.exactly(*inputs, h)[0] for h in (start.double(), start))
+    for run in operation.runs:
+        y = run(*inputs, None, None, None, None, 0)
+        if dtype == torch.float32:  # chunks subtract sums of decays, which a recurrence does not
+            torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+        else:
+            as_accurate(y, exact, rounded.to(dtype))
+
+
 @EACH
 def test_bad_input(operation) -> None:
     """Places that do not fit each other, are shared or are not there are refused by name."""
