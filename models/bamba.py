@@ -9,7 +9,7 @@ import torch
 from pydantic import model_validator
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.hf_config import Count, Positive, Size, TimeStepLimit
+from vllm_module.hf_config import ConvKernel, Count, Positive, Size, TimeStepLimit
 from vllm_module.layers import (
     AttentionMetadata,
     Mamba2Mixer,
@@ -39,7 +39,7 @@ class BambaConfig(LlamaConfig):
     mamba_d_head: Size | Literal["auto"] = "auto"
     mamba_n_groups: Size = 1
     mamba_d_state: Size = 256
-    mamba_d_conv: Size = 4
+    mamba_d_conv: ConvKernel = 4
     mamba_expand: Size = 2
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
@@ -68,6 +68,11 @@ class BambaConfig(LlamaConfig):
     @model_validator(mode="after")
     def _fill_head_dim(self) -> BambaConfig:
         features, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        if heads % self.mamba_n_groups:
+            raise ValueError(
+                f"mamba_n_heads {heads} should be a multiple of mamba_n_groups "
+                f"{self.mamba_n_groups}"
+            )
         if self.mamba_d_head == "auto":
             if features % heads:
                 raise ValueError(

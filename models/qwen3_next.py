@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from vllm_module.errors import ShardingError
-from vllm_module.hf_config import NumExperts, Positive, Size
+from vllm_module.hf_config import ConvKernel, NumExperts, Positive, Size
 from vllm_module.layers import (
     Attention,
     AttentionMetadata,
@@ -45,7 +45,7 @@ class Qwen3NextConfig(Qwen3MoeConfig):
     linear_num_value_heads: Size = 32
     linear_key_head_dim: Size = 128
     linear_value_head_dim: Size = 128
-    linear_conv_kernel_dim: Size = 4
+    linear_conv_kernel_dim: ConvKernel = 4
 
 
 class Qwen3NextRMSNorm(RMSNorm):

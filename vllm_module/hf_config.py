@@ -34,6 +34,8 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 # Of experts, and of layers that are only named: tables have an entry for each.
 NumExperts = Annotated[int, Field(gt=0, le=2**12)]
 NumNamed = Annotated[int, Field(ge=0, le=2**12)]
+# Inputs of a causal convolution before a recurrence.
+ConvKernel = Annotated[int, Field(ge=2, le=8)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
