@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import model_validator
 
-from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import ConvKernel, Count, Positive, Size, TimeStepLimit
 from vllm_module.layers import (
     AttentionMetadata,
@@ -48,15 +47,20 @@ class BambaConfig(LlamaConfig):
     @model_validator(mode="before")
     @classmethod
     def _rotate_half(cls, entries: Any) -> Any:
-        """Set the share of features that are rotated: transformers reads it of no file."""
+        """Have half of each head rotated, as transformers does whatever the file has here."""
         return {**entries, "partial_rotary_factor": 0.5} if isinstance(entries, dict) else entries
 
     @model_validator(mode="after")
-    def _check_layer_types(self) -> BambaConfig:
+    def _check_layers(self) -> BambaConfig:
+        numbers = self.attn_layer_indices
+        if numbers and max(numbers) >= self.num_hidden_layers:
+            raise ValueError(
+                f"attn_layer_indices has {max(numbers)}: expected numbers of layers, below "
+                f"num_hidden_layers {self.num_hidden_layers}"
+            )
         if self.layer_types is not None:
             types = [_KINDS.get(kind, kind) for kind in self.layer_types]
             attend = [at for at, kind in enumerate(types) if kind == "full_attention"]
-            numbers = self.attn_layer_indices
             if numbers is not None and sorted(set(numbers)) != attend:
                 raise ValueError(
                     f"layer_types has attention in layers {shorten(attend)}, and "
@@ -136,15 +140,6 @@ class BambaDecoderLayer(vLLMModule):
 class BambaModel(DecoderModel):
     layer_class = BambaDecoderLayer
     final_norm = "final_layernorm"
-
-    def __init__(self, config: Any) -> None:
-        beyond = [i for i in config.attn_layer_indices or () if i >= config.num_hidden_layers]
-        if beyond:
-            raise UnsupportedModelError(
-                f"attn_layer_indices has {beyond[0]}: expected numbers of layers, below "
-                f"num_hidden_layers {config.num_hidden_layers}"
-            )
-        super().__init__(config)
 
 
 class BambaForCausalLM(DecoderForCausalLM):
