@@ -43,7 +43,7 @@ def causal_conv1d(
         state: ``[slots, channels, W - 1]``: the last inputs of each sequence, the oldest first;
             read and written. Without, the tokens are one whole sequence.
         state_slots: the slot of each sequence, int64 ``[sequences]``; -1 for padding, whose output
-            is arbitrary and finite if its input is.
+            is arbitrary and finite if its input is. That of tokens of no sequence is zeros.
         query_start_loc: where each sequence's tokens start, int32 ``[sequences + 1]``.
         context_lens: each sequence's tokens up to the end of this step, int32 ``[sequences]``.
         max_query_len: most tokens of one sequence.
@@ -84,28 +84,30 @@ def causal_conv1d_reference(
         return causal_conv1d_fake(x)
     width = weight.shape[1]
     wide, weights = x.float(), weight.float()
+    shift = None if bias is None else bias.float()
     if state is None or state_slots is None or query_start_loc is None or context_lens is None:
-        y = _convolved(F.pad(wide.t(), (width - 1, 0)), weights)
+        y = _convolved(F.pad(wide.t(), (width - 1, 0)), weights, shift)
     elif single_tokens(x, state_slots, max_query_len):
         before = loaded_states(state, state_slots, context_lens)
         window = torch.cat([before, wide.unsqueeze(2)], 2)
         y = (window * weights).sum(2)
+        y = y if shift is None else y + shift
         store_states(state, state_slots, window[:, :, 1:])
     else:
-        y = torch.zeros_like(wide)
+        y = torch.zeros_like(wide)  # of tokens of no sequence, without the bias too
         for tokens, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
             before = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
             window = torch.cat([before, wide[tokens].t()], 1)
-            y[tokens] = _convolved(window, weights)
+            y[tokens] = _convolved(window, weights, shift)
             state[slot] = window[:, 1 - width :]
-    if bias is not None:
-        y = y + bias.float()
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
-def _convolved(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _convolved(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Convolve ``[channels, W - 1 + tokens]``; return ``[tokens, channels]``."""
-    return F.conv1d(inputs.unsqueeze(0), weight.unsqueeze(1), groups=len(weight))[0].t()
+    return F.conv1d(inputs.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
 
 
 def causal_conv1d_triton(

@@ -13,6 +13,7 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.recurrent_state import (
+    FORGOTTEN,
     check_state,
     each_sequence,
     empty_output,
@@ -161,7 +162,7 @@ def _chunked(
         rows = slice(chunk, chunk + CHUNK)
         # [heads, tokens, ...]
         q_c, k_c, v_c, g_c, b_c = (each[rows].transpose(0, 1) for each in (q, k, v, g, beta))
-        sums = g_c.cumsum(1)
+        sums = g_c.clamp(min=FORGOTTEN).cumsum(1)
         between = (sums.unsqueeze(2) - sums.unsqueeze(1)).tril().exp().tril()
         strength, since = b_c.unsqueeze(2), sums.exp().unsqueeze(2)
         system = strength * between * (k_c @ k_c.transpose(1, 2))  # its diagonal counts as ones
@@ -329,6 +330,7 @@ def _delta_rule(
             k_from = k_at[None, :] + token[:, None] * k_token
             v_mask = there[:, None] & is_column[None, :]
             g = tl.load(g_ptr + token * g_token + head * g_head, mask=there, other=0.0)
+            g = tl.maximum(g, -104.0)  # FORGOTTEN
             beta = tl.load(beta_ptr + token * beta_token + head * beta_head, mask=there, other=0.0)
             beta = beta.to(tl.float32)
             sums, last = tl.cumsum(g, axis=0), tl.sum(g, axis=0)

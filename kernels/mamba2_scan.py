@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.recurrent_state import (
+    FORGOTTEN,
     check_state,
     each_sequence,
     empty_output,
@@ -132,6 +133,7 @@ def mamba2_scan_reference(
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = F.softplus(steps).clamp(dt_min, dt_max)
     wide = x.float()
+    skipped = None if d is None else d.float().view(-1, 1) * wide
     repeats = x.shape[1] // max(1, b.shape[1])
     b, c = (each.float().repeat_interleave(repeats, 1) for each in (b, c))
     if state is None or state_slots is None or query_start_loc is None or context_lens is None:
@@ -145,12 +147,14 @@ def mamba2_scan_reference(
         y = (h @ c.unsqueeze(3)).squeeze(3)
         store_states(state, state_slots, h)
     else:
-        y = torch.zeros_like(wide)
+        y = torch.zeros_like(wide)  # of tokens of no sequence, without ``d x`` too
+        if skipped is not None:
+            skipped[query_start_loc[-1] :] = 0
         for part, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
             h = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
             y[part], h = _chunked(wide[part], steps[part], a, b[part], c[part], h)
             state[slot] = h
-    return (y if d is None else y + d.float().view(-1, 1) * wide).to(x.dtype)
+    return (y if skipped is None else y + skipped).to(x.dtype)
 
 
 def _chunked(
@@ -167,7 +171,7 @@ def _chunked(
         rows = slice(chunk, chunk + CHUNK)
         # [heads, tokens, ...]
         steps, x_c, b_c, c_c = (each[rows].transpose(0, 1) for each in (dt, x, b, c))
-        sums = (steps * a.unsqueeze(1)).cumsum(1)
+        sums = (steps * a.unsqueeze(1)).clamp(min=FORGOTTEN).cumsum(1)
         between = (sums.unsqueeze(2) - sums.unsqueeze(1)).tril()
         scores = (c_c @ b_c.transpose(1, 2)) * between.exp().tril()
         weighted = steps.unsqueeze(2) * x_c
@@ -333,8 +337,8 @@ def _scan(
             step = tl.load(dt_ptr + token * dt_token + head * dt_head, mask=there, other=0.0)
             step = _limited(step.to(tl.float32) + dt_bias, dt_min, dt_max)
             step = tl.where(there, step, 0.0)
-            sums = tl.cumsum(step * a, axis=0)
-            last = tl.sum(step * a, axis=0)
+            logarithm = tl.maximum(step * a, -104.0)  # FORGOTTEN
+            sums, last = tl.cumsum(logarithm, axis=0), tl.sum(logarithm, axis=0)
             x_mask = there[:, None] & is_feature[None, :]
             x = tl.load(x_at[None, :] + token[:, None] * x_token, mask=x_mask, other=0.0)
             n_mask = there[:, None] & is_n[None, :]

@@ -14,6 +14,10 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import checks_values, expect, expect_writable, tl, triton
 
+# The exponential of this logarithm of a decay is 0 in float32. In chunks smaller ones are raised to
+# it: they would take the last places of sums, from which later decays are computed.
+FORGOTTEN = -104.0
+
 Operands = tuple[torch.Tensor | None, ...]
 
 

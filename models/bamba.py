@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import model_validator
 
-from vllm_module.errors import UnsupportedModelError
-from vllm_module.hf_config import Count, Positive, Size, TimeStepLimit
+from vllm_module.hf_config import ConvKernel, Count, Positive, Size, TimeStepLimit
 from vllm_module.layers import (
     AttentionMetadata,
     Mamba2Mixer,
     RMSNorm,
     RotaryEmbedding,
+    layer_kind,
     rows_for,
 )
 from vllm_module.layers.rotary import CosSin
+from vllm_module.messages import shorten
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
 from vllm_module.module import vLLMModule
 
+_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}  # older names
+
 
 class BambaConfig(LlamaConfig):
+    attribute_map: ClassVar = {"layer_types": "layers_block_type"}
+
     hidden_act: Literal["silu", "swish"] = "silu"  # of the convolutions too
     rms_norm_eps: Positive = 1e-5
     partial_rotary_factor: Positive = 0.5
@@ -33,22 +38,52 @@ class BambaConfig(LlamaConfig):
     mamba_d_head: Size | Literal["auto"] = "auto"
     mamba_n_groups: Size = 1
     mamba_d_state: Size = 256
-    mamba_d_conv: Size = 4
+    mamba_d_conv: ConvKernel = 4
     mamba_expand: Size = 2
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_limit: TimeStepLimit = (0.0, inf)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rotate_half(cls, entries: Any) -> Any:
+        """Have half of each head rotated, as transformers does whatever the file has here."""
+        return {**entries, "partial_rotary_factor": 0.5} if isinstance(entries, dict) else entries
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> BambaConfig:
+        numbers = self.attn_layer_indices
+        if numbers and max(numbers) >= self.num_hidden_layers:
+            raise ValueError(
+                f"attn_layer_indices has {max(numbers)}: expected numbers of layers, below "
+                f"num_hidden_layers {self.num_hidden_layers}"
+            )
+        if self.layer_types is not None:
+            types = [_KINDS.get(kind, kind) for kind in self.layer_types]
+            attend = [at for at, kind in enumerate(types) if kind == "full_attention"]
+            if numbers is not None and sorted(set(numbers)) != attend:
+                raise ValueError(
+                    f"layer_types has attention in layers {shorten(attend)}, and "
+                    f"attn_layer_indices is {shorten(numbers)}: expected the same layers"
+                )
+            vars(self)["layer_types"] = types  # the fields are frozen
+        return self
+
     @model_validator(mode="after")
     def _fill_head_dim(self) -> BambaConfig:
         features, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        if heads % self.mamba_n_groups:
+            raise ValueError(
+                f"mamba_n_heads {heads} should be a multiple of mamba_n_groups "
+                f"{self.mamba_n_groups}"
+            )
         if self.mamba_d_head == "auto":
             if features % heads:
                 raise ValueError(
                     f"mamba_d_head is 'auto', and mamba_n_heads {heads} does not divide "
                     f"{features}, which is mamba_expand * hidden_size"
                 )
-            vars(self)["mamba_d_head"] = features // heads  # the fields are frozen
+            vars(self)["mamba_d_head"] = features // heads
         elif "mamba_expand" in self.model_fields_set and heads * self.mamba_d_head != features:
             raise ValueError(
                 f"mamba_n_heads {heads} * mamba_d_head {self.mamba_d_head} should be mamba_expand "
@@ -63,7 +98,10 @@ class BambaDecoderLayer(vLLMModule):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn: LlamaAttention | None = None
-        if layer_idx in (config.attn_layer_indices or ()):
+        attends = layer_idx in (config.attn_layer_indices or ())
+        if config.layer_types is not None:
+            attends = layer_kind(config, layer_idx) == "full_attention"
+        if attends:
             self.self_attn = LlamaAttention(config, rotary_emb, layer_idx)
         else:
             heads = config.mamba_n_heads
@@ -102,15 +140,6 @@ class BambaDecoderLayer(vLLMModule):
 class BambaModel(DecoderModel):
     layer_class = BambaDecoderLayer
     final_norm = "final_layernorm"
-
-    def __init__(self, config: Any) -> None:
-        beyond = [i for i in config.attn_layer_indices or () if i >= config.num_hidden_layers]
-        if beyond:
-            raise UnsupportedModelError(
-                f"attn_layer_indices has {beyond[0]}: expected numbers of layers, below "
-                f"num_hidden_layers {config.num_hidden_layers}"
-            )
-        super().__init__(config)
 
 
 class BambaForCausalLM(DecoderForCausalLM):

@@ -9,7 +9,7 @@ import torch
 from pydantic import model_validator
 from torch import nn
 
-from vllm_module.hf_config import HFConfig, Positive, Size, TimeStepLimit
+from vllm_module.hf_config import ConvKernel, HFConfig, Positive, Size, TimeStepLimit
 from vllm_module.layers import (
     AttentionMetadata,
     Mamba2Mixer,
@@ -17,6 +17,7 @@ from vllm_module.layers import (
     RMSNorm,
     VocabParallelEmbedding,
 )
+from vllm_module.messages import shorten
 from vllm_module.module import vLLMModule
 
 
@@ -28,7 +29,7 @@ class Mamba2Config(HFConfig):
     head_dim: Size = 64
     state_size: Size = 128
     n_groups: Size = 8
-    conv_kernel: Size = 4
+    conv_kernel: ConvKernel = 4
     hidden_act: Literal["silu", "swish"] = "silu"
     layer_norm_epsilon: Positive = 1e-5
     use_bias: bool = False
@@ -37,7 +38,16 @@ class Mamba2Config(HFConfig):
     time_step_limit: TimeStepLimit = (0.0, inf)
 
     @model_validator(mode="after")
-    def _check_expand(self) -> Mamba2Config:
+    def _check_layer_types(self) -> Mamba2Config:
+        others = set(self.layer_types or ()) - {"linear_attention", "mamba"}
+        if others:
+            raise ValueError(
+                f"layer_types has {shorten(min(others))}: expected linear_attention for each layer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Mamba2Config:
         heads, head_dim = self.num_attention_heads, self.head_dim
         given = "expand" in self.model_fields_set
         if given and heads * head_dim != self.expand * self.hidden_size:
@@ -45,6 +55,8 @@ class Mamba2Config(HFConfig):
                 f"num_heads {heads} * head_dim {head_dim} should be expand {self.expand} * "
                 f"hidden_size {self.hidden_size}"
             )
+        if heads % self.n_groups:
+            raise ValueError(f"num_heads {heads} should be a multiple of n_groups {self.n_groups}")
         return self
 
 

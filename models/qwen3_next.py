@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from vllm_module.errors import ShardingError
-from vllm_module.hf_config import NumExperts, Positive, Size
+from vllm_module.hf_config import ConvKernel, NumExperts, Positive, Size
 from vllm_module.layers import (
     Attention,
     AttentionMetadata,
@@ -33,7 +33,7 @@ class Qwen3NextConfig(Qwen3MoeConfig):
     attribute_map: ClassVar = {}  # these files say num_experts
 
     head_dim: Size = 256
-    num_experts: NumExperts = 512
+    num_experts: NumExperts | Literal[0] = 512
     num_experts_per_tok: Size = 10
     moe_intermediate_size: Size = 512
     shared_expert_intermediate_size: Size = 512
@@ -45,7 +45,7 @@ class Qwen3NextConfig(Qwen3MoeConfig):
     linear_num_value_heads: Size = 32
     linear_key_head_dim: Size = 128
     linear_value_head_dim: Size = 128
-    linear_conv_kernel_dim: Size = 4
+    linear_conv_kernel_dim: ConvKernel = 4
 
 
 class Qwen3NextRMSNorm(RMSNorm):
@@ -107,7 +107,7 @@ class Qwen3NextDecoderLayer(vLLMModule):
             )
         self.post_attention_layernorm = Qwen3NextRMSNorm(hidden, eps)
         sparse = (layer_idx + 1) % config.decoder_sparse_step == 0
-        dense = not sparse or layer_idx in (config.mlp_only_layers or ())
+        dense = layer_idx in (config.mlp_only_layers or ()) or not (sparse and config.num_experts)
         self.mlp = LlamaMLP(config) if dense else Qwen2MoeSparseMoeBlock(config)
 
     def forward(

@@ -34,6 +34,8 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 # Of experts, and of layers that are only named: tables have an entry for each.
 NumExperts = Annotated[int, Field(gt=0, le=2**12)]
 NumNamed = Annotated[int, Field(ge=0, le=2**12)]
+# Inputs of a causal convolution before a recurrence.
+ConvKernel = Annotated[int, Field(ge=2, le=8)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -48,9 +50,9 @@ def _listed_limits(value: Any) -> Any:
 
 
 def _ordered_limits(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 <= value[0] <= value[1]:
+    if not 0 <= value[0] <= value[1] or value[0] == inf:
         raise PydanticCustomError(
-            "limits", "Input should be a least step from 0 and a greatest one"
+            "limits", "Input should be a least step from 0, finite, and a greatest one"
         )
     return value
 

@@ -141,10 +141,11 @@ def test_each_sequence_continues_from_its_own_state(
     """Outputs and states are those of each sequence by itself; a first token starts from zeros.
 
     States of other places stay, and so do all if a sequence is padding, whatever the places hold.
+    Tokens of no sequence, which follow padding here, get zeros.
     """
     counts, before = [1 if single else count for count, _ in drawn], [b for _, b in drawn]
     dtype = torch.float16 if half else torch.float32
-    inputs = operation.inputs(sum(counts), dtype)
+    inputs = operation.inputs(sum(counts) + 3 * padded, dtype)
     per_token = len(inputs) - operation.fixed
     chosen = [*slots[: len(counts)]]
     state = torch.randn(SLOTS, *operation.state)
@@ -157,6 +158,7 @@ def test_each_sequence_continues_from_its_own_state(
     for run in (operation.call, *operation.runs):
         held = state.clone()
         y = run(*inputs, held, *where)
+        assert not y[sum(counts) :].any()
         begin, used = 0, []
         for slot, count, earlier in zip(chosen, counts, before, strict=True):
             rows = slice(begin, begin := begin + count)
@@ -240,6 +242,31 @@ def test_small_steps_are_not_rounded_away() -> None:
     ]
     assert float(outputs[0].abs().max()) > 0
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("forgotten", [-3e4, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["scan", "delta rule"])
+def test_what_is_forgotten_leaves_later_decays_exact(
+    as_accurate, name: str, dtype: torch.dtype, forgotten: float
+) -> None:
+    """A token that decays a state to nothing costs the next decays no places, and gives no NaN."""
+    operation = OPERATIONS[name]
+    inputs = operation.inputs(24, dtype)
+    gone = torch.arange(24) % 5 < 3
+    if name == "scan":  # steps of 1.5 and of 0.01, which are the limits
+        inputs[1][:] = torch.where(gone, 9.0, -9.0)[:, None]
+        inputs[4][:] = max(forgotten, -3e38)
+    else:
+        inputs[3][:] = torch.where(gone, forgotten, -0.01)[:, None]
+    start = torch.zeros(operation.state)
+    exact, rounded = (operation.exactly(*inputs, h)[0] for h in (start.double(), start))
+    for run in operation.runs:
+        y = run(*inputs, None, None, None, None, 0)
+        if dtype == torch.float32:  # chunks subtract sums of decays, which a recurrence does not
+            torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+        else:
+            as_accurate(y, exact, rounded.to(dtype))
 
 
 @EACH

@@ -264,6 +264,8 @@ FAULTS = (
           instead("layers.recurrent:CausalConv1d.__init__", sharding.convolved_by_rank)),
     Fault("a rank normalizes its part of a group alone", "sharding_equivalent", "mamba2",
           instead("layers.gated_norm:GroupedGatedRMSNorm.forward", sharding.normalized_alone)),
+    Fault("ranks of all groups add up their sums of squares", "sharding_equivalent", "mamba2",
+          instead("layers.gated_norm:GroupedGatedRMSNorm._over_ranks", sharding.added_over_groups)),
     Fault("every head has the decay of the rank's first", "sharding_equivalent", "gated delta net",
           instead("layers.recurrent:DecayingLayer.decay", sharding.decays_of_first_heads)),
     Fault("every rank reads the first key heads' groups", "sharding_equivalent", "gated delta net",

@@ -342,6 +342,11 @@ def normalized_alone(forward: Any, norm: GroupedGatedRMSNorm, *inputs: torch.Ten
     return forward(norm, *inputs)
 
 
+def added_over_groups(right: Any, norm: GroupedGatedRMSNorm, total: torch.Tensor) -> torch.Tensor:
+    """Add up the sums of squares of all ranks, whatever groups they keep."""
+    return norm.tp_group.all_reduce(total)
+
+
 def decays_of_first_load(process: Any, layer: DecayingLayer) -> None:
     """Compute the decays once."""
     if not layer.A.any():

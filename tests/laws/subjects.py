@@ -465,7 +465,12 @@ def mamba2(heads: tuple[int, int], **arguments: Any) -> vLLMModule:
 
 def groups_are_cut(size: int, heads: tuple[int, int], **arguments: Any) -> bool:
     groups, each = heads
-    return groups % size == 0 or (groups == 1 and each % size == 0)
+    return (groups % size == 0 or size % groups == 0) and groups * each % size == 0
+
+
+def heads_are_cut(size: int, num_key_heads: int, values_per_key: int, **arguments: Any) -> bool:
+    values = num_key_heads * values_per_key
+    return (num_key_heads % size == 0 or size % num_key_heads == 0) and values % size == 0
 
 
 def gated_delta_net(num_key_heads: int, values_per_key: int, **arguments: Any) -> vLLMModule:
@@ -473,7 +478,7 @@ def gated_delta_net(num_key_heads: int, values_per_key: int, **arguments: Any) -
 
 
 MAMBA2: Mapping[str, Any] = {
-    "heads": st.tuples(features(), st.integers(1, 2)) | st.tuples(st.just(1), features()),
+    "heads": st.tuples(features(), st.integers(1, 2)) | st.tuples(st.integers(1, 2), features()),
     "head_dim": st.integers(1, 3),
     "state_size": st.integers(1, 3),
     "conv_kernel": st.integers(2, 4),
@@ -596,14 +601,14 @@ LAYERS: dict[str, Subject] = {
         gated_delta_net,
         {
             "num_key_heads": features(),
-            "values_per_key": st.integers(1, 3),
+            "values_per_key": st.integers(1, 4),
             "key_dim": st.integers(1, 3),
             "value_dim": st.integers(1, 3),
             "conv_kernel": st.integers(2, 4),
         },
         x_of(6),
         (GatedDeltaNet, GatedRMSNorm),
-        lambda size, num_key_heads, **arguments: num_key_heads % size == 0,
+        heads_are_cut,
     ),
     "mlp": Subject(
         MLP,

@@ -28,6 +28,8 @@ from vllm_module.layers import (
     Attention,
     AttentionMetadata,
     EncoderAttention,
+    RotaryEmbedding,
+    Rotation,
     layer_sliding_window,
 )
 from vllm_module.models.llama import LlamaAttention, MistralAttention
@@ -44,6 +46,19 @@ def metadata_of(slots: list[int], pages: list[int], context: int) -> AttentionMe
         query_start_loc=torch.tensor([0, new], dtype=torch.int32),
         max_query_len=new,
     )
+
+
+@torch.inference_mode()
+def test_compiled_it_writes_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by torch.compile, which fails at them, it rotates copies of queries and keys."""
+    layer, rotary_emb = Attention(4, 8, num_kv_heads=2), RotaryEmbedding(8, TOKENS)
+    rotate = Rotation(rotary_emb, rotary_emb.cos_sin(torch.arange(TOKENS)))
+    qkv = torch.randn(TOKENS, 8, 8)
+    before = qkv.clone()
+    expected = layer(*qkv.clone().split([4, 2, 2], 1), rotate=rotate)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(layer(*qkv.split([4, 2, 2], 1), rotate=rotate), expected)
+    assert torch.equal(qkv, before)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

@@ -271,10 +271,11 @@ def test_metadata_without_states_is_an_error(name: str) -> None:
     ("build", "size", "message"),
     [
         (lambda: Mamba2Mixer(6, 6, 2, 1, 4), 4, "6 heads .* 4 tensor-parallel"),
-        (lambda: Mamba2Mixer(6, 8, 2, 2, 4), 4, "2 groups .* 4 tensor-parallel"),
+        (lambda: Mamba2Mixer(6, 12, 2, 4, 4), 6, "4 groups .* 6 tensor-parallel"),
         (lambda: Mamba2Mixer(6, 6, 2, 4, 4), 1, "6 heads .* 4 groups"),
         (lambda: Mamba2Mixer(6, 12, 2, 3, 4), 2, "3 groups .* 2 tensor-parallel"),
-        (lambda: GatedDeltaNet(6, 2, 4, 2, 2), 4, "2 key heads .* 4 tensor-parallel"),
+        (lambda: GatedDeltaNet(6, 2, 4, 2, 2), 8, "2 key heads and 4 value heads .* 8 tensor-par"),
+        (lambda: GatedDeltaNet(6, 4, 12, 2, 2), 6, "4 key heads and 12 value heads .* 6 tensor-p"),
         (lambda: GatedDeltaNet(6, 4, 6, 2, 2), 1, "6 value heads .* 4 key heads"),
         (lambda: GroupedGatedRMSNorm(12, 3, 1e-5), 2, "12 features in 3 groups .* 2"),
     ],

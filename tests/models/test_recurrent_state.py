@@ -6,6 +6,7 @@ Steps are made by hand here, with a page table of one page and a state slot for 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ HEADS: dict[str, Any] = {
 }
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 8, "chunk_size": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "mamba2": {"model_type": "mamba2", **SMALL, **MAMBA2, "n_groups": 4},
+    "mamba2": {"model_type": "mamba2", **SMALL, **MAMBA2, "n_groups": 2},
     "mamba2-one-group-tied-biases": {
         "model_type": "mamba2",
         **SMALL,
@@ -73,7 +74,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24,
-        "linear_num_key_heads": 4,
+        "linear_num_key_heads": 2,
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 12,
@@ -243,14 +244,41 @@ def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
     )
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "entries",
+    [
+        # transformers replaces the entry, and not what rope_parameters has.
+        {"partial_rotary_factor": 0.25, "rope_parameters": None, "rope_theta": 10000.0},
+        {"attn_layer_indices": None, "layer_types": ["linear_attention", "full_attention"]},
+        {"layers_block_type": ["mamba", "attention"]},
+    ],
+)
+def test_entries_of_bamba_that_change_nothing(
+    folders: Any, tmp_path: Path, entries: dict[str, Any]
+) -> None:
+    """Attention layers may be named by kind too, and half of each head is always rotated."""
+    folder, _ = folders("bamba")
+    rewrite(folder, tmp_path, {}, **entries)
+    ids = torch.arange(9)
+    assert torch.equal(load(tmp_path)(ids, ids), load(folder)(ids, ids))
+
+
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
         ("qwen3-next", {"layer_types": ["linear_attention", "mamba", "x"]}, r"layer_types\[1\]"),
         ("qwen3-next", {"layer_types": ["linear_attention"]}, r"layer_types\[1\] is None"),
         ("qwen3-next", {"num_attention_heads": 3}, "3 attention heads with gates .* 2 key-value"),
-        ("qwen3-next", {"linear_num_value_heads": 6}, "6 value heads .* 4 key heads"),
+        ("qwen3-next", {"linear_num_value_heads": 5}, "5 value heads .* 2 key heads"),
         ("bamba", {"attn_layer_indices": [2]}, "attn_layer_indices has 2"),
+        ("bamba", {"layers_block_type": ["attention", "mamba"]}, r"layers \[0\], .* is \[1\]"),
+        (
+            "bamba",
+            {"attn_layer_indices": None, "layer_types": ["full_attention", "x"]},
+            r"layer_types\[1\] is 'x'",
+        ),
+        ("mamba2", {"layer_types": ["linear_attention", "x"]}, "layer_types has 'x'"),
         ("bamba", {"mamba_n_heads": 7, "mamba_d_head": "auto"}, "mamba_n_heads 7 .* 128"),
         (
             "bamba",
@@ -258,13 +286,16 @@ def test_a_native_mamba_checkpoint_names_its_embedding_otherwise(
             r"mamba_n_heads 7 \* mamba_d_head 16 .* hidden_size 64",
         ),
         ("bamba", {"hidden_act": "gelu"}, "hidden_act should be 'silu' or 'swish', got 'gelu'"),
-        ("bamba", {"mamba_d_conv": 1}, "kernel of 1: expected 2 to 8"),
+        ("bamba", {"mamba_d_conv": 1}, "mamba_d_conv should be .* 2, got 1"),
         ("mamba2", {"num_heads": 7}, r"num_heads 7 \* head_dim 16 .* expand 2 \* hidden_size 64"),
         ("mamba2", {"state_size": 9}, r"in_proj\.weight"),
-        ("mamba2", {"n_groups": 3}, "8 heads .* 3 groups"),
-        ("mamba2", {"conv_kernel": 9}, "kernel of 9"),
+        ("mamba2", {"n_groups": 3}, "num_heads 8 .* n_groups 3"),
+        ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads 8 .* mamba_n_groups 3"),
+        ("mamba2", {"conv_kernel": 9}, "conv_kernel should be .* 8, got 9"),
+        ("qwen3-next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim .* 2, got 1"),
         ("mamba2", {"time_step_limit": [2.0, 1.0]}, "time_step_limit should be a least"),
         ("mamba2", {"time_step_limit": ["a", 1.0]}, "time_step_limit"),
+        ("mamba2", {"time_step_limit": [math.inf, math.inf]}, "time_step_limit .* finite"),
         ("mamba2", {"conv_kernel": 3}, r"conv1d\.weight"),
     ],
 )
@@ -286,12 +317,13 @@ def test_what_does_not_fit_is_named(
         ("bamba", {"attn_layer_indices": [0, 1]}),
         ("qwen3-next", {"layer_types": ["linear_attention"] * 3}),
         ("qwen3-next", {"layer_types": ["full_attention"] * 3}),
+        ("qwen3-next", {"num_experts": 0}),
     ],
 )
 def test_a_hybrid_may_have_layers_of_one_kind(
     tmp_path: Path, name: str, entries: dict[str, Any]
 ) -> None:
-    """Without any layer of one kind, the engine's greedy tokens are transformers' too."""
+    """Without any layer of one kind, or experts, the engine's greedy tokens are transformers'."""
     config = AutoConfig.for_model(**CONFIGS[name] | entries)
     reference = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_module import vLLMModule
 from vllm_module.config import EngineConfig
@@ -25,7 +26,7 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.state_cache import StateCache, state_bytes, state_layers
+from vllm_module.runtime.state_cache import StateCache, copy_bytes, state_bytes, state_layers
 from vllm_module.runtime.step import Moves
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.worker import Worker
@@ -238,6 +239,9 @@ def test_memory_is_counted_and_given_back() -> None:
     cache.close()
     assert [layer.states for layer in state_layers(model)] == [None, None]
     assert cache.nbytes == 0
+    with pytest.raises(ValueError, match=r"no memory for .* 384 bytes .* max_num_seqs"):
+        StateCache(model, 2**50, CPU, torch.float32)
+    assert model.first.states is None
 
 
 def test_states_are_moved_in_the_order_of_the_field() -> None:
@@ -247,7 +251,17 @@ def test_states_are_moved_in_the_order_of_the_field() -> None:
     for states in cache._states:
         for slot in range(4):
             states[:, slot] = slot
-    cache.move(Moves([(1, 0)], [(0, 1), (2, 0)], [(0, 2)]))
+    read = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            result = function(*args, **kwargs or {})
+            read.append(result.nbytes if function is torch.ops.aten.index_select.default else 0)
+            return result
+
+    with Allocations():
+        cache.move(Moves([(1, 0)], [(0, 1), (2, 0)], [(0, 2)]))
+    assert max(read) == 2 * copy_bytes(model, torch.float32), "more than a layer's states at once"
     for states in cache._states:
         held = [states[:, slot].unique().tolist() for slot in range(4)]
         assert held == [[2.0], [0.0], [1.0], [3.0]]

@@ -302,7 +302,8 @@ def served_alone(setup: Setup, prompt: list[int], count: int = 3, **params: Any)
     setup.run()
     assert_right([(request, expected(prompt, count))])
     step = setup.model.steps[first]
-    return step.context_lens[0] - len(step.input_ids)
+    assert request.num_cached_tokens == step.context_lens[0] - len(step.input_ids)
+    return request.num_cached_tokens
 
 
 def test_a_prompt_reuses_what_has_pages_and_a_state() -> None:

@@ -17,7 +17,8 @@ class GatedDeltaNet(DecayingLayer):
     """Qwen3-Next's linear attention: a convolution and the gated delta rule (arXiv:2412.06464).
 
     A checkpoint stores the projections by key heads: of each its query, its key, and values and
-    gates of its value heads. The key heads are cut among the ranks.
+    gates of its value heads. The heads are cut among the ranks. Where there are fewer key heads
+    than ranks, those that share the value heads of a key head each have a copy of it.
 
     Args:
         hidden_size: features of input and output.
@@ -44,25 +45,29 @@ class GatedDeltaNet(DecayingLayer):
         eps: float = 1e-6,
     ) -> None:
         size = tensor_parallel_group().size
-        if num_key_heads % size:
-            raise ShardingError(
-                f"{num_key_heads} key heads of linear attention cannot be shared evenly by {size} "
-                "tensor-parallel ranks: choose a size that divides them"
-            )
         if num_value_heads % num_key_heads:
             raise ShardingError(
                 f"{num_value_heads} value heads of linear attention cannot share {num_key_heads} "
                 "key heads evenly: check linear_num_value_heads and linear_num_key_heads"
             )
+        if (num_key_heads % size and size % num_key_heads) or num_value_heads % size:
+            raise ShardingError(
+                f"{num_key_heads} key heads and {num_value_heads} value heads of linear attention "
+                f"cannot be shared evenly by {size} tensor-parallel ranks: choose a size that "
+                "divides them, or that divides the value heads and that the key heads divide"
+            )
         super().__init__(Dim.cut(num_value_heads, size))
         keys, values = num_key_heads * key_dim, num_value_heads * value_dim
-        q, k, v = Slot("q", keys, size), Slot("k", keys, size), Slot("v", values, size)
+        key_parts = min(num_key_heads, size)
+        q, k = Slot("q", keys, key_parts), Slot("k", keys, key_parts)
+        v = Slot("v", values, size)
         qkvz = Dim((q, k, v, Slot("z", values, size)), groups=num_key_heads)
         ba = Dim(
             (Slot("b", num_value_heads, size), Slot("a", num_value_heads, size)),
             groups=num_key_heads,
         )
-        self.num_key_heads, self.num_value_heads = num_key_heads // size, num_value_heads // size
+        self.num_key_heads = num_key_heads // key_parts
+        self.num_value_heads = num_value_heads // size
         self.key_dim, self.value_dim = key_dim, value_dim
         self.in_proj_qkvz = ColumnParallelLinear(hidden_size, qkvz.size, bias=False, output=qkvz)
         self.in_proj_ba = ColumnParallelLinear(hidden_size, ba.size, bias=False, output=ba)

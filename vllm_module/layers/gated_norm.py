@@ -28,8 +28,8 @@ class GatedRMSNorm(RMSNorm):
 class GroupedGatedRMSNorm(vLLMModule):
     """Root mean square normalization of groups of features, with a gate (Mamba-2).
 
-    The features are cut among the ranks. Ranks that keep whole groups need no traffic; of one group
-    they add up their sums of squares.
+    The features are cut among the ranks. Ranks that keep whole groups need no traffic; those that
+    share a group add up their sums of squares.
 
     Args:
         hidden_size: features on all ranks.
@@ -37,7 +37,7 @@ class GroupedGatedRMSNorm(vLLMModule):
         eps: added to the mean square.
         norm_before_gate: multiply by the SiLU of the gate after the norm, not before it.
 
-    Raises ``ShardingError`` if the ranks can neither share the groups nor the one group.
+    Raises ``ShardingError`` if the groups cannot be shared evenly.
 
     """
 
@@ -46,13 +46,13 @@ class GroupedGatedRMSNorm(vLLMModule):
     ) -> None:
         super().__init__()
         self.tp_group = group = tensor_parallel_group()
-        if hidden_size % groups or (groups > 1 and groups % group.size):
+        if hidden_size % groups or (groups % group.size and group.size % groups):
             raise ShardingError(
                 f"a norm of {hidden_size} features in {groups} groups cannot be shared by "
-                f"{group.size} tensor-parallel ranks: expected equal groups, and as many as a "
-                "multiple of the ranks, or one"
+                f"{group.size} tensor-parallel ranks: expected equal groups, and a number of them "
+                "that divides the ranks or that the ranks divide"
             )
-        self.group_size = hidden_size // groups
+        self.groups, self.group_size = groups, hidden_size // groups
         self.eps = eps
         self.norm_before_gate = norm_before_gate
         self.weight = ColumnvLLMParameter(
@@ -66,16 +66,26 @@ class GroupedGatedRMSNorm(vLLMModule):
         """Normalize this rank's features ``x [..., features]``; the arithmetic is in float32."""
         wide, factor = x.float(), F.silu(gate.float())
         wide = wide if self.norm_before_gate else wide * factor
-        # Of one group a rank may keep a part.
+        # Of a group a rank may keep a part.
         size = min(self.group_size, wide.shape[-1])
         groups = wide.view(*wide.shape[:-1], wide.shape[-1] // size, size)
         total = groups.pow(2).sum(-1, keepdim=True)
         if groups.shape[-1] < self.group_size:
-            total = self.tp_group.all_reduce(total)
+            total = self._over_ranks(total)
         normed = (groups * torch.rsqrt(total / self.group_size + self.eps)).flatten(-2)
         # Rounded before it is multiplied, as rms_norm does.
         y = self.weight * normed.to(x.dtype)
         return (y.float() * factor).to(x.dtype) if self.norm_before_gate else y
+
+    def _over_ranks(self, total: torch.Tensor) -> torch.Tensor:
+        """Add up the sums ``[..., 1, 1]`` of the ranks that keep parts of one group."""
+        if self.groups == 1:
+            return self.tp_group.all_reduce(total)
+        # All ranks take part, each in the place of its group.
+        own = self.tp_group.rank * self.groups // self.tp_group.size
+        totals = total.new_zeros(*total.shape[:-1], self.groups)
+        totals[..., own : own + 1] = total
+        return self.tp_group.all_reduce(totals)[..., own : own + 1]
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, group_size={self.group_size}, eps={self.eps}"

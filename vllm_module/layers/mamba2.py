@@ -19,8 +19,8 @@ from vllm_module.parameters import ColumnvLLMParameter, Dim, Slot
 class Mamba2Mixer(DecayingLayer):
     """Mamba-2's layer (arXiv:2405.21060): a convolution, a recurrence and a gated norm.
 
-    The heads are cut among the ranks, and so are groups of which the ranks keep whole ones. Of one
-    group every rank has a copy of ``B`` and ``C``.
+    The heads are cut among the ranks, and so are the groups. Where there are fewer groups than
+    ranks, those that share the heads of a group each have a copy of its ``B`` and ``C``.
 
     Args:
         hidden_size: features of input and output.
@@ -119,7 +119,7 @@ class Mamba2Mixer(DecayingLayer):
 
 
 def _group_parts(heads: int, groups: int, size: int) -> int:
-    """Return the number of parts that groups are cut into: all of one group, or one a rank."""
+    """Return the number of parts that groups are cut into: one a rank, or one a group."""
     if heads % size:
         raise ShardingError(
             f"{heads} heads of a recurrence cannot be shared evenly by {size} tensor-parallel "
@@ -130,9 +130,9 @@ def _group_parts(heads: int, groups: int, size: int) -> int:
             f"{heads} heads of a recurrence cannot share {groups} groups evenly: check the numbers "
             "of heads and groups"
         )
-    if groups > 1 and groups % size:
+    if groups % size and size % groups:
         raise ShardingError(
-            f"{groups} groups of a recurrence cannot be cut by {size} tensor-parallel ranks: "
-            "choose a size that divides them; one group alone would be copied to every rank"
+            f"{groups} groups of a recurrence cannot be shared evenly by {size} tensor-parallel "
+            "ranks: choose a size that divides them, or that they divide"
         )
-    return 1 if groups == 1 else size
+    return min(groups, size)

@@ -49,6 +49,8 @@ class RequestOutput:
         prompt_logprobs: for each token of the prompt, as ``CompletionOutput.logprobs``; ``None``
             for the first token, and altogether unless they were asked for.
         error: why the request was refused or failed; a refused one has no tokens.
+        num_cached_tokens: first tokens of the prompt that were not computed, because the cache had
+            them of earlier requests; ``None`` before the prompt is begun.
 
     """
 
@@ -59,6 +61,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass
@@ -97,6 +100,7 @@ def request_output(request: Request) -> RequestOutput:
         request.finished,
         request.prompt_logprobs,
         request.error,
+        request.num_cached_tokens,
     )
 
 

@@ -90,6 +90,8 @@ class Request:
         arrival: place in the order of requests; earlier requests are served first.
         max_len: most tokens of a sequence, the prompt's among them.
         streamed: whether the text is needed at every step, and not only at the end.
+        num_cached_tokens: first tokens of the prompt that were not computed, because pages of
+            earlier requests held them; ``None`` before the prompt is begun.
 
     """
 
@@ -103,6 +105,7 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     streamed: bool = False
+    num_cached_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)

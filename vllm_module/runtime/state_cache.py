@@ -28,6 +28,15 @@ def state_bytes(model: vLLMModule, dtype: torch.dtype) -> int:
     )
 
 
+def copy_bytes(model: vLLMModule, dtype: torch.dtype) -> int:
+    """Return the bytes that :meth:`StateCache.move` takes for each state that it copies at once."""
+    return max(
+        math.prod(shape) * (layer.state_dtypes[name] or dtype).itemsize
+        for layer in state_layers(model)
+        for name, shape in layer.state_shapes.items()
+    )
+
+
 class StateCache:
     """Memory for the states of sequences, on the device and in host memory.
 
@@ -45,6 +54,7 @@ class StateCache:
 
     Raises:
         RuntimeError: the layers have states already.
+        ValueError: there is no memory for so many slots.
 
     """
 
@@ -67,15 +77,22 @@ class StateCache:
         self._states: list[torch.Tensor] = []  # [layers, slots, *shape]
         self._host: list[torch.Tensor] = []
         views: dict[RecurrentLayer, dict[str, torch.Tensor]] = {each: {} for each in self._layers}
+        pinned = device.type == "cuda" and host_slots > 0
         for (name, shape, kind), layers in alike.items():
-            states = torch.empty(len(layers), slots, *shape, dtype=kind, device=device)
+            count = len(layers)
+            try:
+                states = torch.empty(count, slots, *shape, dtype=kind, device=device)
+                host = torch.empty(count, host_slots, *shape, dtype=kind, pin_memory=pinned)
+            except RuntimeError as error:  # of torch's allocators
+                size = state_bytes(model, dtype)
+                raise ValueError(
+                    f"there is no memory for {slots} states of sequences on {device} and "
+                    f"{host_slots} in host memory, of {size} bytes each: lower max_num_seqs or "
+                    "swap_space, or leave out enable_prefix_caching, which takes as many again"
+                ) from error
             for layer, view in zip(layers, states, strict=True):
                 views[layer][name] = view
             self._states.append(states)
-            host = torch.empty(
-                len(layers), host_slots, *shape, dtype=kind,
-                pin_memory=device.type == "cuda" and host_slots > 0,
-            )  # fmt: skip
             self._host.append(host)
         for layer in self._layers:
             layer.states = views[layer]
@@ -88,15 +105,18 @@ class StateCache:
     def move(self, moves: Moves) -> None:
         """Copy states between slots: to the host, on the device, and then from the host.
 
-        All that is copied on the device is read before any of it is written.
+        All that is copied on the device is read before any of it is written, layer by layer: what
+        is read takes memory.
         """
+        if moves.copied:
+            device = self._states[0].device
+            sources, targets = torch.tensor(moves.copied).t().contiguous().to(device)
         for states, host in zip(self._states, self._host, strict=True):
             for source, target in moves.swapped_out:
                 for kept, state in zip(host[:, target], states[:, source], strict=True):
                     kept.copy_(state, non_blocking=True)
-            if moves.copied:
-                sources, targets = torch.tensor(moves.copied).t().contiguous().to(states.device)
-                states.index_copy_(1, targets, states.index_select(1, sources))
+            for layer in states if moves.copied else ():
+                layer.index_copy_(0, targets, layer.index_select(0, sources))
             for source, target in moves.swapped_in:
                 for state, kept in zip(states[:, target], host[:, source], strict=True):
                     state.copy_(kept, non_blocking=True)

@@ -18,7 +18,7 @@ from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, described_result
 from vllm_module.runtime.pieces import MOST_TOKENS
-from vllm_module.runtime.state_cache import StateCache, state_bytes
+from vllm_module.runtime.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import warm_up_steps
 from vllm_module.weights import Weight
@@ -141,15 +141,16 @@ class Worker:
         cache.close()
         one_state.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
-        if (
-            not config.enforce_eager
-        ):  # graphs have a pool of their own, about as large as their step
+        graphs = 0
+        if not config.enforce_eager:  # they have a pool of their own, about as large as their step
             tokens = config.max_num_batched_tokens
-            step += step * min(MOST_TOKENS, tokens) // tokens
+            graphs = step * min(MOST_TOKENS, tokens) // tokens
+        if self.state_bytes:  # a step copies states before it computes, at most one to each slot
+            step = max(step, self.num_states * copy_bytes(self.model, self.source.dtype))
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = total * (1 - config.gpu_memory_utilization)
-        return int(free - reserved - step) - self.state_bytes * self.num_states
+        return int(free - reserved - step - graphs) - self.state_bytes * self.num_states
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
         """Allocate the caches; on a GPU, compile kernels and capture graphs of decoding steps."""
