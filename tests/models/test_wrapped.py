@@ -233,6 +233,31 @@ def test_what_is_missing_has_the_name_of_the_checkpoint(
     assert problem.detail.endswith(f"(or {names[0]})")
 
 
+def test_a_whole_model_with_other_logits_is_refused(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Gemma 3 for text caps logits, and transformers' class for text and images does not."""
+    entries = json.loads((saved("gemma3") / "config.json").read_text())
+    entries["text_config"]["final_logit_softcapping"] = 5.0
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UnsupportedModelError, match="ForConditionalGeneration makes other logits"):
+        _source(tmp_path).build(torch.device("cpu"))
+
+
+def test_what_is_no_part_of_the_text_model_is_not_converted(tmp_path: Path) -> None:
+    """Kimi's vision tower is permuted by a rule that is no declaration; it is skipped."""
+    config = _sweep["tiny_config"](transformers.CONFIG_MAPPING["kimi_k25"])
+    entries = config.to_dict() | {"architectures": ["Kimi_K25ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    (tmp_path / "model.safetensors").touch()
+    model: Any = _source(tmp_path).build(torch.device("cpu"))
+    name = "vision_tower.encoder.blocks.0.wqkv.bias"
+    with pytest.raises(MissingWeightError) as raised:
+        model.load_weights({name: torch.zeros(192)})
+    assert {*raised.value.report.skipped} == {name}
+
+
 _LAST = "model.layers.1."
 OLD: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]] = {
     "frequencies": (

@@ -103,9 +103,7 @@ class Names:
         pairs = self._converted(name, weight)
         if isinstance(pairs, str):
             return pairs
-        here = [(self._here(each), part) for each, part in pairs]
-        known = [(each, part) for each, part in here if each is not None]
-        return known or f"it is no part of the text model of {self._owner}"
+        return [(self._here(each) or each, part) for each, part in pairs]
 
     def _here(self, name: str) -> str | None:
         """Return our name of what the whole model calls ``name``; ``None`` if it is not here."""
@@ -124,6 +122,8 @@ class Names:
         renamed = self._rename(name, self._renamings)
         target, pattern = self._convert(renamed, self._converters)
         whole = self._with_prefix(target)
+        if self._here(whole) is None:
+            return f"it is no part of the text model of {self._owner}"
         if whole not in self._shapes:
             if any(each.search(name) for each in self._ignored):
                 return f"transformers' {self._owner} ignores it"
