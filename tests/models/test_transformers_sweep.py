@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from vllm_module import LLM, ModelConfig, SamplingParams
 from vllm_module.distributed import run_ranks, tensor_parallel
-from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.mask import MaskRule, rule_of
 
@@ -110,8 +111,36 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
         ({"num_attention_heads": "four"}, "refuses config.json"),
         ({"transformers_version": "99.1", "twice": 2}, "99.1.* knows no twice: it would be"),
         (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope scaling of type dynamic",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            "rope scaling of type longrope.* max_model_len of at most 16",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "hyper", "rope_theta": 1e4}},
+            "rope_parameters.rope_type 'hyper' is not known",
+        ),
+        ({"sliding_window": -3}, "a window of -3 tokens"),
+        ({"num_key_value_heads": 3}, "4 query heads that share 3 key-value heads unevenly"),
+        (
+            {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"},
+            "no causal language model for Qwen2VL",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "model_type": "gemma3",
+                "transformers_version": "99.1",
+                "eos_token_id": 1,
+                "text_config": {"twice": 2},
+            },
+            r"knows no .*text_config\.twice",
         ),
     ],
 )
@@ -121,6 +150,49 @@ def test_a_configuration_that_is_not_understood_is_refused(
     """A type, an entry or a rope that the wrapper cannot serve is named."""
     with pytest.raises(UnsupportedModelError, match=expected):
         _source(_changed(llama, tmp_path, **entries)).build(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"hidden_size": -64}, "hidden_size should be greater than 0, got -64"),
+        ({"num_attention_heads": 0}, "num_attention_heads should be greater than 0"),
+        ({"quantization_config": "fp8"}, "quantization_config of config.json must be an object"),
+    ],
+)
+def test_an_entry_out_of_its_range_is_named(
+    llama: Path, tmp_path: Path, entries: dict[str, Any], expected: str
+) -> None:
+    """What our layers read of the configuration is checked as in a model of ours."""
+    with pytest.raises(CheckpointFormatError, match=expected):
+        _source(_changed(llama, tmp_path, **entries))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rope_by_the_longest_sequence_runs_up_to_where_it_changes(
+    llama: Path, tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    """With a max_model_len up to which frequencies are the same, logits are transformers'."""
+    entries = {"rope_parameters": rope | {"rope_theta": 1e4}, "max_position_embeddings": 16}
+    folder = _changed(llama, tmp_path, **entries)
+    (folder / "model.safetensors").unlink()
+    shutil.copy(llama / "model.safetensors", folder)
+    model, _ = _loaded(folder, max_model_len=16)
+    library = tiny_model("mistral", rope_parameters=entries["rope_parameters"],
+                         max_position_embeddings=16)  # fmt: skip
+    with torch.no_grad():
+        expected = library(input_ids=TOKEN_IDS[None]).logits[0]
+    torch.testing.assert_close(_logits(model), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +320,14 @@ def test_a_batch_that_differs_from_its_sequences_is_refused(
         lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None]),
     )
     with pytest.raises(UnsupportedModelError, match="differently than alone"):
+        model.check()
+
+
+def test_logits_that_are_not_finite_are_refused(llama: Path) -> None:
+    """A model with a NaN in a weight is refused by the check, and so is one of a wrong entry."""
+    model, _ = _loaded(llama)
+    model.model.norm.weight.data[3] = torch.nan
+    with pytest.raises(UnsupportedModelError, match="that are not finite"):
         model.check()
 
 

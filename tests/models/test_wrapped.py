@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import runpy
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from vllm_module import ModelConfig
@@ -229,6 +231,75 @@ def test_what_is_missing_has_the_name_of_the_checkpoint(
     (problem,) = raised.value.report.missing
     assert problem.name == path
     assert problem.detail.endswith(f"(or {names[0]})")
+
+
+def test_a_whole_model_with_other_logits_is_refused(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Gemma 3 for text caps logits, and transformers' class for text and images does not."""
+    entries = json.loads((saved("gemma3") / "config.json").read_text())
+    entries["text_config"]["final_logit_softcapping"] = 5.0
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UnsupportedModelError, match="ForConditionalGeneration makes other logits"):
+        _source(tmp_path).build(torch.device("cpu"))
+
+
+def test_what_is_no_part_of_the_text_model_is_not_converted(tmp_path: Path) -> None:
+    """Kimi's vision tower is permuted by a rule that is no declaration; it is skipped."""
+    config = _sweep["tiny_config"](transformers.CONFIG_MAPPING["kimi_k25"])
+    entries = config.to_dict() | {"architectures": ["Kimi_K25ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    (tmp_path / "model.safetensors").touch()
+    model: Any = _source(tmp_path).build(torch.device("cpu"))
+    name = "vision_tower.encoder.blocks.0.wqkv.bias"
+    with pytest.raises(MissingWeightError) as raised:
+        model.load_weights({name: torch.zeros(192)})
+    assert {*raised.value.report.skipped} == {name}
+
+
+_LAST = "model.layers.1."
+OLD: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]] = {
+    "frequencies": (
+        "smollm3", lambda old: {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    ),
+    "masks": (
+        "mistral",
+        lambda old: {
+            "model.layers.1.self_attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+            "model.layers.1.self_attn.masked_bias": torch.tensor(-1e9),
+        },
+    ),
+    "further layers": (
+        "glm4_moe",
+        lambda old: {
+            name.replace(_LAST, "model.layers.2."): old[name]
+            for name in [*old] if name.startswith(_LAST)
+        } | {"model.layers.2.eh_proj.weight": torch.ones(2, 2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "added"), OLD.values(), ids=OLD)
+def test_what_transformers_does_not_have_is_skipped(
+    saved: Callable[..., Path],
+    tmp_path: Path,
+    kind: str,
+    added: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> None:
+    """Buffers of older versions, and layers that predict further tokens, are reported."""
+    entries = json.loads((saved(kind) / "config.json").read_text())
+    entries["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    tensors = load_file(saved(kind) / "model.safetensors")
+    more = added(tensors)
+    model = _source(tmp_path).build(torch.device("cpu"))
+    model.load_weights(tensors | more)
+    assert {*model.load_report.skipped} == more.keys()
+    one, *_ = more
+    other = one.replace(".1.", ".7.").replace(".2.", ".7.").replace(".inv_freq", ".weight")
+    with pytest.raises(WeightLoadError, match="unexpected 1"):
+        model.load_weights(tensors | {other.replace(".bias", ".b"): torch.ones(1, 1, 1, 1)})
 
 
 @pytest.mark.parametrize(

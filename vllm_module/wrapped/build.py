@@ -7,7 +7,7 @@ no checkpoint, so they cannot be on meta. Parameters can: nothing is allocated f
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,11 +120,23 @@ def _built(cls: Any, config: Any) -> Any:
             model = cls(config)
             model.tie_weights()
     except Exception as error:  # code from outside
+        entry = _entry_of(config.to_dict(), error.args[0]) if type(error) is KeyError else None
+        why = f"{entry} {shorten(error.args[0])} is not known to it" if entry else ""
         raise UnsupportedModelError(
             f"{cls.__name__} of {_origin(cls)} cannot be built from config.json: "
-            f"{describe_error(error)}"
+            f"{why or describe_error(error)}"
         ) from error
     return model
+
+
+def _entry_of(entries: Mapping[str, Any], value: Any) -> str | None:
+    """Return the path of the entry that has ``value``, a string; ``None`` if none has it."""
+    for name, each in entries.items():
+        if isinstance(value, str) and each == value:
+            return str(name)
+        if isinstance(each, Mapping) and (below := _entry_of(each, value)):
+            return f"{name}.{below}"
+    return None
 
 
 def _origin(cls: Any) -> str:

@@ -38,7 +38,10 @@ def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
     ]
     alone = [_logits(model, ids, torch.arange(len(ids), device=device), None) for ids in sequences]
     if not all(bool(each.isfinite().all()) for each in alone):
-        return  # weights that were made up; nothing can be compared
+        raise UnsupportedModelError(
+            f"{model.library_name} computes logits that are not finite: a weight is not, or an "
+            f"entry of config.json is wrong, or they need a dtype with a wider range than {dtype}"
+        )
     together = _in_steps(model, sequences, device, dtype)
     first, second = alone
     # Rotary positions are relative, so only tokens whose keys are of an earlier step show them.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.messages import describe_error, printable_name, shorten
-from vllm_module.wrapped.build import text_config
+from vllm_module.wrapped.build import class_for
 from vllm_module.wrapped.custom_code import CAUSAL_LM, CONFIG, class_of, needs_code
 from vllm_module.wrapped.library import library
 
@@ -34,8 +34,11 @@ _OURS = frozenset(("model_impl", "trusted_folder", "max_model_len"))
 
 # Entries that transformers reads elsewhere, or converts.
 _ELSEWHERE = frozenset(
-    ("_name_or_path", "auto_map", "quantization_config", "rope_theta", "rope_scaling", *_OURS)
-)
+    (
+        "_name_or_path", "auto_map", "quantization_config", "rope_theta", "rope_scaling",
+        "bos_token_id", "eos_token_id", "pad_token_id", *_OURS,
+    )
+)  # fmt: skip
 
 
 class TransformersConfig(HFConfig):
@@ -66,12 +69,18 @@ def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
     folder = entries.get("trusted_folder")
     config = config_of(entries, folder)
     # Imported here, too, so that ranks in other processes find the copy that transformers makes.
-    text = config if _code_class(entries, folder) is not None else text_config(config)
+    if _code_class(entries, folder) is not None:
+        text = config
+    else:
+        text, _ = class_for(config, entries["architectures"][0])
     named = {name: getattr(text, name, None) for name in _LIFTED}
     named["max_position_embeddings"] = named["max_position_embeddings"] or getattr(
         text, "max_seq_len", None
     )
-    lifted = {name: value for name, value in named.items() if type(value) is int and value > 0}
+    limit = named.pop("max_position_embeddings")  # -1 says that there is none
+    if type(limit) is int and limit > 0:
+        named["max_position_embeddings"] = limit
+    lifted = {name: value for name, value in named.items() if type(value) is int}
     # Models of recurrent layers have no heads, and are refused when they are built.
     lifted.setdefault("num_attention_heads", 1)
     kept = {name: entries[name] for name in _KEPT if name in entries}
@@ -113,8 +122,10 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
             f"of config.json{newer}"
         )
     _refuse_newer_entries(entries, config_class)
+    # How its weights are quantized is read by us.
+    own = {name: each for name, each in entries.items() if name != "quantization_config"}
     try:
-        return config_class.from_dict(config_class._decode_special_floats(dict(entries)))
+        return config_class.from_dict(config_class._decode_special_floats(own))
     except Exception as error:  # code from outside
         raise UnsupportedModelError(
             f"{config_class.__name__} refuses config.json of model_type {shorten(kind)}: "
@@ -130,18 +141,33 @@ def _refuse_newer_entries(entries: Mapping[str, Any], config_class: Any) -> None
     written, installed = entries.get("transformers_version"), library().__version__
     if not isinstance(written, str) or _version(written) <= _version(installed):
         return
-    try:
-        known = {*dir(config_class()), *config_class.attribute_map, *_ELSEWHERE}
-    except Exception:  # code from outside, which may need entries
-        return
-    unknown = [name for name, value in entries.items() if value is not None and name not in known]
-    if unknown:
+    if unknown := _unknown(entries, config_class):
         raise UnsupportedModelError(
             f"config.json was written by transformers {printable_name(written)}, and "
             f"{config_class.__name__} of {installed} knows no "
             f"{', '.join(map(printable_name, sorted(unknown)[:20]))}: it would be ignored. Upgrade "
             "transformers, or set it to null in hf_overrides if it changes nothing"
         )
+
+
+def _unknown(entries: Mapping[str, Any], config_class: Any) -> list[str]:
+    """Return the entries that ``config_class`` does not know, and those of the text model's."""
+    try:
+        config = config_class()
+        known = {*dir(config), *config_class.attribute_map, *_ELSEWHERE}
+    except Exception:  # code from outside, which may need entries
+        return []
+    unknown = [name for name, value in entries.items() if value is not None and name not in known]
+    for name in config_class.sub_configs:
+        part = entries.get(name)
+        if name.startswith("text") and isinstance(part, Mapping):
+            kind = part.get("model_type")
+            mapping = library("models.auto.configuration_auto").CONFIG_MAPPING
+            known_kind = isinstance(kind, str) and kind in mapping
+            part_class = mapping[kind] if known_kind else type(getattr(config, name, None))
+            if hasattr(part_class, "attribute_map"):
+                unknown += [f"{name}.{each}" for each in _unknown(part, part_class)]
+    return unknown
 
 
 def _version(text: str) -> tuple[int, ...]:

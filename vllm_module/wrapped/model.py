@@ -30,9 +30,9 @@ from vllm_module.wrapped.inline_attention import has_stand_in
 from vllm_module.wrapped.names import Names, beginnings
 from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
-from vllm_module.wrapped.refusals import refuse_architecture, refuse_calls
+from vllm_module.wrapped.refusals import fix_frequencies, refuse_architecture, refuse_calls
 from vllm_module.wrapped.replace import Replacing
-from vllm_module.wrapped.trunk import find_trunk, logits_of
+from vllm_module.wrapped.trunk import find_trunk, logits_of, refuse_other_logits
 
 _MEASURED = 4096  # tokens, at most, of which attention in a method of its own is measured
 
@@ -69,6 +69,9 @@ class TransformersForCausalLM(vLLMModule):
         model = build(library_config, architecture, code_class)
         whole = None if code_class is not None else build_whole(library_config, architecture)
         refuse_architecture(model)
+        if whole is not None:
+            refuse_other_logits(model, whole)
+        fix_frequencies(model, config.max_model_len)
         own = divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
         replacing = Replacing(model, self._names)

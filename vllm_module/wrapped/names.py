@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from torch import nn
+
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.weights import Weight
 from vllm_module.wrapped.library import library
@@ -18,6 +20,12 @@ from vllm_module.wrapped.library import library
 _MERGING = frozenset(("MergeModulelist", "Concatenate"))
 _MOST_RENAMINGS = 2  # of one name
 _SPLITTING = frozenset(("Chunk", "Split"))
+
+_COMPUTED = "transformers computes it when the model is built"
+# Buffers that older versions of transformers stored, which its loader ignores: the last component
+# of their names, and how many dimensions they have. A mask is called as a bias of one is.
+_OLD_BUFFERS = {"inv_freq": 1, "cos_cached": 4, "sin_cached": 4, "masked_bias": 0, "bias": 4}
+_FURTHER = "layers that predict further tokens are for speculative decoding"
 
 
 class Names:
@@ -48,6 +56,8 @@ class Names:
         self._parts = {"": ""}  # from the beginning of a name in the whole model to ours
         if whole is not None:
             self._parts = _parts_of(text, whole)
+        layers, self._further = _further_layers(text)
+        self._layers = self._there(layers)
         # Names that only our tree has: those of made-up weights, or from a trainer.
         ours, theirs = _beginnings(text), _beginnings(model)
         self._ours = tuple(sorted(ours - theirs))
@@ -93,9 +103,7 @@ class Names:
         pairs = self._converted(name, weight)
         if isinstance(pairs, str):
             return pairs
-        here = [(self._here(each), part) for each, part in pairs]
-        known = [(each, part) for each, part in here if each is not None]
-        return known or f"it is no part of the text model of {self._owner}"
+        return [(self._here(each) or each, part) for each, part in pairs]
 
     def _here(self, name: str) -> str | None:
         """Return our name of what the whole model calls ``name``; ``None`` if it is not here."""
@@ -113,24 +121,35 @@ class Names:
     def _converted(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
         renamed = self._rename(name, self._renamings)
         target, pattern = self._convert(renamed, self._converters)
-        if pattern is None:
-            target = self._with_prefix(renamed)
-            if target not in self._shapes and any(each.search(name) for each in self._ignored):
+        whole = self._with_prefix(target)
+        if self._here(whole) is None:
+            return f"it is no part of the text model of {self._owner}"
+        if whole not in self._shapes:
+            if any(each.search(name) for each in self._ignored):
                 return f"transformers' {self._owner} ignores it"
-            return [(target, weight)]
+            if self._is_further(whole) or self._is_further(self._prefix + whole):
+                return _FURTHER
+            if _OLD_BUFFERS.get(name.rpartition(".")[2]) == len(weight.shape):
+                return _COMPUTED
+        if pattern is None:
+            return [(whole, weight)]
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         kinds = _kinds(converter)
         if kinds <= _MERGING:
             # A slot of the parameter: the layer declares the name.
-            whole = self._with_prefix(target)
             added = len(whole) - len(target)
             return [(whole[:added] + renamed if added >= 0 else renamed[-added:], weight)]
         if kinds <= _SPLITTING and len(converter.operations) == 1:
-            return list(self._split(converter, self._with_prefix(target), weight))
+            return list(self._split(converter, whole, weight))
         raise UnsupportedModelError(
             f"{name}: transformers converts it for {self._owner} by {converter.operations}, which "
             "cannot be done to the part of a rank: expected stacking, concatenation or splitting"
         )
+
+    def _is_further(self, name: str) -> bool:
+        """Tell whether ``name`` is of a layer that predicts further tokens."""
+        number = name.removeprefix(self._layers).partition(".")[0]
+        return name.startswith(self._layers) and number.isdecimal() and int(number) in self._further
 
     def _split(self, converter: Any, target: str, weight: Weight) -> Iterator[tuple[str, Weight]]:
         first, *_ = patterns = converter.target_patterns
@@ -161,6 +180,24 @@ def beginnings(names: Iterable[str]) -> set[str]:
         parts = ["*" if each.isdecimal() else each for each in name.split(".")]
         found |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
     return found
+
+
+def _further_layers(text: Any) -> tuple[str, range]:
+    """Return the path of the layers of ``text``, and the numbers of those behind the last one.
+
+    They predict further tokens. Some checkpoints have them, and transformers does not.
+    """
+    count = getattr(text.config, "num_nextn_predict_layers", None)
+    last = getattr(text.config, "num_hidden_layers", None)
+    if type(count) is int and type(last) is int:
+        for path, module in text.named_modules():
+            if (
+                isinstance(module, nn.ModuleList)
+                and path.endswith("layers")
+                and len(module) == last
+            ):
+                return f"{path}.", range(last, last + count)
+    return "", range(0)
 
 
 def _kinds(converter: Any) -> set[str]:

@@ -98,8 +98,12 @@ class Probe:
             raise _refused(
                 path, f"{shapes}: queries and keys should be those of {self.tokens} tokens"
             )
-        if key.shape[-1] != size or heads % kv_heads:
-            raise _refused(path, f"{shapes}: query heads cannot share the key-value heads")
+        if key.shape[-1] != size:
+            raise _refused(path, f"queries of {size} features and keys of {key.shape[-1]}")
+        if not kv_heads or heads % kv_heads:
+            raise _refused(
+                path, f"{heads} query heads that share {kv_heads} key-value heads unevenly"
+            )
         options = {name: each for name, each in options.items() if each is not None}
         scale = options.pop("scaling", size**-0.5)
         window, softcap = options.pop("sliding_window", None), options.pop("softcap", None)
@@ -125,6 +129,8 @@ class Probe:
             if known is None:
                 raise _refused(path, "a mask of its own")
             rule = known
+        if rule.window is not None and rule.window < 1:
+            raise _refused(path, f"a window of {rule.window} tokens")
         call = Call(
             heads, kv_heads, size, value.shape[-1], float(scale), rule, softcap or None, slopes
         )

@@ -39,16 +39,46 @@ def _refuse_class(cls: Any, config: Any, *, attends_across: bool = False) -> Non
 
 def refuse_architecture(model: Any) -> None:
     """Raise ``UnsupportedModelError`` for a kind of model that the wrapper does not run."""
-    name = type(model).__name__
     _refuse_class(type(model), model.config, attends_across=_has_cross_attention(model))
+
+
+def fix_frequencies(model: Any, max_model_len: int | None) -> None:
+    """Keep the frequencies of rope that depend on the longest sequence as they are for short ones.
+
+    Raises ``UnsupportedModelError`` if sequences of ``max_model_len`` tokens have others.
+    """
     for path, module in model.named_modules():
         rope = getattr(module, "rope_type", None)
-        kinds = set(map(str, rope.values() if isinstance(rope, dict) else [rope]))
-        if found := kinds & {"dynamic", "longrope"}:
-            raise UnsupportedModelError(
-                f"{path} of {name} has rope scaling of type {', '.join(sorted(found))}, by which "
-                "the longest sequence of a batch changes the others"
-            )
+        kinds = rope if isinstance(rope, dict) else {None: rope}
+        for layer_type, kind in kinds.items():
+            limit = _same_frequencies(module, str(kind), layer_type)
+            if limit is None:
+                continue
+            if max_model_len is None or max_model_len > limit:
+                raise UnsupportedModelError(
+                    f"{path} of {type(model).__name__} has rope scaling of type {kind}, by which "
+                    "the longest sequence of a batch changes the others: expected a max_model_len "
+                    f"of at most {limit}, up to which it does not"
+                )
+            kinds[layer_type] = "default"  # by which transformers does not choose anew
+        if not isinstance(rope, dict) and kinds[None] != rope:
+            module.rope_type = kinds[None]
+
+
+def _same_frequencies(rotary: Any, kind: str, layer_type: str | None) -> int | None:
+    """Return up to which length of a sequence the frequencies of ``rotary`` are the same.
+
+    ``kind`` is the type of its rope, of layers of ``layer_type``. ``None`` if they always are.
+    """
+    if kind not in ("dynamic", "longrope"):
+        return None
+    if kind == "dynamic":
+        limit = getattr(rotary, "original_max_seq_len", None)
+    else:
+        settings = getattr(rotary.config, "rope_parameters", None) or {}
+        settings = settings.get(layer_type, {}) if layer_type else settings
+        limit = settings.get("original_max_position_embeddings")
+    return limit if isinstance(limit, int) else 0
 
 
 def _has_cross_attention(model: Any) -> bool:

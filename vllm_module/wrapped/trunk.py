@@ -101,6 +101,45 @@ class _Given(nn.Module):
         return self.output
 
 
+def refuse_other_logits(text: Any, whole: Any) -> None:
+    """Raise ``UnsupportedModelError`` if ``whole`` makes logits otherwise than its model of text.
+
+    Such as without a scale. Both are on meta; what their heads return is made up for it.
+    """
+    numbers = torch.linspace(-50, 50, 8, device="cpu").expand(1, 2, 8)
+    made = []
+    for model in (text, whole):
+        head, trunk = model.get_output_embeddings(), model.base_model
+        paths = {module: path for path, module in model.named_modules()}
+        if head is None or trunk is model or not paths.get(trunk) or not paths.get(head):
+            return
+        copy = _with_given(model, model, paths[trunk], _Given(_Output(numbers)))
+        copy = _with_given(copy, copy, paths[head], _Given(numbers))
+        try:
+            ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+            made.append(copy.forward(input_ids=ids, use_cache=False).logits)
+        except Exception:  # code from outside, which may need more than this
+            return
+    if not torch.equal(*made):
+        raise UnsupportedModelError(
+            f"transformers' {type(whole).__name__} makes other logits of what its head returns "
+            f"than {type(text).__name__}, which would be run for text: their scale or cap differs"
+        )
+
+
+class _Output:
+    """Stands for what a trunk returns."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        """Return nothing for what is not asked for, such as hidden states of all layers."""
+
+
 def _with_given(module: Any, tensors: nn.Module, path: str, given: nn.Module) -> Any:
     """Return a copy of ``module`` with ``given`` at ``path``; all else is shared.
 
