@@ -80,7 +80,7 @@ def results() -> dict[str, Any]:
             }
             for kind in ("llama", "qwen3_moe")
         },
-        "engine": {"3M": size, "58M": size, "0.6B": size},
+        "engine": dict.fromkeys(("3M", "58M", "0.6B", "mamba2", "hybrid"), size),
         "routing": [name | {"names": count} for count in (36096, 144384)],
         "memory": {
             who: {"bytes_kept": 100, "cold": cold} for who in ("vllm-module", "transformers")

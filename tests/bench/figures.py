@@ -129,11 +129,12 @@ COSTS: Mapping[str, tuple[str, str, Rows]] = {
         },
     ),
 }
+SIZES = "3M", "58M", "mamba2", "hybrid"  # see engine.py
 SPEEDS: Mapping[str, tuple[str, str, Rows]] = {
     f"Generate, {title}": (
         "tokens/s over transformers'",
         "engine",
-        {f"{OURS}, {size}": (size, case, "ratio") for size in ("3M", "58M")},
+        {f"{OURS}, {size}": (size, case, "ratio") for size in SIZES},
     )
     for title, case in {
         "1 request": "1 request",
