@@ -96,7 +96,6 @@ STATEFUL = [shape["model_type"] for shape in RECURRENT.values()]
 SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 ROUNDS = 5
 ONEDNN = Products(one=True, few=True, many=True)
-ALIKE = 0.9  # of the requests, all tokens: in float32 a near tie may fall either way
 
 
 def write_model(size: str, folder: Path) -> Path:
@@ -124,7 +123,6 @@ def theirs(model: Any, prompts: list[list[int]], counts: list[int]) -> list[list
         ids,
         attention_mask=mask,
         max_new_tokens=count,
-        min_new_tokens=count,
         do_sample=False,
         # transformers has no static cache of recurrent states.
         cache_implementation=None if model.config.model_type in STATEFUL else "static",
@@ -154,13 +152,10 @@ def compare(
         return ours(llm, prompts, counts)
 
     ways = {"chosen": chosen, "torch": Products()}
-    alike = {}
-    for name, way in ways.items():
-        got = work(way)
-        alike[name] = sum(a == b for a, b in zip(expected, got, strict=True)) / len(prompts)
-        first = sum(a[:4] == b[:4] for a, b in zip(expected, got, strict=True)) / len(prompts)
-        if alike[name] < ALIKE or first < 1:
-            raise SystemExit(f"only {alike[name]:.0%} of the requests give the same tokens")
+    for way in ways.values():
+        others = sum(a != b for a, b in zip(expected, work(way), strict=True))
+        if others:
+            raise SystemExit(f"{others} of {len(prompts)} requests give other tokens: no figures")
     works: dict[str, Any] = {name: partial(work, way) for name, way in ways.items()}
     seconds = rounds(works | {"transformers": partial(theirs, model, prompts, counts)}, n)
     llm.executor.products = chosen
@@ -170,7 +165,6 @@ def compare(
         "requests": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": tokens,
-        "same_tokens": alike["chosen"],
         "tokens_per_second": per_second["chosen"],
         "transformers_tokens_per_second": per_second["transformers"],
         "ratio": spread(over(seconds, "transformers", "chosen")),
@@ -186,6 +180,8 @@ def generate(size: str, n: int, generator: random.Random) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         folder = write_model(size, Path(directory))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # It would end there; min_new_tokens would choose another token, which takes time, too.
+        model.generation_config.eos_token_id = None
         with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=64) as llm:
             results["parameters"] = sum(each.numel() for each in model.parameters())
             results["state bytes of a sequence"] = llm.executor.worker.state_bytes
@@ -203,8 +199,7 @@ def generate(size: str, n: int, generator: random.Random) -> dict[str, Any]:
                 print(
                     f"{size}, {name}: {result['tokens_per_second']:.0f} tokens/s, "
                     f"{shown(result['ratio'])} times transformers', with torch's products "
-                    f"{shown(result['ratio_with_torchs_products'])}, "
-                    f"{result['same_tokens']:.0%} alike",
+                    f"{shown(result['ratio_with_torchs_products'])}",
                     flush=True,
                 )
     return results
