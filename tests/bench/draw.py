@@ -142,7 +142,9 @@ def draw(results: Mapping[str, figures.Results], path: Path) -> None:
         raise SystemExit("draw.py needs matplotlib: pip install 'vllm-module[plot]'") from error
     costs, speeds = figures.groups(results, figures.COSTS), figures.groups(results, figures.SPEEDS)
     with mpl.rc_context(STYLE):
-        top, middle, bottom = height(costs) * LINE, 9 * LINE, 0.7
+        measured = figures.measured_on(results).replace("; ", ";\n")
+        measured = f"Median of the rounds, least to greatest. {measured}"
+        top, middle, bottom = height(costs) * LINE, 9 * LINE, 0.7 + 0.14 * measured.count("\n")
         tall = 0.4 + top + 0.75 + middle + bottom
         figure = Figure(figsize=(WIDTH, tall), facecolor="white")
         if costs:
@@ -154,9 +156,9 @@ def draw(results: Mapping[str, figures.Results], path: Path) -> None:
         heading = y + middle + 0.15
         if speeds:
             title(figure, 0, heading, "Tokens/s over transformers'")
-            axes = panel(figure, 0.75, y, 1.05, middle)
+            axes = panel(figure, 0.85, y, 0.95, middle)
             named = [replace(each, title=each.title.split(", ")[1], unit="") for each in speeds]
-            draw_ratios(axes, named, 0.65, 1.25)
+            draw_ratios(axes, named, 0.75, 1.25)
             axes.set_xlabel("more is better")
         if curves := figures.names(results):
             title(figure, 3.25, heading, "Cost of a name, in bare copies")
@@ -164,7 +166,6 @@ def draw(results: Mapping[str, figures.Results], path: Path) -> None:
         if curves := figures.memory(results):
             title(figure, 5.95, heading, "Memory added, over the final size")
             draw_memory(panel(figure, 6.25, y, 1.2, middle), curves)
-        measured = f"Median of the rounds, least to greatest. {figures.measured_on(results)}"
         figure.text(0.1 / WIDTH, 0.1 / tall, measured, color=GREY, fontsize=7.5)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
     if path.suffix == ".svg":  # matplotlib ends some lines with blanks
