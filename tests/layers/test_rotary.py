@@ -273,6 +273,22 @@ def test_any_positions_in_any_order() -> None:
         assert torch.equal(got, of_whole[positions])
 
 
+def test_a_compiler_rotates_copies() -> None:
+    """Inductor of torch 2.13 fails at writes to views of one tensor: copies are rotated."""
+    rotary = ours(config_of(SCALINGS["yarn"]))
+    cos_sin = rotary.cos_sin(torch.arange(5))
+    fused = torch.randn(5, 3, 32)
+    before = fused.clone()
+
+    def rotated(fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary(*fused.split((2, 1), dim=1), cos_sin)
+
+    copies = torch.compile(rotated, backend="eager")(fused)
+    assert torch.equal(fused, before)
+    for got, of_views in zip(copies, rotated(fused), strict=True):
+        assert torch.equal(got, of_views)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_rotated_in_float32(dtype: torch.dtype) -> None:
     """16-bit queries and keys are rotated in float32 and rounded once to their dtype."""

@@ -343,6 +343,22 @@ def test_the_log_says_whose_model_it_is(
     assert f"model_impl of MistralForCausalLM: {expected}" in caplog.messages
 
 
+def test_attention_is_not_compiled(saved: Callable[..., Path]) -> None:
+    """Compiled, a model computes the same; the call of attention is in no graph, from its start."""
+    model = _loaded(saved("smollm3"))
+    expected = _logits(model)
+    traces: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traces.extend(str(node.stack_trace) for node in graph.graph.nodes)
+        return graph
+
+    model.compile(backend=backend, dynamic=True)
+    assert torch.allclose(_logits(model), expected, atol=1e-5)
+    assert any("modeling_smollm3.py" in trace for trace in traces)
+    assert not any("wrapped/attention.py" in trace for trace in traces)
+
+
 class _Own(nn.Module):
     """Computes attention in ``_attn``; ``change`` is done to the scores."""
 

@@ -152,8 +152,6 @@ class Attention(QuantizableKVCache):
         """
         compiled = torch.compiler.is_compiling()
         if rotate is not None and (metadata is None or compiled or torch.is_grad_enabled()):
-            if compiled:  # views of one tensor that are written fail in torch 2.13
-                query, key = (x.clone(memory_format=torch.contiguous_format) for x in (query, key))
             query, key = rotate(query, key)
             rotate = None
         if metadata is None:

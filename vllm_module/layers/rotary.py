@@ -203,10 +203,12 @@ class RotaryEmbedding(vLLMModule):
         """Rotate ``query`` and ``key``, each ``[tokens, heads, head_size]``, in place; return both.
 
         They may be views, for example of a fused projection's output. If either needs a gradient,
-        copies are rotated and returned.
+        or torch.compile traces this, copies are rotated and returned.
         """
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
-            query, key = query.clone(), key.clone()  # autograd refuses writes to parts of a split
+        differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+        if differentiated or torch.compiler.is_compiling():
+            # Autograd refuses writes to parts of a split, and inductor of torch 2.13 fails at them.
+            query, key = (x.clone(memory_format=torch.contiguous_format) for x in (query, key))
         rotary_embedding(query, key, *cos_sin, self.is_neox_style)
         return query, key
 
