@@ -343,9 +343,10 @@ def test_the_log_says_whose_model_it_is(
     assert f"model_impl of MistralForCausalLM: {expected}" in caplog.messages
 
 
-def test_attention_is_not_compiled(saved: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("kind", ["smollm3", "mpt"])  # by the interface, amid a forward pass
+def test_attention_is_not_compiled(saved: Callable[..., Path], kind: str) -> None:
     """Compiled, a model computes the same; the call of attention is in no graph, from its start."""
-    model = _loaded(saved("smollm3"))
+    model = _loaded(saved(kind))
     expected = _logits(model)
     traces: list[str] = []
 
@@ -355,8 +356,9 @@ def test_attention_is_not_compiled(saved: Callable[..., Path]) -> None:
 
     model.compile(backend=backend, dynamic=True)
     assert torch.allclose(_logits(model), expected, atol=1e-5)
-    assert any("modeling_smollm3.py" in trace for trace in traces)
-    assert not any("wrapped/attention.py" in trace for trace in traces)
+    assert any(f"modeling_{kind}.py" in trace for trace in traces)
+    ours = "wrapped/attention.py", "wrapped/inline_attention.py", "wrapped/scores.py"
+    assert not any(name in trace for trace in traces for name in ours)
 
 
 class _Own(nn.Module):

@@ -64,7 +64,9 @@ class InlineAttention(StandIn):
         self.calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the forward pass of the module's class returns."""
+        """Return what the forward pass of the module's class returns, without scores."""
+        if torch.compiler.is_compiling():  # which does not follow scores that are not computed
+            return torch.compiler.disable(self.__call__)(*args, **kwargs)  # type: ignore[no-untyped-call]
         left = iter(self.calls)
 
         def finish(scores: Scores, value: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,10 @@ class InlineAttention(StandIn):
             return Scores.of(query, key, finish, notes)
 
         with Products(begin):
-            return type(self.module).forward(self.module, *args, **kwargs)
+            output = type(self.module).forward(self.module, *args, **kwargs)
+        if isinstance(output, tuple):  # the weights of attention are nowhere
+            output = tuple(None if isinstance(each, Scores) else each for each in output)
+        return output
 
 
 def has_stand_in(model: nn.Module) -> bool:
