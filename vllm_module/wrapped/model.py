@@ -95,6 +95,11 @@ class TransformersForCausalLM(vLLMModule):
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
+        base = model._modules.get(model.base_model_prefix)
+        if whole is None and base is not None:  # a checkpoint of the base model has no prefix
+            below = {name.partition(".")[0] for name in base.state_dict()} - {*self._modules}
+            aliases = {name: f"{model.base_model_prefix}.{name}" for name in sorted(below)}
+            self.weight_aliases = aliases
         ranks = tensor_parallel_group().size
         if ranks > 1:
             share = f"{self.replicated:.0%}"

@@ -49,6 +49,7 @@ class Names:
         self._converters = [each for each in transforms if isinstance(each, converter)]
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._prefix = f"{model.base_model_prefix}."
+        self._has_base = model.base_model_prefix in model._modules
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
         self._rename, self._convert = rules.apply_renamings, rules.apply_converters
@@ -164,13 +165,16 @@ class Names:
             start += size
 
     def _with_prefix(self, name: str) -> str:
-        """Return ``name`` with or without the prefix of the base model, as the model has it."""
+        """Return ``name`` with or without the prefix of the base model, as the model has it.
+
+        transformers takes it from names of a head, too; here a name is of one place.
+        """
         if name in self._shapes:
             return name
         if self._prefix + name in self._shapes:
             return self._prefix + name
         short = name.removeprefix(self._prefix)
-        return short if short in self._shapes else name
+        return short if short in self._shapes and not self._has_base else name
 
 
 def beginnings(names: Iterable[str]) -> set[str]:
