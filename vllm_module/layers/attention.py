@@ -293,7 +293,8 @@ def layer_sliding_window(config: Any, layer: int) -> int | None:
         return None
     if types is not None:
         kind = types[layer] if layer < len(types) else None
-        reason = f"layer_types[{layer}] is {kind!r}"
+        wrong = f"[{layer}] is {kind!r}" if layer < len(types) else f" has {len(types)} entries"
+        reason = f"layer_types{wrong}"
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(
                 f"{reason}: expected full_attention or sliding_attention for each of the "

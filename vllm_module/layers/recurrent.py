@@ -190,8 +190,9 @@ def layer_kind(config: Any, layer: int) -> str:
         return "linear_attention" if linear else "full_attention"
     kind = types[layer] if layer < len(types) else None
     if kind not in ("full_attention", "linear_attention"):
+        wrong = f"[{layer}] is {kind!r}" if layer < len(types) else f" has {len(types)} entries"
         raise UnsupportedModelError(
-            f"layer_types[{layer}] is {kind!r}: expected full_attention or linear_attention for "
-            f"each of the {config.num_hidden_layers} layers"
+            f"layer_types{wrong}: expected full_attention or linear_attention for each of the "
+            f"{config.num_hidden_layers} layers"
         )
     return kind
