@@ -35,7 +35,6 @@ from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online_nf4 import QuantizeNF4
 from vllm_module.quantization.quant_state import LONGEST, NESTED_BLOCKSIZE, QuantState
-from vllm_module.weights import read_into
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _ADVICE = "quantize the checkpoint again"
@@ -248,23 +247,21 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             return absmax.new_empty(absmax.shape, dtype=torch.float32)
         nested = layer.get_parameter("nested_absmax")
         assert isinstance(nested, BasevLLMParameter)
-        # For each scale the number of its block, cut and put in order as scales are.
-        scales, numbers = (
-            FlattenedParameter(
-                *absmax.dims[-2:], column=False, **layer.common(dtype)
-            ).materialize_on(absmax.device)
-            for dtype in (torch.float32, torch.int32)
-        )
+        scales = FlattenedParameter(
+            *absmax.dims[-2:], column=False, **layer.common(torch.float32)
+        ).materialize_on(absmax.device)
         for slot, state in self._states(layer).items():
-            if not absmax.region(slot).numel():  # this rank has only padding of it
+            held = scales.region(slot)
+            if not held.numel():  # this rank has only padding of it
                 continue
-            count = absmax.checkpoint_shape(slot).numel()
-            stored = torch.arange(count, dtype=torch.int32, device=absmax.device)
-            for source, target in numbers.cut(stored // NESTED_BLOCKSIZE, slot):
-                read_into(source, target)
-            largest = nested.region(slot).flatten()[numbers.region(slot)]
-            own = values.tables(slot)[0][absmax.region(slot).int()] * largest
-            scales.region(slot).copy_(own + (state.nested_offset or 0.0))
+            held.copy_(values.tables(slot)[0][absmax.region(slot).int()])
+            # For each scale the number of its block, cut and put in order as scales are.
+            count, blocks = absmax.checkpoint_shape(slot).numel(), nested.region(slot).flatten()
+            numbers = torch.arange(count, dtype=torch.int32, device=absmax.device)
+            numbers.div_(NESTED_BLOCKSIZE, rounding_mode="floor")
+            for source, target in scales.cut(numbers, slot):
+                target.mul_(blocks[source])
+            held.add_(state.nested_offset or 0.0)
         scales.zero_padding()
         return scales.data
 

@@ -297,16 +297,21 @@ class PackedMethod(QuantizeMethod):
         sum. Both are the same unless a zero is 0. Of three bits GPTQModel 7 subtracts from each
         zero too.
         """
+        *experts, rows, groups = words.shape
+        if experts:  # one after the other: their words are many times as large unpacked
+            zeros = words.new_empty(*experts, rows * 32 // self.bits, groups, dtype=torch.uint8)
+            for expert, own in zip(zeros, words, strict=True):
+                expert.copy_(self._zeros(own))
+            return zeros
         last, minus_one = (1 << self.bits) - 1, self.format.minus_one
-        flat = words.detach().reshape(-1, words.shape[-1])  # experts below each other
+        flat = words.detach()
         by_word = minus_one == "word" and self.bits != 3
         if by_word:
             flat = flat + 0xFFFFFFFF // last
         zeros = unpack(flat, Packing(self.bits, 0, self.format.order))
         if minus_one and not by_word:
             zeros = (zeros + 1) & last
-        *experts, rows, groups = words.shape
-        return zeros.view(*experts, rows * 32 // self.bits, groups)
+        return zeros
 
     # Products
 
