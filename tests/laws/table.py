@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,12 +39,15 @@ def prepare(examples: int) -> None:
     settings.register_profile("its faults", max_examples=200, **faults)
 
 
-def hold(law: str, subject: str) -> tuple[str, int]:
-    """Return the law and how many cases it was tried on; raise if it does not hold."""
+def hold(law: str, subject: str) -> tuple[str, int, str]:
+    """Return the law, how many cases it was tried on, and how it fails, if it does."""
     settings.load_profile("wrapped" if subject in _WRAPPED else "laws")
     if not _CASES["is_held"](subject, law):
-        return law, 0
-    return law, _SUBJECTS[subject].hold(_LAWS[law])
+        return law, 0, ""
+    try:
+        return law, _SUBJECTS[subject].hold(_LAWS[law]), ""
+    except Exception:
+        return law, 0, f"{law} does not hold for {subject}\n{traceback.format_exc()}"
 
 
 def catches(law: str, fault: str) -> tuple[str, str, bool]:
@@ -73,16 +77,19 @@ def main(arguments: Iterable[str] | None = None) -> None:
     print(f"{len(_SUBJECTS)} subjects, {cases_each}; {len(_FAULTS)} faults\n")
     print("| law | cases tried | faults caught | no other law caught |\n|---|---|---|---|")
     for number, law in enumerate(_LAWS, 1):
-        cases = sum(count for of, count in tried if of == law)
+        cases = sum(count for of, count, _ in tried if of == law)
         others = set().union(*(faults for other, faults in by.items() if other != law))
         print(
             f"| {number} `{law}` | {cases} | {len(by[law])} | {len(by[law] - others)} |",
         )
-    total = sum(count for _, count in tried)
+    total = sum(count for _, count, _ in tried)
     print(f"| all | {total} | {len(_FAULTS) - len(missed)} of {len(_FAULTS)} | |")
     print(f"\n{(time.monotonic() - began) / 60:.1f} minutes on {os.cpu_count()} cores")
+    failures = [failure for _, _, failure in tried if failure]
     if missed:
-        sys.exit(f"faults that their law did not catch: {', '.join(sorted(missed))}")
+        failures.append(f"faults that their law did not catch: {', '.join(sorted(missed))}")
+    if failures:
+        sys.exit("\n\n".join(failures))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online_nf4 import QuantizeNF4
 from vllm_module.quantization.quant_state import LONGEST, NESTED_BLOCKSIZE, QuantState
+from vllm_module.weights import read_into
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _ADVICE = "quantize the checkpoint again"
@@ -254,13 +255,10 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             held = scales.region(slot)
             if not held.numel():  # this rank has only padding of it
                 continue
-            held.copy_(values.tables(slot)[0][absmax.region(slot).int()])
-            # For each scale the number of its block, cut and put in order as scales are.
+            # For each scale that of its block, in a checkpoint's order.
             count, blocks = absmax.checkpoint_shape(slot).numel(), nested.region(slot).flatten()
-            numbers = torch.arange(count, dtype=torch.int32, device=absmax.device)
-            numbers.div_(NESTED_BLOCKSIZE, rounding_mode="floor")
-            for source, target in scales.cut(numbers, slot):
-                target.mul_(blocks[source])
+            _fill(scales, slot, blocks.repeat_interleave(NESTED_BLOCKSIZE)[:count])
+            held.mul_(values.tables(slot)[0][absmax.region(slot).int()])
             held.add_(state.nested_offset or 0.0)
         scales.zero_padding()
         return scales.data
@@ -275,6 +273,12 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             for slot in host.slots
             if len(each := host.tables(slot))
         }
+
+
+def _fill(parameter: BasevLLMParameter, slot: str, weight: torch.Tensor) -> None:
+    """Fill a slot with what this rank keeps of ``weight``, which is the checkpoint's."""
+    for source, target in parameter.cut(weight, slot):
+        read_into(source, target)
 
 
 class OnlineNF4Method(_FourBitMethod):
