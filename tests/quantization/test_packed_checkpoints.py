@@ -162,14 +162,25 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(n, size) for n, sizes in SIZES.items() for size in sizes]
+    ("name", "size", "impl"),
+    [
+        *((name, size, "native") for name, sizes in SIZES.items() for size in sizes),
+        *((name, 2, "transformers") for name in ("gptq-act-order", "awq", "ct-int4-with-zeros")),
+    ],
 )
 def test_logits_are_those_of_the_weights_multiplied_out(
-    stored: Callable[[str], Any], name: str, size: int
+    stored: Callable[[str], Any], name: str, size: int, impl: str
 ) -> None:
-    """A checkpoint of any layout gives transformers' logits of what it stands for, on any ranks."""
+    """A checkpoint of any layout gives transformers' logits of what it stands for, on any ranks.
+
+    So does transformers' class with our layers.
+    """
     checkpoint = stored(name)
-    for computed in run_ranks(size, lambda rank: logits(load(checkpoint), checkpoint.ids)):
+
+    def run(rank: int) -> torch.Tensor:
+        return logits(load(checkpoint, model_impl=impl), checkpoint.ids)
+
+    for computed in run_ranks(size, run):
         torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
 
 
