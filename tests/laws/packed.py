@@ -79,8 +79,8 @@ class AnyScales(BitsAndBytes8BitMethod):
 
 BITSANDBYTES = st.sampled_from(
     [
+        OwnOffset("nf4", nested=True, blocksize=2),  # first, for it takes the most memory to load
         OwnOffset("nf4", nested=False, blocksize=4),
-        OwnOffset("nf4", nested=True, blocksize=2),
         OwnOffset("fp4", nested=True, blocksize=16),
         AnyScales(),
     ]
