@@ -90,10 +90,10 @@ BITSANDBYTES_EXPERTS = st.sampled_from(
 )
 STORED = st.sampled_from(
     [
+        AnyNumbers(AWQ, 4, 8, symmetric=False),  # first, for it has the most zeros
         AnyNumbers(GPTQ, 4, 16, symmetric=False),
         AnyNumbers(GPTQ, 3, None, symmetric=True),
         AnyNumbers(GPTQ_V2, 8, 16, symmetric=False, act_order=True),
-        AnyNumbers(AWQ, 4, 8, symmetric=False),
         AnyNumbers(COMPRESSED_TENSORS, 2, 16, symmetric=False),
         AnyNumbers(COMPRESSED_TENSORS, 4, 32),
     ]
