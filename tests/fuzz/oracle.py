@@ -10,8 +10,9 @@ import json
 import os
 import runpy
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy
@@ -31,7 +32,11 @@ from vllm_module.weights.header import DTYPES
 CUT = b"\n---\n"
 MOST_WORDS = 4000
 
-supported_architectures()  # reads what other packages announce, outside of the watched folder
+# These read what other packages announce, and import transformers, outside of the watched folder.
+supported_architectures()
+with suppress(UnsupportedModelError):
+    model_class(["Unknown"])
+_INSTALLED = os.path.realpath(sysconfig.get_path("purelib")) + os.sep
 _watched: list[str] = []  # the only folder in which files may be opened now
 _hooked = False
 
@@ -154,10 +159,11 @@ def check_config(folder: Path, data: bytes) -> None:
         with _only_inside(folder):
             config = read_config(folder, ModelConfig(model=str(folder)))
         model_class(config.architectures)
-    except UnsupportedModelError:
-        return
     except CheckpointFormatError as error:
         _check_words(error)
+        return
+    except UnsupportedModelError as error:  # may quote a library's message, of several lines
+        assert all(line.isprintable() for line in str(error).split("\n")), ascii(str(error))
         return
     assert config.context_length is None or type(config.context_length) is int
 
@@ -248,6 +254,8 @@ def _on_event(event: str, args: tuple[object, ...]) -> None:
         path = os.path.realpath(os.fsdecode(args[0]))
         if path.endswith((".py", ".pyc", ".so")) or os.path.isdir(path):
             return  # an import
+        if path.startswith(_INSTALLED):  # such as a version, which transformers looks up
+            return
         assert path.startswith(_watched[0] + os.sep), f"{path} was opened"
 
 
