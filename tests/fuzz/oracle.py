@@ -162,8 +162,8 @@ def check_config(folder: Path, data: bytes) -> None:
     except CheckpointFormatError as error:
         _check_words(error)
         return
-    except UnsupportedModelError as error:  # may quote a library's message, of several lines
-        assert all(line.isprintable() for line in str(error).split("\n")), ascii(str(error))
+    except UnsupportedModelError as error:
+        _check_lines(error)
         return
     assert config.context_length is None or type(config.context_length) is int
 
@@ -232,6 +232,13 @@ def _check_words(error: Exception) -> None:
     words = str(error)
     words.encode()
     assert words.isprintable(), ascii(words)
+    assert len(words) < MOST_WORDS, words[:200]
+
+
+def _check_lines(error: Exception) -> None:
+    """Check words that may quote a library's message, of several lines."""
+    words = str(error)
+    assert all(line.isprintable() for line in words.split("\n")), ascii(words)
     assert len(words) < MOST_WORDS, words[:200]
 
 
