@@ -109,6 +109,7 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
         ({"architectures": ["NoSuchForCausalLM"], "model_type": "t5"}, "no causal language model"),
         ({"architectures": ["RwkvForCausalLM"]}, "names the architecture RwkvForCausalLM"),
         ({"num_attention_heads": "four"}, "refuses config.json"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers of config.json is 1099511627776"),
         ({"transformers_version": "99.1", "twice": 2}, "99.1.* knows no twice: it would be"),
         (
             {

@@ -32,6 +32,7 @@ _KEPT = (
 _OURS = frozenset(("model_impl", "trusted_folder", "max_model_len"))
 
 
+_COUNTED, _MOST = ("layer", "layers", "experts"), 2**12
 # Entries that transformers reads elsewhere, or converts.
 _ELSEWHERE = frozenset(
     (
@@ -122,6 +123,7 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
             f"of config.json{newer}"
         )
     _refuse_newer_entries(entries, config_class)
+    _refuse_many(entries)
     # How its weights are quantized is read by us.
     own = {name: each for name, each in entries.items() if name != "quantization_config"}
     try:
@@ -131,6 +133,18 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
             f"{config_class.__name__} refuses config.json of model_type {shorten(kind)}: "
             f"{describe_error(error)}"
         ) from error
+
+
+def _refuse_many(entries: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers and experts that would fill the memory with names alone."""
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            _refuse_many(value)
+        elif isinstance(value, int) and value > _MOST and name.endswith(_COUNTED):
+            raise UnsupportedModelError(
+                f"{printable_name(name)} of config.json is {shorten(value)}: expected at most "
+                f"{_MOST}"
+            )
 
 
 def _refuse_newer_entries(entries: Mapping[str, Any], config_class: Any) -> None:

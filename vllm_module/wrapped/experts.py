@@ -120,6 +120,8 @@ class WrappedExperts(vLLMModule):
         self.expert_group = expert_parallel_group()
         packed = "gate_up_proj" if experts.has_gate else "up_proj"
         first, second = getattr(experts, packed), experts.down_proj
+        if first is None or second is None:
+            raise UnsupportedModelError(f"{path} has no experts with weights")
         # Experts behind those with weights return what they are given.
         count = second.shape[0]
         together = not (gate_up and down)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.messages import describe_error
 from vllm_module.weights import Weight
 from vllm_module.wrapped.library import library
 
@@ -43,7 +44,13 @@ class Names:
         model = text if whole is None else whole
         mapping = library("conversion_mapping")
         rules = library("core_model_loading")
-        transforms = mapping.get_model_conversion_mapping(model)
+        try:
+            transforms = mapping.get_model_conversion_mapping(model)
+        except Exception as error:  # of a part's model_type that is no name
+            raise UnsupportedModelError(
+                f"transformers has no rules for the names of {type(model).__name__}: "
+                f"{describe_error(error)}"
+            ) from error
         converter = rules.WeightConverter
         self._renamings = [each for each in transforms if not isinstance(each, converter)]
         self._converters = [each for each in transforms if isinstance(each, converter)]
