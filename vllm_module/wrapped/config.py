@@ -32,7 +32,7 @@ _KEPT = (
 _OURS = frozenset(("model_impl", "trusted_folder", "max_model_len"))
 
 
-_COUNTED, _MOST = ("layer", "layers", "experts"), 2**12
+_COUNTED, _MOST = ("layer", "layers", "blocks", "experts"), 2**12
 # Entries that transformers reads elsewhere, or converts.
 _ELSEWHERE = frozenset(
     (
