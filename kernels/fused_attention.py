@@ -20,11 +20,13 @@ def fused_attention(
     is_causal: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by torch's fused kernels; a row is NaN where a score that it sees is NaN.
+    """Attend by torch's fused kernels; tokens that no row sees may hold anything.
 
-    On the CPU, torch returns zeros for a row whose scores are all NaN, may ignore an infinite
-    score, and lets NaN of tokens that a row does not see into the row. Such rows are computed
-    again. No other row changes.
+    On the CPU, a row is NaN where a score that it sees is NaN. Torch returns zeros for a row whose
+    scores are all NaN, may ignore an infinite score, and lets NaN of tokens that a row does not see
+    into the row. Such rows are computed again. No other row changes. Other devices are not asked
+    whether a row is finite, since the host would wait for them: there a token with NaN that some
+    rows see may reach all rows of its sequence.
 
     Args:
         query: ``[batch, heads, rows, head_size]``.
@@ -38,7 +40,11 @@ def fused_attention(
     """
     if not query.is_cpu or not query.numel():
         mask = None if is_causal else seen
-        return F.scaled_dot_product_attention(query, keys, values, mask, 0.0, is_causal, scale)
+        if mask is not None:  # a weight of zero does not remove NaN
+            keys, values = _without_unseen(keys, values, mask)
+        return F.scaled_dot_product_attention(
+            query, keys, values, mask, is_causal=is_causal, scale=scale
+        )
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
@@ -50,13 +56,20 @@ def fused_attention(
     elif bias is None or bias.dtype != query.dtype:
         bias = torch.zeros((), dtype=query.dtype).masked_fill(~seen, -torch.inf)
     output, broken = _fused(query, keys, values, bias, scale, is_causal)
-    if broken is not None and seen is not None:  # tokens that no row sees may hold anything
-        unseen = ~seen.any(-2).unsqueeze(-1)
-        keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
+    if broken is not None and seen is not None:
+        keys, values = _without_unseen(keys, values, seen)
         output, broken = _fused(query, keys, values, bias, scale, is_causal)
     if broken is not None:
         output = torch.where(broken, _attend(query, keys, values, seen, scale), output)
     return output
+
+
+def _without_unseen(
+    keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values that are 0 for tokens that no row sees."""
+    unseen = ~seen.any(-2).unsqueeze(-1)
+    return keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
 
 
 def _fused(

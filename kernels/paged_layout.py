@@ -50,7 +50,7 @@ class Together:
 
 
 class PagedLayout:
-    """The sequences of a step on a CPU: lists and indices that all of its layers share.
+    """The sequences of a step: lists and indices that all of its layers share.
 
     The tensors are those of :func:`~vllm_module.kernels.paged_attention.paged_attention`, and must
     not be written afterwards.
@@ -145,22 +145,23 @@ class PagedLayout:
         self, sequences: list[int], page_size: int, window: int | None, dtype: torch.dtype
     ) -> Together:
         starts = [self._starts[sequence] for sequence in sequences]
+        device = self._tables.device
         rows: torch.Tensor | slice = slice(starts[0], starts[0] + len(starts))
         if starts != list(range(starts[0], starts[0] + len(starts))):
-            rows = torch.tensor(starts)
+            rows = torch.tensor(starts, device=device)
         tables, contexts = self._tables, self._context_lens
         if sequences != list(range(len(tables))):
-            index = torch.tensor(sequences)
+            index = torch.tensor(sequences, device=device)
             tables, contexts = tables[index], contexts[index]
         length = max(self._contexts[sequence] for sequence in sequences)
-        distance = torch.arange(length) - (contexts - 1)
+        distance = torch.arange(length, device=device) - (contexts - 1)
         seen = distance <= 0
-        page_start = torch.arange(0, length, page_size)
+        page_start = torch.arange(0, length, page_size, device=device)
         read = page_start < contexts
         if window is not None:
             seen &= distance > -window
             read &= page_start > contexts - window - page_size
         # Entries that are not read become page 0. Its tokens have no weight and may hold anything.
         pages = tables[:, : read.shape[1]].masked_fill(~read, 0).flatten()
-        bias = torch.zeros((), dtype=dtype).masked_fill(~seen, -torch.inf)
+        bias = torch.zeros((), dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
         return Together(rows, pages, distance, seen, bias[:, None, None])
