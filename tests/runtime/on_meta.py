@@ -45,7 +45,7 @@ from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.state_cache import StateCache
 from vllm_module.runtime.step_inputs import StepInputs
-from vllm_module.runtime.warm_up import warm_up_batches, warm_up_steps
+from vllm_module.runtime.warm_up import largest_steps, warm_up_batches, warm_up_steps
 from vllm_module.tree import materialized
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
@@ -83,6 +83,18 @@ class NoNumbersOfHost(TorchFunctionMode):
         if func in COPIES or (indexes and any(isinstance(leaf, list) for leaf in indices(args[1]))):
             raise HostUsedError(f"{func.__name__} copies numbers of the host")
         return func(*args, **(kwargs or {}))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remember the elements of the largest tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.elements = max([self.elements, *made])
+        return result
 
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
@@ -293,6 +305,24 @@ def hosts(configurations: dict[str, dict[str, Any]]) -> dict[str, str]:
     return found
 
 
+def growth(configurations: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return how many times the largest tensor of a step grows when its prompt is doubled."""
+    found = {}
+    with launching(lambda *_: None):
+        for name, entries in configurations.items():
+            model = on_meta(entries, torch.bfloat16)
+            if not hasattr(model, "compute_logits"):
+                continue
+            served, elements = Served(model), []
+            for tokens in (LIMITS["max_model_len"] // 2, LIMITS["max_model_len"]):
+                with LargestTensor() as largest:
+                    for inputs in largest_steps(tokens, 1, tokens, PAGE):
+                        served.run(inputs)
+                elements.append(largest.elements)
+            found[name] = elements[1] / elements[0]
+    return found
+
+
 def faults(entries: dict[str, Any]) -> dict[str, str]:
     """Return how the check of :func:`hosts` finds each of some faults, planted in a layer."""
     planted: dict[str, Callable[[torch.Tensor], object]] = {
@@ -386,6 +416,7 @@ def main() -> None:
     json.dump(
         {
             "hosts": hosts(given["configurations"]),
+            "growth": growth(given["configurations"]),
             "faults": faults(given["configurations"]["llama"]),
             "alignment": sees_alignment(),
             "variants": {

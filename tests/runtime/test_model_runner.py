@@ -188,15 +188,6 @@ def test_pages_are_written_to_the_tables_when_they_are_sent(beside) -> None:
         assert tables[[4, 1], :3].tolist() == grown
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_the_largest_steps_store_nothing(beside, tokens) -> None:
-    """With more tokens than sequences and with fewer, the cache does not change."""
-    stored, _ = beside.stored[0]
-    before = stored.clone()
-    beside.plain.largest_steps(tokens)
-    assert torch.equal(stored, before)
-
-
 class Stub:
     """A model that remembers how many tokens it was called with, and may do something wrong."""
 

@@ -23,7 +23,7 @@ from vllm_module.config import EngineConfig
 from vllm_module.runtime import worker as workers
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.warm_up import warm_up_batches, warm_up_steps
+from vllm_module.runtime.warm_up import largest_steps, warm_up_batches, warm_up_steps
 from vllm_module.runtime.worker import Worker
 
 HERE = Path(__file__).parent
@@ -110,6 +110,16 @@ def test_nothing_is_compiled_while_serving(on_meta: Any, name: str) -> None:
     assert variants["replays"] or name.startswith("encoder")
 
 
+def test_memory_is_measured_without_the_scores_of_all_pairs(on_meta: Any) -> None:
+    """Tensors of the largest steps grow with the tokens of a prompt, not with their square.
+
+    Some of the models have soft caps, slopes, sinks or latent attention.
+    """
+    growth = on_meta["growth"]
+    assert growth.keys() >= {"gemma2", "gpt-oss", "deepseek-v3", "mamba2"}
+    assert {name: ratio for name, ratio in growth.items() if ratio > 2} == {}
+
+
 def test_alignment_makes_another_variant(on_meta: Any) -> None:
     """Variants differ if a tensor does not begin at a multiple of 16 bytes, as Triton's do."""
     assert on_meta["alignment"]
@@ -133,7 +143,15 @@ def test_a_warm_up_stays_within_the_limits(
             for start, after in zip(step.query_start_loc, step.query_start_loc[1:], strict=False)
         )
         assert len(step.rows) <= max(sequences, 1)
-    assert max(len(step.input_ids) for step in steps) == min(tokens, sequences * length)
+    most_tokens, most_rows = min(tokens, sequences * length), min(tokens, sequences)
+    assert max(len(step.input_ids) for step in steps) == most_tokens
+    prompts, decoding = largest_steps(tokens, sequences, length, page)
+    assert len(prompts.input_ids) == most_tokens
+    assert decoding.context_lens == [1] * len(decoding.rows) == [1] * most_rows
+    for step in (prompts, decoding):
+        assert len(step.context_lens) <= sequences
+        assert max(step.context_lens) <= length <= step.num_table_pages * page
+        assert max(len(each.rows) for each in steps) <= sequences
     assert [bool(step.swapped_out and step.swapped_in) for step in steps[:2]] == [swaps, False]
     batches = list(warm_up_batches(tokens, sequences, length))
     for batch in batches:
@@ -150,7 +168,7 @@ def test_a_warm_up_stores_nothing(model: vLLMModule) -> None:
     layers = [layer for layer in model.modules() if getattr(layer, "kv_cache", None) is not None]
     for layer in layers:
         layer.kv_cache.fill_(1)
-    for step in warm_up_steps(20, 3, 30, 4, 3, 2):
+    for step in (*largest_steps(20, 3, 30, 4), *warm_up_steps(20, 3, 30, 4, 3, 2)):
         cache.move(step.swapped_out, step.copied, step.swapped_in)
         assert runner.run(step).isfinite().all()
     assert all(bool((layer.kv_cache == 1).all()) for layer in layers)

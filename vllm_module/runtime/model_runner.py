@@ -112,23 +112,6 @@ class ModelRunner:
         return self._logits(hidden, rows)
 
     @torch.inference_mode()
-    def largest_steps(self, tokens: int) -> None:
-        """Run the steps that need most memory: ``tokens`` of one sequence, and one token of many.
-
-        Nothing is stored in the cache, and only its first page is read.
-        """
-        most = len(self._tables)
-        ids = torch.zeros(max(tokens, most), dtype=torch.int64, device=self.device)
-        hidden = self._forward(ids[:tokens], torch.arange(tokens, device=self.device))
-        self._logits(hidden, slice(most))
-        del hidden
-        slots = torch.full((most,), -1, dtype=torch.int64, device=self.device)
-        ones = torch.ones(most, dtype=torch.int32, device=self.device)
-        starts = torch.arange(most + 1, dtype=torch.int32, device=self.device)
-        step = [ids[:most], ids[:most], slots, ones, starts, slots]
-        self._logits(self._compute(step, torch.zeros_like(self._tables)), slice(None))
-
-    @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int) -> None:
         """Capture the graphs of steps of so many tokens at most, in one memory pool.
 

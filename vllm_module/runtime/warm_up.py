@@ -1,4 +1,4 @@
-"""The steps that compile every variant of a kernel before the first request needs one.
+"""The steps that measure memory and compile every variant of a kernel before the first request.
 
 Kernels are compiled when they are first launched, which takes seconds. A variant is chosen by a
 model's own shapes and by ranges of three numbers: the tokens of a step, its sequences, and the
@@ -40,6 +40,23 @@ def warm_up_steps(
     for tokens in _powers(min(max_num_batched_tokens, max_num_seqs * max_model_len)):  # prompts
         counts = _lengths(tokens, max_model_len)
         yield _step(counts, counts, -(-counts[0] // page_size), max_num_seqs)
+
+
+def largest_steps(
+    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, page_size: int
+) -> Iterator[StepInputs]:
+    """Yield the steps that need most memory: the longest prompts, and one token of many sequences.
+
+    Attention reads pages in both, as in every step. Attention of a whole prompt without pages would
+    keep the scores of all pairs of tokens where a model has soft caps, slopes or sinks. All
+    sequences have the first row of the block tables, and so the first state: there is no other yet.
+    """
+    most_pages = -(-max_model_len // page_size)
+    prompts = _lengths(min(max_num_batched_tokens, max_num_seqs * max_model_len), max_model_len)
+    for counts in (prompts, [1] * min(max_num_seqs, max_num_batched_tokens)):
+        step = _step(counts, counts, most_pages, max_num_seqs)
+        step.table_rows = [0] * len(counts)
+        yield step
 
 
 def warm_up_batches(

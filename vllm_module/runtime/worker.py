@@ -20,7 +20,7 @@ from vllm_module.runtime.model_runner import ModelRunner, described_result
 from vllm_module.runtime.pieces import MOST_TOKENS
 from vllm_module.runtime.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.step_inputs import StepInputs
-from vllm_module.runtime.warm_up import warm_up_steps
+from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
 from vllm_module.weights import Weight
 from vllm_module.wrapped.model import TransformersForCausalLM
 
@@ -137,7 +137,9 @@ class Worker:
         one_state = StateCache(self.model, 1, self.device, self.source.dtype)
         most_pages = -(-max_model_len // size)
         runner = ModelRunner(self.model, self.device, config.max_num_seqs, most_pages)
-        runner.largest_steps(config.max_num_batched_tokens)
+        limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
+        for inputs in largest_steps(*limits, size):
+            runner.run(inputs)
         cache.close()
         one_state.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
