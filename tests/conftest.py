@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+
+# A shell has its background jobs ignore SIGINT (nohup too), and what they start inherits that. The
+# tests interrupt themselves and programs that they start.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, kernels run in Triton's interpreter; Triton reads this when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
