@@ -17,6 +17,7 @@ from vllm_module.errors import (
     CheckpointFormatError,
     ShardingError,
     UnsupportedModelError,
+    WeightLoadError,
 )
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.tokenizer import Tokenizer
@@ -142,13 +143,90 @@ def test_scales_get_the_names_that_layers_declare() -> None:
     assert renamed("vision_encoder.w.weight") == "vision_encoder.w.weight"
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("entries", "static"),
+    [
+        ({"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}, True),
+        ({"qformat_weight": "fp8_e4m3"}, True),
+        ({"qformat_weight": "fp8_e4m3", "qscheme_act": "NO_SCALES"}, False),
+    ],
+)
+def test_fp8_files_hold_what_hugging_faces_hold(
+    dense: Path, tmp_path: Path, entries: dict[str, str], static: bool, size: int
+) -> None:
+    """FP8 weights and scales are the same bits from both layouts."""
+    hf, own = tmp_path / "hf", tmp_path / "own"
+    tensors: dict[str, torch.Tensor] = {}
+    for index, (name, tensor) in enumerate(load_file(dense / "hf/model.safetensors").items()):
+        if "_proj" not in name:
+            tensors[name] = tensor
+            continue
+        scale = torch.tensor(0.01 + index / 1000)  # another one of each tensor
+        tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
+        tensors[name + "_scale"] = scale
+        if static:
+            tensors[name.removesuffix("weight") + "input_scale"] = scale * 3
+    for folder in (hf, own):
+        folder.mkdir()
+    save_file(tensors, hf / "model.safetensors")
+    config = json.loads((dense / "hf/config.json").read_text())
+    scheme = "static" if static else "dynamic"
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": scheme}
+    (hf / "config.json").write_text(json.dumps(config))
+    own_tensors = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        last = {"weight_scale": "qscale_weight", "input_scale": "qscale_act"}.get(last, last)
+        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(stem.split(".")[-1])
+        rows = interleaved(tensor, heads) if heads and tensor.dim() else tensor
+        own_tensors[theirs(f"{stem}.weight").removesuffix("weight") + last] = rows
+    save_file(own_tensors, own / "consolidated.safetensors")
+    (own / "params.json").write_text(json.dumps(PARAMS | {"quantization": entries}))
+    for rank in range(size):
+        with tensor_parallel(rank=rank, size=size):
+            models = [
+                get_model(model_config=ModelConfig(model=str(folder), dtype="bfloat16"))
+                for folder in (own, hf)
+            ]
+        ours, expected = (dict(model.named_parameters()) for model in models)
+        assert ours.keys() == expected.keys()
+        assert any(name.endswith("input_scale") for name in ours) == static
+        for name, tensor in expected.items():
+            bits = (x.contiguous().view(torch.uint8) for x in (ours[name], tensor))
+            assert torch.equal(*bits), name
+
+
+def test_quantization_of_compressed_tensors_is_passed_on(dense: Path, tmp_path: Path) -> None:
+    """Its entry stands in params.json as it stands in config.json, under either spelling."""
+    for index, method in enumerate(("compressed-tensors", "compressed_tensors")):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        weights = (dense / "own" / "consolidated.safetensors").read_bytes()
+        (folder / "consolidated.safetensors").write_bytes(weights)
+        group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float",
+                 "strategy": "tensor", "symmetric": True, "dynamic": False}}  # fmt: skip
+        entries = {"quant_method": method, "format": "float-quantized",
+                   "config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # fmt: skip
+        (folder / "params.json").write_text(json.dumps(PARAMS | {"quantization": entries}))
+        with pytest.raises(
+            WeightLoadError, match=r"weight_scale"
+        ):  # the weights here are not quantized
+            get_model(model_config=ModelConfig(model=str(folder)))
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
         ({"yarn": {"factor": 8}}, UnsupportedModelError, "'yarn' is .*, which no model here knows"),
         ({"q_lora_rank": 64}, UnsupportedModelError, "'q_lora_rank' is 64"),
         ({"use_biases": True}, UnsupportedModelError, "use_biases is set"),
-        ({"quantization": {"qformat_weight": "int4"}}, UnsupportedModelError, "fp8_e4m3 and"),
+        ({"quantization": {"qformat_weight": "int4"}}, UnsupportedModelError, "fp8_e4m3 with"),
+        (
+            {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "CHANNEL"}},
+            UnsupportedModelError,
+            "qscheme_act TENSOR, NO_SCALES or none, .* got .*CHANNEL",
+        ),
         ({"dim": None}, CheckpointFormatError, "hidden_size"),
         ({"n_kv_heads": 3}, ShardingError, "3 key-value heads"),
     ],

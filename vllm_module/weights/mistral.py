@@ -178,16 +178,26 @@ def _config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         config["num_local_experts"] = moe.get("num_experts")
         config["num_experts_per_tok"] = moe.get("num_experts_per_tok")
-    if (quantization := params.get("quantization")) is not None:
+    if quantization := params.get("quantization"):
         config["quantization_config"] = _quantization(quantization, where)
     return config
 
 
 def _quantization(stored: Any, where: str) -> dict[str, Any]:
-    expected = {"qformat_weight": "fp8_e4m3", "qscale_act": "TENSOR"}
-    if not isinstance(stored, Mapping) or any(stored.get(k) != v for k, v in expected.items()):
-        raise UnsupportedModelError(
-            f"{where}: quantization should have qformat_weight fp8_e4m3 and qscale_act TENSOR, got "
-            f"{shorten(stored)}"
-        )
-    return {"quant_method": "fp8", "activation_scheme": "static"}
+    """Return the ``quantization_config`` that an entry ``quantization`` stands for.
+
+    It names Mistral's own FP8, or is what compressed-tensors writes. Source: vLLM's
+    ``transformers_utils/configs/mistral.py``.
+    """
+    if isinstance(stored, Mapping):
+        method = str(stored.get("quant_method") or "").lower().replace("_", "-")
+        if method == "compressed-tensors":
+            return {**stored, "quant_method": method}
+        scales = stored.get("qscheme_act")
+        if stored.get("qformat_weight") == "fp8_e4m3" and scales in (None, "TENSOR", "NO_SCALES"):
+            dynamic = scales == "NO_SCALES"
+            return {"quant_method": "fp8", "activation_scheme": "dynamic" if dynamic else "static"}
+    raise UnsupportedModelError(
+        f"{where}: quantization should have qformat_weight fp8_e4m3 with qscheme_act TENSOR, "
+        f"NO_SCALES or none, or quant_method compressed-tensors, got {shorten(stored)}"
+    )
