@@ -125,6 +125,40 @@ def test_groups_out_of_range(packed: Any, edited: Any, number: int) -> None:
     assert f"{DOWN}.g_idx has {number}, and must be a group, from 0 to 3" in message
 
 
+def zeros(tensors: dict[str, torch.Tensor]) -> None:
+    """Have a hole where ``g_idx`` was: a file system returns zeros for it."""
+    tensors[f"{DOWN}.g_idx"].zero_()
+
+
+def empty_group(tensors: dict[str, torch.Tensor]) -> None:
+    groups = tensors[f"{DOWN}.g_idx"]
+    groups[groups == 2] = 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (zeros, "128 inputs in group 0"),
+        (empty_group, "64 inputs in group 1"),
+        ("nearest", "31 inputs in group 0"),  # one input moves to the next group
+    ],
+    ids=["a hole", "an empty group", "one input"],
+)
+def test_groups_of_another_size(
+    packed: Any, edited: Any, damage: Any, found: str, size: int
+) -> None:
+    """Groups in range whose numbers of inputs are not those of the format are refused."""
+
+    def nearest(tensors: dict[str, torch.Tensor]) -> None:
+        groups = tensors[f"{DOWN}.g_idx"]
+        groups[int((groups == 0).nonzero()[0])] = 1
+
+    broken = edited(packed("ordered"), nearest if damage == "nearest" else damage)
+    message = refuse(broken, WeightReadError, size=size)
+    assert f"{DOWN}.g_idx has {found}, and must have 32" in message
+
+
 def test_groups_in_another_order_than_the_configuration_says(packed: Any, edited: Any) -> None:
     """Groups that are out of order without ``desc_act`` are refused, not ignored."""
     broken = edited(packed("ordered"), quantization=GPTQ)

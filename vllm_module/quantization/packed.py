@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.grouped_matmul_packed import dequantize_experts, grouped_matmul_packed
@@ -174,7 +175,9 @@ class PackedMethod(QuantizeMethod):
                 **integers,
             )
         if names.group_of in self.parameter_names:
-            possible[names.group_of] = PerSlotVectorParameter(output, layer.input, **integers)
+            # All groups are counted, so each rank has those of all inputs where they are anywhere.
+            held = Dim.whole(layer.input.size) if self.act_order else layer.input
+            possible[names.group_of] = PerSlotVectorParameter(output, held, **integers)
         if names.shape:
             possible[names.shape] = PerSlotVectorParameter(
                 output, Dim.whole(2), **layer.common(torch.int64)
@@ -270,6 +273,7 @@ class PackedMethod(QuantizeMethod):
                     f"{_ADVICE.capitalize()}, these layers at once"
                 )
         if self.act_order:
+            self._count_groups(layer, rows[..., 0, :], size)
             return
         for shard in group_of.shards[-1]:
             there = torch.arange(shard.start, shard.start + shard.length, device=group_of.device)
@@ -281,6 +285,23 @@ class PackedMethod(QuantizeMethod):
                     "another order than that of the inputs, where quantization_config has no "
                     f"desc_act: set it to true, or {_ADVICE}"
                 )
+
+    def _count_groups(self, layer: QuantizableLayer, group_of: torch.Tensor, size: int) -> None:
+        """Raise unless each group has ``size`` inputs, and the last one those that are left."""
+        inputs = group_of.shape[-1]
+        groups = group_of.long().view(-1, inputs)
+        count = -(-inputs // size)
+        counts = groups.new_zeros(len(groups), count)
+        counts.scatter_add_(1, groups, torch.ones_like(groups))
+        expected = groups.new_full((count,), size)
+        expected[-1] = inputs - size * (count - 1)
+        if bool((wrong := counts != expected).any()):
+            row, group = wrong.nonzero()[0].tolist()
+            slot = _of_expert(layer, "", wrong.any(-1))
+            raise WeightReadError(
+                f"{with_slot(self.format.group_of, slot)} has {int(counts[row, group])} inputs in "
+                f"group {group}, and must have {int(expected[group])}: {_ADVICE}"
+            )
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
         """Return the zeros, if they are not all alike: uint8 ``[output, groups]``."""
@@ -366,7 +387,10 @@ class PackedMethod(QuantizeMethod):
             return None
         group_of = layer.get_parameter(self.format.group_of)
         assert isinstance(group_of, PerSlotVectorParameter)
-        return group_of.vectors()[..., 0, :]  # alike for all slots
+        (shard,) = layer.input.shards(group_of.tp_rank, group_of.tp_size)
+        # They are alike for all slots. Padding multiplies zeros, so any group will do.
+        own = group_of.vectors()[..., 0, :].narrow(-1, shard.start, shard.length)
+        return own if shard.padded == shard.length else F.pad(own, (0, shard.padded - shard.length))
 
     def _operands(
         self, layer: QuantizableLayer
