@@ -115,6 +115,8 @@ def _candidates(
     if capability == (9, 0) and inputs % 16 == 0 and whole:
         for name in tuple(found):
             found[f"{name}, descriptors"] = found[name]._replace(described=True)
+        if (two := "small tiles, descriptors") in found:
+            found = {two: found[two]} | found
     blocks, name = f"{block[0]} x {block[1]}", str(dtype).removeprefix("torch.")
     case = f"{rows} of {count} x {outputs} x {inputs}, {blocks}, {name}"
     return case, MappingProxyType(found)

@@ -16,13 +16,14 @@ from vllm_module.kernels.grouped_tile import grouped_tile, rows_of_a_tile, tiles
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.packed_matmul_configurations import PackedWeight, one_scale, tiles_for
 from vllm_module.kernels.packed_matmul_tiles import (
+    added_packed,
     as_integer,
     packed_rows,
-    packed_values,
+    packed_scales,
     tiles_take,
 )
 from vllm_module.kernels.packed_words import WORDS, Packing, dequantize_packed
-from vllm_module.kernels.product_tile import added, clamped, loaded, written
+from vllm_module.kernels.product_tile import clamped, loaded, written
 
 
 def grouped_matmul_packed(
@@ -281,30 +282,15 @@ def _multiply_packed_groups(
     for step in range(tl.cdiv(K, BLOCK_K)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, (k < K)[None, :], EVEN)
-        values, scale = packed_values(
-            words_ptrs,
-            scales_ptrs,
-            zeros_ptrs,
-            group_ptr,
-            None,
-            step,
-            K,
-            words_column,
-            scales_column,
-            zeros_column,
-            group_size,
-            BITS,
-            ALONG,
-            PER_WORD,
-            ORDER,
-            ONE_SCALE,
-            EVEN,
+        scale, zero = packed_scales(
+            scales_ptrs, zeros_ptrs, group_ptr, step, K,
+            scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+        )  # fmt: skip
+        sums = added_packed(
+            sums, x, words_ptrs, None, scale, zero, step, K, words_column,
+            BITS, ALONG, PER_WORD, ORDER, zeros_ptr is not None, ONE_SCALE and SCALE_SUMS, EVEN,
             BLOCK_K,
-        )
-        if ONE_SCALE and SCALE_SUMS:
-            sums = added(sums, x, values, None, scale, True)
-        else:
-            sums = added(sums, x, values * scale, None, None, True)
+        )  # fmt: skip
     written(y_ptrs, bias_ptr, sums, None, None, exist, left, N, bias_column, True, BLOCK_N)
 
 

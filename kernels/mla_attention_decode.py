@@ -153,10 +153,12 @@ def _decode_latent(
         mask = real[:, None] & (d < LATENT)[None, :]
         positions = tl.zeros((BLOCK_M,), tl.int32) + (context - 1)
         rows = query_ptr + first * query_token + head * query_head
-        q, q_rope = load_query(rows, real, query_feature, LATENT, ROPE, BLOCK_L, BLOCK_R)
+        q, q_rope, divisor = load_query(
+            rows, real, query_feature, cache_ptr, LATENT, ROPE, BLOCK_L, BLOCK_R
+        )
         maxima, sums, outputs = attend_latent(
             q, q_rope, positions, cache_ptr, tables_ptr + table_row.to(tl.int64) * sequence,
-            split * size, tl.minimum(split * size + size, context), factor * scale,
+            split * size, tl.minimum(split * size + size, context), divisor * (factor * scale),
             cache_page, cache_token, cache_feature, table_entry,
             LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION,
         )  # fmt: skip

@@ -88,14 +88,16 @@ def _prefill_latent(
     real = real & (first + row >= 0) & (first + row < tokens)
     token = (first + row).to(tl.int64)
     rows = query_ptr + token * query_token + head * query_head
-    q, q_rope = load_query(rows, real, query_feature, LATENT, ROPE, BLOCK_L, BLOCK_R)
+    q, q_rope, divisor = load_query(
+        rows, real, query_feature, cache_ptr, LATENT, ROPE, BLOCK_L, BLOCK_R
+    )
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     earliest = context - new + begin_q  # position of the first row
     maxima, sums, outputs = attend_latent(
         q, q_rope, context - new + row, cache_ptr, tables_ptr + table_row.to(tl.int64) * sequence,
-        0, tl.minimum(earliest + BLOCK_Q, context), factor * scale,
+        0, tl.minimum(earliest + BLOCK_Q, context), divisor * (factor * scale),
         cache_page, cache_token, cache_feature, table_entry,
         LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION,
     )  # fmt: skip

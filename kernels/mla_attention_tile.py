@@ -15,7 +15,7 @@ import torch
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 from vllm_module.kernels.paged_attention_decode import Decoding
 from vllm_module.kernels.paged_attention_splits import Splits
-from vllm_module.kernels.paged_attention_tile import Tiles
+from vllm_module.kernels.paged_attention_tile import Tiles, exponents, power_of
 
 
 def _rows(heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool) -> int:
@@ -33,18 +33,22 @@ def decode_candidates(
 ) -> dict[str, Decoding]:
     """Return the candidates for heads, features of a latent, and bytes of their numbers.
 
-    Before Hopper, tiles of 32 tokens spill with Triton 3.6.
+    Tiles of 16 heads leave room for two programs on a multiprocessor of Hopper; 64 heads read a
+    latent once, and the two warpgroups compute their scores twice (design/0017 has the table).
+    Splits of 256 tokens give more programs, but write a result of all heads for each. Before
+    Hopper, tiles of 32 tokens spill with Triton 3.6.
     """
     rows = _rows(heads, latent, itemsize, cache_itemsize, hopper)
     tiles = Tiles(rows, 32 if hopper else 16, 8, 3)
     if itemsize == 4:  # without tensor cores
         tiles = Tiles(16, 16, 8, 1)
-    found = {
-        "splits of 512": Decoding(Splits(512, 64), tiles),
-        "splits of 256": Decoding(Splits(256, 128), tiles),
-    }
+    large, small = Splits(512, 64), Splits(256, 256)
+    found = {"splits of 512": Decoding(large, tiles), "splits of 256": Decoding(small, tiles)}
+    if hopper and cache_itemsize == itemsize == 2 and latent == next_power_of_2(latent):
+        few = {"splits of 256, 16 heads": Decoding(small, Tiles(16, 32, 4, 5))}
+        found = few | found if heads <= 16 or rows < 64 else found | few
     if rows == 64:
-        found["splits of 512, 5 stages"] = Decoding(Splits(512, 64), replace(tiles, num_stages=5))
+        found["splits of 512, 5 stages"] = Decoding(large, replace(tiles, num_stages=5))
     return found
 
 
@@ -89,18 +93,28 @@ def load_query(
     rows,
     real,
     query_feature,
+    cache_ptr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Load the two parts of the queries at ``rows``, zeros where not ``real``."""
+    """Load the two parts of the queries at ``rows``, zeros where not ``real``.
+
+    Return them and a divisor for each row: for a cache of eight bits they are rounded as by
+    :func:`~vllm_module.kernels.paged_attention_tile.round_query`.
+    """
     d, r = tl.arange(0, BLOCK_L).to(tl.int64), tl.arange(0, BLOCK_R).to(tl.int64)
     mask = real[:, None] & (d < LATENT)[None, :]
     q = tl.load(rows[:, None] + d[None, :] * query_feature, mask=mask, other=0.0)
     mask = real[:, None] & (r < ROPE)[None, :]
     q_rope = tl.load(rows[:, None] + (LATENT + r)[None, :] * query_feature, mask=mask, other=0.0)
-    return q, q_rope
+    divisor = tl.full((q.shape[0],), 1.0, tl.float32)
+    if q.dtype == tl.bfloat16 and cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        divisor = power_of(tl.maximum(exponents(q), exponents(q_rope)))
+        q = (q.to(tl.float32) / divisor[:, None]).to(tl.float16)
+        q_rope = (q_rope.to(tl.float32) / divisor[:, None]).to(tl.float16)
+    return q, q_rope, divisor
 
 
 @triton.jit
@@ -133,7 +147,7 @@ def attend_latent(
         q, q_rope: ``[BLOCK_M, BLOCK_L]`` and ``[BLOCK_M, BLOCK_R]``.
         positions: of the rows in their sequence, ``[BLOCK_M]``.
         table_ptr: of this sequence.
-        factor: multiplies the products; scores are in units of log2.
+        factor: multiplies the products, ``[BLOCK_M]``; scores are in units of log2.
 
     Returns:
         The rows' softmax: maxima and sums ``[BLOCK_M]``, outputs ``[BLOCK_M, BLOCK_L]``.
@@ -157,7 +171,7 @@ def attend_latent(
         k_rope = tl.load(cache_ptr + row[:, None] + r_at[None, :], mask=mask, other=0.0)
         k, k_rope = k.to(q.dtype), k_rope.to(q.dtype)
         scores = tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
-        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION) * factor
+        scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION) * factor[:, None]
         seen = exists[None, :] & (token[None, :] <= positions[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_maxima = tl.maximum(maxima, tl.max(scores, axis=1))

@@ -167,34 +167,31 @@ def _multiply_packed(
     steps = tl.cdiv(K, BLOCK_K)
     each = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * each
+    # The compiler loads tiles ahead, but no single numbers: those of the next step are loaded here.
+    next_scale, next_zero = packed_scales(
+        scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(first, steps - 1), K,
+        scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+    )  # fmt: skip
     for step in range(first, tl.minimum(first + each, steps)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < K)[None, :]
         x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, inside, EVEN)
-        values, scale = packed_values(
-            words_ptrs,
-            scales_ptrs,
-            zeros_ptrs,
-            group_ptr,
-            codebook_ptr,
-            step,
-            K,
-            words_column,
-            scales_column,
-            zeros_column,
-            group_size,
-            BITS,
-            ALONG,
-            PER_WORD,
-            ORDER,
-            ONE_SCALE,
-            EVEN,
+        scale, zero = next_scale, next_zero
+        if ONE_SCALE:
+            next_scale, next_zero = packed_scales(
+                scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(step + 1, steps - 1), K,
+                scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+            )  # fmt: skip
+        else:  # of every element: there are no registers for two tiles of them
+            scale, zero = packed_scales(
+                scales_ptrs, zeros_ptrs, group_ptr, step, K,
+                scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+            )  # fmt: skip
+        sums = added_packed(
+            sums, x, words_ptrs, codebook_ptr, scale, zero, step, K, words_column,
+            BITS, ALONG, PER_WORD, ORDER, zeros_ptr is not None, ONE_SCALE and SCALE_SUMS, EVEN,
             BLOCK_K,
-        )
-        if ONE_SCALE and SCALE_SUMS:
-            sums = added(sums, x, values, None, scale, True)
-        else:
-            sums = added(sums, x, values * scale, None, None, True)
+        )  # fmt: skip
 
     m = m[None, :]
     y_ptrs = y_ptr + (tl.program_id(1).to(tl.int64) * M + m) * N
@@ -212,59 +209,103 @@ def packed_rows(first, N, ALONG: tl.constexpr, PER_WORD: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def packed_values(
-    words_ptrs,
+def packed_scales(
     scales_ptrs,
     zeros_ptrs,
     group_ptr,
-    codebook_ptr,
     step,
     K,
-    words_column,
     scales_column,
     zeros_column,
     group_size,
     BITS: tl.constexpr,
-    ALONG: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    ORDER: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return what codes of a step stand for before they are scaled, and their scales, in float32.
+    """Return the scales of a step, and its zeros as :func:`_shifted` codes, in float32.
 
-    With ONE_SCALE the scales are ``[outputs, 1]``, because all inputs of the step have one group.
+    With ONE_SCALE they are ``[outputs, 1]``, because all inputs of the step have one group. Zeros
+    that are all alike are ``[1, 1]``.
     """
-    k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (k < K)[None, :]
-    if ALONG == 1:
-        word = step * (BLOCK_K // PER_WORD) + tl.arange(0, BLOCK_K // PER_WORD)
-        held = (word < K // PER_WORD)[None, :]
-    else:
-        word, held = k, inside
-    words = loaded(words_ptrs + word.to(tl.int64)[None, :] * words_column, held, EVEN)
-    codes = _unpacked(words, BITS, ALONG, PER_WORD, ORDER)
     if ONE_SCALE:
         group = (step * BLOCK_K // group_size).to(tl.int64)
         scale = tl.load(scales_ptrs + group * scales_column)
     else:
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = (k < K)[None, :]
         group = k // group_size
         if group_ptr is not None:
             group = loaded(group_ptr + k, k < K, EVEN)
         group = group.to(tl.int64)[None, :]
         scale = loaded(scales_ptrs + group * scales_column, inside, EVEN)
+    if zeros_ptrs is None:
+        zero = tl.full([1, 1], 1 << (BITS - 1), tl.int32)
+    elif ONE_SCALE:
+        zero = tl.load(zeros_ptrs + group * zeros_column).to(tl.int32)
+    else:
+        zero = loaded(zeros_ptrs + group * zeros_column, inside, EVEN).to(tl.int32)
+    return scale.to(tl.float32), _shifted(zero)
+
+
+@triton.jit
+def added_packed(
+    sums,
+    x,
+    words_ptrs,
+    codebook_ptr,
+    scale,
+    zero,
+    step,
+    K,
+    words_column,
+    BITS: tl.constexpr,
+    ALONG: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    ORDER: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Add the product of a step's codes and ``x [tokens, inputs]`` to ``sums [outputs, tokens]``.
+
+    ``scale`` and ``zero`` are of :func:`packed_scales`. With SCALE_SUMS they change the step's
+    sums and not the codes: in the layout of sums a thread has few of them. A zero takes itself
+    times the sum of ``x`` from each of these.
+    """
+    if ALONG == 1:
+        word = step * (BLOCK_K // PER_WORD) + tl.arange(0, BLOCK_K // PER_WORD)
+        held = (word < K // PER_WORD)[None, :]
+    else:
+        word = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        held = (word < K)[None, :]
+    words = loaded(words_ptrs + word.to(tl.int64)[None, :] * words_column, held, EVEN)
+    codes = _unpacked(words, BITS, ALONG, PER_WORD, ORDER)
     if codebook_ptr is not None:
         values = tl.load(codebook_ptr + codes)
-    elif zeros_ptrs is None:
-        values = (codes - (1 << (BITS - 1))).to(tl.float32)
-    elif ONE_SCALE:
-        zero = tl.load(zeros_ptrs + group * zeros_column)
-        values = (codes - zero.to(tl.int32)).to(tl.float32)
+    elif SCALE_SUMS and HAS_ZEROS:
+        values = _shifted(codes) - 8388608.0
     else:
-        zero = loaded(zeros_ptrs + group * zeros_column, inside, EVEN)
-        values = (codes - zero.to(tl.int32)).to(tl.float32)
-    return values, scale.to(tl.float32)
+        values = _shifted(codes) - zero
+    if not SCALE_SUMS:
+        sums = added(sums, x, values * scale, None, None, True)
+    elif HAS_ZEROS:
+        product = added(tl.zeros_like(sums), x, values, None, None, True)
+        total = tl.sum(x.to(tl.float32), axis=1)[None, :]
+        sums += (product - (zero - 8388608.0) * total) * scale
+    else:
+        sums = added(sums, x, values, None, scale, True)
+    return sums
+
+
+@triton.jit
+def _shifted(codes):
+    """Return ``2**23 + codes`` in float32, exactly and without a conversion, for codes below 2**23.
+
+    The numbers from 2**23 to 2**24 are whole: their low bits are the code.
+    """
+    return (codes | 0x4B000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

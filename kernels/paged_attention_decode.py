@@ -49,8 +49,13 @@ def decode_candidates(
 ) -> dict[str, Decoding]:
     """Return the candidates for a padded head size, heads in a group, and bytes of numbers.
 
-    A tile is 16 KiB of keys. Keys wait for their page number, so three stages keep one tile in
-    flight, four too, and five keep two. Before Hopper a third stage spills.
+    A tile is 16 KiB of keys, or of 32 tokens. Keys wait for their page number, so three stages keep
+    one tile in flight, four too, and five keep two. Before Hopper a third stage spills.
+
+    Splits of 256 tokens let one sequence of 4096 tokens and eight key-value heads use 128
+    multiprocessors. Tiles of 32 tokens in five stages take the fewest registers, so that four
+    programs run on a multiprocessor at once, each with two tiles of keys and values in flight
+    (design/0017 has the table).
     """
     rows = max(16, next_power_of_2(group))
     tokens, warps = max(32, min(128, 8192 // block_d)), 4
@@ -64,17 +69,20 @@ def decode_candidates(
         return Decoding(Splits(split, most), Tiles(rows, tile, warps, stages, tma))
 
     found = {
-        "splits of 512": one(512, 64, stages),
-        "splits of 512, up to 256": one(512, 256, stages),
         "splits of 256": one(256, 256, stages),
         "splits of 128": one(128, 256, stages),
+        "splits of 512": one(512, 256, stages),
     }
     if not hopper or itemsize == 4:
         return found
     if cache_itemsize == 2:  # widening eight bits takes the registers
-        found["splits of 256, 5 stages"] = one(256, 256, 5)
+        small = {
+            "splits of 256, 5 stages of 32": one(256, 256, 5, 32),
+            "splits of 128, 5 stages of 32": one(128, 256, 5, 32),
+        }
+        found = small | found
         if tokens > 32:
-            found["splits of 256, 5 stages of 32"] = one(256, 256, 5, 32)
+            found["splits of 256, 5 stages"] = one(256, 256, 5)
     if page_size % tokens == 0:
         found["splits of 256, TMA"] = one(256, 256, 5, tokens, True)
     return found

@@ -29,7 +29,8 @@ def prefill_candidates(
 ) -> dict[str, Tiles]:
     """Return tiles for a padded head size, heads in a group, and the query's bytes an element.
 
-    Hopper's wgmma takes 64 rows for each warpgroup. Two warpgroups fill the registers.
+    Hopper's wgmma takes 64 rows for each warpgroup. Two warpgroups fill the registers: as two
+    programs, one computes weights while the other multiplies (design/0017 has the table).
     """
     rows = next_power_of_2(group)
     if itemsize == 4:  # without tensor cores
@@ -38,12 +39,11 @@ def prefill_candidates(
         return {"32 x 32": Tiles(32, 32, 8, 3)}
     if block_d > 128:
         return {"64 x 32": Tiles(max(64, rows), 32, 8, 3)}
-    found = {"128 x 64": Tiles(128, 64, 8, 3)}
+    large = {"128 x 64": Tiles(128, 64, 8, 3)}
     if not hopper:
-        return found
-    found["128 x 128"] = Tiles(128, 128, 8, 3)
-    if rows <= 64:
-        found["64 x 64"] = Tiles(64, 64, 4, 3)
+        return large
+    found = {"64 x 64": Tiles(64, 64, 4, 3)} if rows <= 64 else {}
+    found |= large | {"128 x 128": Tiles(128, 128, 8, 3)}
     if page_size % 64 == 0:
         found["128 x 64, TMA"] = Tiles(128, 64, 8, 5, True)
     if page_size % 128 == 0:

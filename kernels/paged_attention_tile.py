@@ -108,11 +108,21 @@ def round_query(q, cache_ptr):
     """
     divisor = tl.full((q.shape[0],), 1.0, tl.float32)
     if q.dtype == tl.bfloat16 and cache_ptr.dtype.element_ty.primitive_bitwidth == 8:
-        wide = q.to(tl.float32)
-        bits = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, axis=1)
-        divisor = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
-        q = (wide / divisor[:, None]).to(tl.float16)
+        divisor = power_of(exponents(q))
+        q = (q.to(tl.float32) / divisor[:, None]).to(tl.float16)
     return q, divisor
+
+
+@triton.jit
+def exponents(q):
+    """Return the bits of the greatest exponent of each row, as of a float32."""
+    return tl.max(q.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000, axis=1)
+
+
+@triton.jit
+def power_of(bits):
+    """Return the power of two that has these bits of an exponent; 1 for none."""
+    return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit

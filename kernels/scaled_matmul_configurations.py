@@ -100,7 +100,7 @@ def config_of(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -
 
 
 def default_of(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> Config:
-    """Return the first candidate, which takes tensors of any strides."""
+    """Return a configuration that takes tensors of any strides; it is the first of most buckets."""
     return _tiles(bucket_of(M), N, K, block, x.dtype, capability(x))
 
 
@@ -132,9 +132,11 @@ def _candidates(
     if dtype == _FP8 and capability == (9, 0) and K % 16 == 0:
         whole = block[1] >= K or block[1] % 128 == 0
         if tokens > 128 and one_scale and whole:
-            small = Config(64, 128, 128, 4, 3, way="descriptors")
+            small = {"small descriptors": Config(64, 128, 128, 4, 3, way="descriptors")}
             large = Config(128, 128, 128, 8, 4, way="descriptors")
-            found["small descriptors"] = small  # three programs for each multiprocessor
+            # Three programs run on a multiprocessor: two multiply while one adds its product to
+            # the sums in registers. Of large tiles by pointers there is room for one.
+            found = small | found if tokens > 256 else found | small
             if tokens > 256:
                 found["descriptors"] = large
                 found["persistent"] = large._replace(persistent=True)

@@ -3,7 +3,7 @@
 ``python tests/kernels/compiling.py 90`` compiles every case of ``compilation`` for compute
 capability 9.0 and prints, as JSON, what each compiled kernel needs; ``80`` does the largest case
 of each kernel. With ``--candidates``, it compiles every case and every candidate of attention and
-of products, too.
+of products, too. ``90 --table`` prints the table of design/0017.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # absent with -P
 
-from compilation import attention, caches, experts, products, recurrent, rows
+from compilation import attention, caches, experts, products, recurrent, rows, table
 from compilation.candidates import (
     ATTENTION,
     OF_EACH_KIND,
@@ -55,15 +55,18 @@ LARGEST = (
 )  # fmt: skip
 
 
+def choose_for(capability: int) -> None:
+    """Choose tiles for a capability, since a meta tensor's device has none."""
+    of_products = scaled_matmul_configurations, grouped_matmul_configurations, grouped_matmul_mxfp4
+    for module in (dtypes, *ATTENTION, *of_products):
+        module.capability = lambda _: divmod(capability, 10)
+
+
 def main(capability: int, *, every_candidate: bool) -> None:
     """Compile every case and print a list with an entry for each kernel.
 
     Candidates of attention are compiled for a model of each kind, unless all are.
     """
-    # The choice of tiles depends on the capability, and a meta tensor's device has none.
-    of_products = scaled_matmul_configurations, grouped_matmul_configurations, grouped_matmul_mxfp4
-    for module in (dtypes, *ATTENTION, *of_products):
-        module.capability = lambda _: divmod(capability, 10)
     cases = CASES | HOPPER if capability == 90 else CASES
     if capability == 80 and not every_candidate:
         cases = {name: CASES[name] for name in LARGEST}
@@ -82,4 +85,8 @@ def main(capability: int, *, every_candidate: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), every_candidate="--candidates" in sys.argv)
+    choose_for(int(sys.argv[1]))
+    if "--table" in sys.argv:
+        sys.stdout.write("\n".join(table.rows()) + "\n")
+    else:
+        main(int(sys.argv[1]), every_candidate="--candidates" in sys.argv)

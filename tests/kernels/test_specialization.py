@@ -24,7 +24,8 @@ BUCKETS = {
     "_decode_latent": 2,
     "_prefill_latent": 1,
     "_store_latent": 1,
-    "_multiply": 7 + 6,  # up to 16, 32, 64, 128, 256, 1023 tokens and, by row, beyond; or by block
+    "_multiply": 5 + 5,  # up to 16, 32, 64, 128 and 256 tokens; by row or by block
+    "_multiply_described": 1 + 1,  # beyond
     "_multiply_packed": 6,  # up to 16, 32, 64, 256, 1023 tokens and beyond
     "_add_splits": 2 + 1,  # by row and by block, and of packed weights
     "_route": 1,
@@ -196,7 +197,8 @@ def test_every_kernel_that_is_launched_is_counted(variants: dict[str, int]) -> N
 
 
 @pytest.mark.parametrize(
-    "kernel", ["_multiply", "_add_splits", "_multiply_groups", "_multiply_packed"]
+    "kernel",
+    ["_multiply", "_multiply_described", "_add_splits", "_multiply_groups", "_multiply_packed"],
 )
 def test_products_that_are_listed_are_all_there_are(
     counts: list[dict[str, int]], kernel: str

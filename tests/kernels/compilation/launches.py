@@ -22,7 +22,7 @@ from vllm_module.kernels.choices import trying
 
 Cases = dict[str, Callable[[], object]]  # what is launched, by name
 
-_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 # Of PTX: disassembling the machine code takes far longer than compiling it.
@@ -96,7 +96,7 @@ def compiled(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     return Compiled(
