@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,16 @@ def arithmetic(original: Callable[..., object]) -> Callable[..., object]:
     return operate
 
 
+def indexed(original: Callable[..., None]) -> Callable[..., None]:
+    """Let a tensor of one element be an index: Triton 3.6 asks numpy for it as 2.4 has no more."""
+
+    def patch(tensor: type, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter() -> Iterator[None]:
     """Make the interpreter cast and multiply as the device does."""
@@ -73,6 +84,7 @@ def _interpreter() -> Iterator[None]:
         for name in ("create_fp_to_fp", "create_fp_trunc", "create_fp_ext", "cast_impl"):
             patch.setattr(builder, name, cast)
         patch.setattr(builder, "create_dot", dot)
+        patch.setattr(interpreter, "_patch_lang_tensor", indexed(interpreter._patch_lang_tensor))
         for name in ("binary_op", "unary_op"):
             patch.setattr(builder, name, arithmetic(getattr(builder, name)))
         yield

@@ -19,6 +19,7 @@ def interpret() -> None:
     for name in ("create_fp_to_fp", "create_fp_trunc", "create_fp_ext", "cast_impl"):
         setattr(builder, name, correct["cast"])
     builder.create_dot = correct["dot"]
+    interpreter._patch_lang_tensor = correct["indexed"](interpreter._patch_lang_tensor)
     for name in ("binary_op", "unary_op"):
         setattr(builder, name, correct["arithmetic"](getattr(builder, name)))
     np.seterr(all="ignore")  # of infinities that a device computes with in silence
