@@ -6,10 +6,10 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test laws lint docs wheel bench gpu sweep fuzz clean
+.PHONY: help demo test laws lint docs wheel bench gpu gpu-wheels sweep fuzz clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-8s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s%s\n", $$1, $$2}' Makefile
 
 demo: .venv/demo.stamp  ## train a small checkpoint, load it, generate text, refuse damage
 	$(BIN)/vllm-module demo
@@ -45,6 +45,16 @@ OUT ?= build/gpu
 gpu: $(if $(DRY),.venv/dev.stamp)  ## check and measure on a GPU, into OUT=build/gpu; DRY=1: small, on a CPU
 	@cd tests/bench && $(if $(DRY),$(abspath $(BIN))/python,$(PYTHON)) -m gpu --out $(abspath $(OUT)) $(if $(DRY),--dry) \
 		$(if $(COMPUTE_SANITIZER),--sanitize) $(ARGS)
+
+# A machine with a GPU may have torch and no pydantic, and no network to fetch it.
+FOR ?= 3.12
+WHEELS := build/gpu-wheels/$(FOR)
+gpu-wheels: .venv/torch.stamp  ## collect the packages that `make gpu` may lack there, for Python FOR=3.12
+	rm -rf $(WHEELS)
+	$(BIN)/python -m pip --disable-pip-version-check -qq download -c constraints.txt -d $(WHEELS)/files \
+		--only-binary=:all: --python-version $(FOR) --platform manylinux_2_17_x86_64 pydantic
+	for wheel in $(WHEELS)/files/*.whl; do $(BIN)/python -m zipfile -e $$wheel $(WHEELS) || exit 1; done
+	rm -rf $(WHEELS)/files
 
 SECONDS ?= 60
 sweep: .venv/dev.stamp  ## try every causal language model of transformers, tiny; TYPES="llama opt" chooses

@@ -24,11 +24,11 @@ def gpu() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(BENCH))
     try:
         from gpu import __main__ as command
-        from gpu import budget, child, parts, report, results, run
+        from gpu import budget, child, parts, report, results, run, trials
 
         yield SimpleNamespace(
             budget=budget, child=child, command=command, parts=parts, report=report,
-            results=results, run=run,
+            results=results, run=run, trials=trials,
         )  # fmt: skip
     finally:
         sys.path.remove(str(BENCH))
@@ -212,19 +212,79 @@ def test_without_a_gpu_it_says_so(gpu, monkeypatch, tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_engine_is_not_measured_where_it_cannot_be(gpu, monkeypatch, tmp_path) -> None:
-    """Wrong tokens, or a package that is missing, keep the engine's times out."""
+def test_an_engine_is_not_measured_without_its_packages(gpu, monkeypatch, tmp_path) -> None:
+    """What is missing is named, with the command that collects it; without, nothing runs."""
     run = made_run(gpu, tmp_path, "say(name='measured')")
     monkeypatch.setattr(gpu.parts, "ENGINES_NEED", ("json", "no_such_package"))
-    gpu.parts.engine(run, 60)
-    monkeypatch.setattr(gpu.parts, "ENGINES_NEED", ())
-    run.results.add("checks", {"name": "x", "operation": "tokens", "failed": "other tokens"})
-    gpu.parts.engine(run, 60)
-    run.results.add("checks", {"name": "y", "operation": "tokens", "check": {}})
-    gpu.parts.engine(run, 60)
-    assert "engine" not in run.results.parts
-    assert [each.split(":")[0] for each in run.results.unfinished] == ["the engine"] * 3
-    assert "no_such_package" in run.results.unfinished[0]
+    for part in (gpu.parts.tokens, gpu.parts.engine, gpu.parts.loading):
+        part(run, 60)
+    assert run.results.parts == {}
+    assert len(run.results.unfinished) == 3
+    for said in run.results.unfinished:
+        assert "no_such_package" in said
+        assert "make gpu-wheels" in said
+
+
+def test_collected_packages_are_used_where_pydantic_is_missing(gpu, monkeypatch, tmp_path) -> None:
+    """They are of this Python's version, and come after what the machine has."""
+    folder = tmp_path / "gpu-wheels" / "{}.{}".format(*sys.version_info)
+    assert gpu.run.collected(tmp_path) == []
+    folder.mkdir(parents=True)
+    assert gpu.run.collected(tmp_path) == [], "this environment has pydantic"
+    monkeypatch.setattr(gpu.run.importlib.util, "find_spec", lambda name: None)
+    assert gpu.run.collected(tmp_path) == [str(folder)]
+    monkeypatch.setattr(gpu.run, "collected", lambda: [str(folder)])
+    with gpu.run.source_tree(True) as environment:
+        assert environment["PYTHONPATH"].split(os.pathsep)[-1] == str(folder)
+
+
+def test_figures_say_which_of_their_checks_failed(gpu, tmp_path) -> None:
+    """A figure of FP8 stands on checks of tokens, eight bits and rows; a right one has no mark."""
+    results = gpu.results.Results(tmp_path)
+    results.add("checks", {"name": "tokens: a", "operation": "tokens", "check": {}})
+    results.add("checks", {"name": "rows: b", "operation": "rows", "failed": "other bits"})
+    results.add("checks", {"name": "c", "operation": "decode", "check": {}, "timed": True})
+    results.add("engine", {"name": "wide", "options": {}, "step": 1})
+    results.add("engine", {"name": "narrow", "options": {"quantization": "fp8"}, "step": 1})
+    results.add("engine", {"name": "transformers", "step": 1})
+    results.add("kernels", {"name": "c", "operation": "decode", "time": 1})
+    gpu.command.mark(results)
+    results.add("checks", {"name": "d", "operation": "decode", "failed": "wrong", "timed": True})
+    assert gpu.trials.timed(results.parts["checks"]) == ["c", "d"]
+    gpu.command.mark(results)
+    lines = (tmp_path / "engine.jsonl").read_text().splitlines()
+    found = {each["name"]: each for each in map(json.loads, lines)}
+    assert "unverified" not in found["wide"]
+    assert found["narrow"]["unverified"] == ["rows: b", "eight bits (not checked)"]
+    assert "unverified" not in found["transformers"]
+    assert results.parts["kernels"] == [
+        {"name": "c", "operation": "decode", "time": 1, "unverified": ["d"]}
+    ]
+
+
+def test_a_case_that_ran_out_of_memory_is_checked_again_alone(gpu, monkeypatch, tmp_path) -> None:
+    """Its first failure is forgotten, and no other; what fails alone, too, has failed."""
+    code = """
+say(planned=["a", "b", "c"])
+for name in ["a", "b", "c"]:
+    if name in given["over"]:
+        continue
+    say(begin={"name": name})
+    if name == "a" and given["share"] != [0, 1] or name == "b":
+        say(name=name, operation="x", failed="OutOfMemoryError: CUDA out of memory")
+    else:
+        say(name=name, operation="x", check={}, timed=True, asked=[])
+"""
+    run = made_run(gpu, tmp_path, code)
+    run.dry = False
+    monkeypatch.setattr(gpu.parts, "ENGINES_NEED", ("no_such_package",))
+    monkeypatch.setattr(gpu.parts.os, "cpu_count", lambda: 6)
+    gpu.parts.checks(run, 60)
+    outcomes = {
+        each["name"]: "check" in each for each in run.results.parts["checks"] if "name" in each
+    }
+    assert outcomes == {"a": True, "b": False, "c": True}
+    assert [each.split(":")[0] for each in run.results.failed] == ["b"]
 
 
 def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
@@ -236,6 +296,7 @@ def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("checks", "engine", "loading", "kernels")
     }
+    assert not [each["name"] for part in found.values() for each in part if "unverified" in each]
     checked = {each["name"] for each in found["checks"] if "check" in each}
     planned = {name for each in found["checks"] for name in each.get("planned", [])}
     assert planned <= checked
@@ -249,9 +310,15 @@ def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
     assert refused <= {"sdpa cudnn", "sdpa flash", "_scaled_mm blocks", "_scaled_mm rows",
                        "_scaled_mm rows fast", "_grouped_mm", "_weight_int4pack_mm"}  # fmt: skip
     served = {each["name"] for each in found["engine"] if "step" in each}
-    assert {"Llama-8B, 2 requests", "transformers, Qwen3-0.6B, 2 requests"} <= served
-    rows = {"Llama-8B, quantization, 2 requests", "Llama-8B, quantization, rows apart, 2 requests"}
-    assert rows <= served
+    assert {"Llama-8B, 2 requests", "transformers, Qwen3-0.6B, 1 requests"} <= served
+    kinds = (
+        "quantization",
+        "quantization, rows apart",
+        "kv_cache_dtype",
+        "temperature, top_p, top_k",
+    )
+    assert {f"Llama-8B, {kind}, 1 requests" for kind in kinds} <= served
+    assert "Qwen3-30B-A3B, 8 layers, 1 requests" in served
     (loads,) = [each["over_limit"] for each in found["loading"] if "over_limit" in each]
     assert {"as stored", "to FP8 per channel", "safetensors' load_file"} <= loads.keys()
     decisions = tmp_path / "candidates.jsonl"
@@ -260,8 +327,50 @@ def test_all_of_it_runs_on_a_cpu(tmp_path) -> None:
     else:
         assert "candidates: no kernel" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert list(summary["parts"]) == sorted(found | {"candidates": []})
+    assert list(summary["parts"]) == sorted([*found, "candidates", "tokens"])
     assert summary["failed"] == []
     assert "torch" in summary
     assert "say nothing of a GPU" in done.stdout
     assert (tmp_path / "choices.json").exists()
+
+
+def test_a_failure_in_each_part_leaves_the_figures_of_the_others(tmp_path) -> None:
+    """Figures are there, and those whose checks failed or whose rates are missing say so."""
+    program = """
+import sys
+from gpu import forked
+from gpu.__main__ import main
+preload = forked._context.set_forkserver_preload
+forked._context.set_forkserver_preload = lambda names: preload([*names, "gpu.planted"])
+sys.exit(main())
+"""
+    command = [sys.executable, "-c", program, "--dry", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    parts = {
+        path.stem: {each["name"]: each for each in map(json.loads, path.read_text().splitlines())
+                    if "name" in each}
+        for path in tmp_path.glob("*.jsonl") if path.stem != "candidates"
+    }  # fmt: skip
+    checks, kernels = parts["checks"], parts["kernels"]
+    wrong = {name for name, each in checks.items() if each.get("failed") == "RuntimeError: planted"}
+    assert "tokens: planted" in wrong
+    engine = {name: each for name, each in parts["engine"].items() if "step" in each}
+    assert {"Llama-8B, 1 requests", "transformers, Qwen3-0.6B, 1 requests"} <= engine.keys()
+    assert not any(name.startswith("Qwen3-0.6B") for name in engine)
+    assert engine["Llama-8B, 1 requests"]["unverified"] == ["tokens: planted"]
+    assert engine["Llama-8B, 1 requests"]["fraction"] is None
+    assert engine["Llama-8B, 1 requests"]["tokens_per_second"] > 0
+    (case,) = wrong - {"tokens: planted"}
+    of = checks[case]["operation"]
+    times = [each for each in kernels.values() if "time" in each]
+    assert {each["operation"] for each in times} > {of, "matmul", "experts"}
+    for each in times:
+        assert each.get("unverified") == ([case] if each["operation"] == of else None)
+        assert each["fraction"] is None
+    decided = list(map(json.loads, (tmp_path / "candidates.jsonl").read_text().splitlines()))
+    assert {"chosen", "failed"} <= {key for each in decided for key in each}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for said in ("ceiling: read", "ceiling: copy", "loads of", "Qwen3-0.6B", case):
+        assert any(said in each for each in summary["failed"]), said
+    assert "UNVERIFIED: tokens: planted" in (tmp_path / "report.txt").read_text()

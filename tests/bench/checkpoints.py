@@ -47,10 +47,10 @@ def plausible(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
 
 
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a Qwen3 or a Llama, by name."""
+    """Return the shapes of the tensors of a Qwen3, a Llama or a Qwen3 with experts, by name."""
     hidden, inner, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
     q, kv = (config[k] * head for k in ("num_attention_heads", "num_key_value_heads"))
-    normed = config["model_type"] == "qwen3"
+    normed = config["model_type"].startswith("qwen3")
     layer = {
         "input_layernorm": (hidden,),
         "self_attn.q_proj": (q, hidden),
@@ -59,10 +59,13 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj": (hidden, q),
         **({"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if normed else {}),
         "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }
+    experts = config.get("num_experts", 0)
+    if experts:
+        layer["mlp.gate"], inner = (experts, hidden), config["moe_intermediate_size"]
+    for mlp in [f"mlp.experts.{index}" for index in range(experts)] or ["mlp"]:
+        layer |= {f"{mlp}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        layer[f"{mlp}.down_proj"] = (hidden, inner)
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}

@@ -3,8 +3,8 @@
     make gpu [OUT=FOLDER] [DRY=1] [COMPUTE_SANITIZER=1]
 
 Each part runs in processes of its own, which are killed when its share of the time is over, and
-every result is a line in FOLDER as soon as it is there. No number is taken of an operation that
-failed a check. The exit status is 1 if a check failed, and 2 without a GPU. ``--dry`` runs all of
+every result is a line in FOLDER as soon as it is there. A figure of an operation that failed a
+check says so. The exit status is 1 if a check failed, and 2 without a GPU. ``--dry`` runs all of
 it small on a CPU. Nothing is installed, and the card's settings stay as they are.
 """
 
@@ -23,8 +23,9 @@ from gpu.budget import Budget
 from gpu.child import kill_all
 from gpu.parts import PARTS, Part, sanitizer
 from gpu.report import report
-from gpu.results import Results
-from gpu.run import Run, source_tree
+from gpu.results import Result, Results
+from gpu.run import Run, collected, source_tree
+from gpu.trials import doubts, operations_of
 
 
 def run_parts(run: Run, parts: Mapping[str, tuple[Part, float]], budget: Budget) -> int:
@@ -41,8 +42,24 @@ def run_parts(run: Run, parts: Mapping[str, tuple[Part, float]], budget: Budget)
             kill_all()
         times[name] = {"seconds": round(time.monotonic() - begin, 1), "limit": round(limit, 1)}
         results.facts["parts"] = times
+        mark(results)
         results.write_summary()
+        results.write_text("report.txt", report(results))
     return int(bool(results.failed))
+
+
+def mark(results: Results) -> None:
+    """Say beside each figure which checks failed of what it stands on, or are missing."""
+    checked = results.parts.get("checks", [])
+    for part in ("engine", "kernels", "loading"):
+
+        def marked(each: Result, part: str = part) -> Result:
+            why = doubts(checked, operations_of(part, each))
+            rest = {key: value for key, value in each.items() if key != "unverified"}
+            return rest | ({"unverified": why} if why else {})
+
+        if part in results.parts:
+            results.rewrite(part, marked)
 
 
 def stop_well(results: Results) -> None:
@@ -72,7 +89,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="small, on a CPU")
     parser.add_argument("--sanitize", action="store_true", help="check under compute-sanitizer")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=525.0, help="of the whole run")
+    parser.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of random inputs")
     options = parser.parse_args()
     if not options.dry and not has_gpu():
@@ -92,6 +109,7 @@ def main() -> int:
             parts = {"checks": PARTS["checks"]}
     budget = Budget(options.seconds, {name: share for name, (_, share) in parts.items()})
     with source_tree(options.dry) as environment:
+        sys.path += collected()  # whether engines can run is found out in this process
         run = Run(results, options.dry, options.seed, environment, wrapper=wrapper)
         if options.dry:  # most of its time would go into imports
             forked.prepare(environment)
@@ -102,7 +120,7 @@ def main() -> int:
             kill_all()
             results.write_summary()
     lines = report(results)
-    (results.folder / "report.txt").write_text("\n".join(lines) + "\n")
+    results.write_text("report.txt", lines)
     print("\n".join(lines))
     print(f"results are in {results.folder}")
     return status

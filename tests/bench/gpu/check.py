@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,28 +51,51 @@ def error(result: torch.Tensor, truth: torch.Tensor) -> float:
     return float(difference)
 
 
-def check(case: Case, device: Gpu, seed: int) -> dict[str, float]:
-    """Return the errors of an operation and of its reference; raise if the operation is wrong."""
+@dataclass
+class Expected:
+    """What a case's results are compared with, on the host.
+
+    Attributes:
+        bits: of the reference, if the results must have them.
+        truths: of each result, in float32.
+        allowed: the error of each, over the norm of its truth.
+
+    """
+
+    bits: list[torch.Tensor] = field(default_factory=list)
+    truths: list[torch.Tensor] = field(default_factory=list)
+    allowed: list[float] = field(default_factory=list)
+
+
+def expected(case: Case, device: Gpu, seed: int) -> Expected:
+    """Compute what a case's results are compared with: twice the reference's error is allowed."""
     inputs = made(case, device, seed)
-    results = poisoned(case.ours, inputs)
+    if case.truth is None:
+        on_host = (x.cpu() if isinstance(x, torch.Tensor) else x for x in inputs)
+        return Expected(bits=tensors(case.reference(*on_host)))
+    plain = tensors(case.meaning(case.reference(*inputs)))
     if case.writes:
         inputs = made(case, device, seed)
+    truths = tensors(case.truth(*inputs))
+    pairs = list(zip(plain, truths, strict=True))
+    allowed = [2 * error(low, truth) + SMALLEST for low, truth in pairs]
+    return Expected(truths=[truth.cpu() for truth in truths], allowed=allowed)
+
+
+def check(case: Case, device: Gpu, seed: int, wanted: Expected) -> dict[str, float]:
+    """Return the errors of an operation and what is allowed; raise if the operation is wrong."""
+    results = poisoned(case.ours, made(case, device, seed))
     if case.truth is None:
-        expected = case.reference(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in inputs))
-        for result, wanted in zip(tensors(results), tensors(expected), strict=True):
-            assert result.shape == wanted.shape, f"{list(result.shape)} {list(wanted.shape)}"
-            got, want = (x.cpu().contiguous().view(torch.uint8) for x in (result, wanted))
+        for result, bits in zip(tensors(results), wanted.bits, strict=True):
+            assert result.shape == bits.shape, f"{list(result.shape)} {list(bits.shape)}"
+            got, want = (x.cpu().contiguous().view(torch.uint8) for x in (result, bits))
             differ = int((got != want).sum())
             assert not differ, f"{differ} of {want.numel()} bytes are not the reference's"
         return {"error": 0.0, "allowed": 0.0}
-    plain = case.meaning(case.reference(*inputs))
-    if case.writes:
-        inputs = made(case, device, seed)
-    truths = case.truth(*inputs)
     worst = {"error": 0.0, "allowed": math.inf}
-    lists = (tensors(x) for x in (case.meaning(results), plain, truths))
-    for result, low, truth in zip(*lists, strict=True):
-        found, allowed = error(result, truth), 2 * error(low, truth) + SMALLEST
+    lists = tensors(case.meaning(results)), wanted.truths, wanted.allowed
+    for result, truth, allowed in zip(*lists, strict=True):
+        found = error(result, truth.to(result.device))
         assert found <= allowed, f"its error is {found:.3g}, and {allowed:.3g} is allowed"
         if found / allowed >= worst["error"] / worst["allowed"]:
             worst = {"error": found, "allowed": allowed}

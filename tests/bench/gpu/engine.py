@@ -37,14 +37,28 @@ def main(
     options: dict[str, Any],
     requests: list[int],
     rows: bool = True,
+    sampling: dict[str, Any] | None = None,
+    prompt: int = PROMPT,
 ) -> None:
-    """Measure an engine; ``rows`` if layers hand quantized rows on."""
+    """Measure an engine.
+
+    Args:
+        emit, device: as for every job.
+        model: a name of :mod:`gpu.models`.
+        options: of the engine.
+        requests: how many at once, for each measurement.
+        rows: whether layers hand quantized rows on.
+        sampling: parameters of the requests; greedy if there are none.
+        prompt: tokens of a prompt.
+
+    """
     small, what = device.dry, {"model": model, "options": options, "rows": rows}
-    sizes: dict[str, Any] = {"max_model_len": 4096, "gpu_memory_utilization": 0.6}
+    longest = max(4096, 2 * PROMPT + prompt)
+    sizes: dict[str, Any] = {"max_model_len": longest, "gpu_memory_utilization": 0.6}
     if small:
         sizes = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20}
-    limits = ceilings.ceilings(device)
     emit(facts=device.facts())
+    limits = ceilings.ceilings(emit, device)
     begin = time.perf_counter()
     with handing_on(rows), LLM(
         random_model(model, device.name, small), dtype="bfloat16", skip_tokenizer_init=True,
@@ -54,29 +68,34 @@ def main(
     ) as llm:  # fmt: skip
         emit(**what, name=f"{model}, start", seconds=time.perf_counter() - begin)
         for count in requests:
-            name = ", ".join(
-                [model, *map(str, options), *["rows apart"] * (not rows), f"{count} requests"]
-            )
-            prompt, steps = (6, 3) if small else (PROMPT, STEPS)
-            cold = measure(llm, device, count, prompt, 2)
-            figures = measure(llm, device, count, prompt, steps)
+            parts = [model, *map(str, options), *["rows apart"] * (not rows), *(sampling or ())]
+            if prompt != PROMPT:
+                parts.append(f"prompts of {prompt}")
+            name = ", ".join([*parts, f"{count} requests"])
+            length, steps = (6, 3) if small else (prompt, STEPS)
+            params = {"temperature": 0} if sampling is None else sampling
+            cold = measure(llm, device, count, length, 2, params)
+            figures = measure(llm, device, count, length, steps, params)
             figures["cold_first_token"] = cold["first_token"]
             measured = rates(
                 in_turns(device, {key: each.work for key, each in limits.items()}), limits
             )
-            read = statistics.median(measured["read"])
-            fraction = figures["bytes"] / read / figures["step"]["median"]
+            read = statistics.median(measured["read"]) if "read" in measured else None
+            fraction = read and figures["bytes"] / read / figures["step"]["median"]
             emit(**what, name=name, requests=count, **figures, read_rate=read, fraction=fraction,
                  rates={key: spread(each) for key, each in measured.items()},
                  clocks=device.clocks())  # fmt: skip
 
 
-def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[str, Any]:
+def measure(
+    llm: LLM, device: Gpu, count: int, prompt: int, steps: int, sampling: dict[str, Any]
+) -> dict[str, Any]:
     """Serve requests until all decode, time steps, and look at some more with the profiler."""
     engine = llm.engine
     draw = random.Random(count).randrange
     tokens = 2 * (steps + PROFILED) + 12
-    params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+    lasting = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+    params = SamplingParams(**sampling, **lasting)
     prompts = [[draw(engine.vocab_size) for _ in range(prompt)] for _ in range(count)]
     begin = time.perf_counter()
     for index, ids in enumerate(prompts):
@@ -131,17 +150,28 @@ def measure(llm: LLM, device: Gpu, count: int, prompt: int, steps: int) -> dict[
             "host_gap": None if mixed_busy is None else mixed_step_time - mixed_busy / PROFILED,
             "launches": mixed_launches / PROFILED,
         },
-        "bytes": weights_read(llm) + contexts * token_bytes(llm),
+        "bytes": weights_read(llm, count) + contexts * token_bytes(llm),
     }
 
 
-def weights_read(llm: LLM) -> int:
-    """Return the bytes of weights that a step reads: all, but of embeddings a few rows."""
-    model = llm.executor.worker.model
-    embedding = next(p for name, p in model.named_parameters() if "embed_tokens" in name)
-    tied = all(name != "lm_head.weight" for name, _ in model.named_parameters())
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    return total - (0 if tied else embedding.nbytes)
+def weights_read(llm: LLM, tokens: int) -> float:
+    """Return the bytes of weights that a step reads: all, but of embeddings a few rows.
+
+    Of experts, those that so many tokens choose if every expert is as likely as any other.
+    """
+    worker = llm.executor.worker
+    named = dict(worker.model.named_parameters())
+    tied = "lm_head.weight" not in named
+    config = vars(worker.source.config)
+    chosen = 1.0
+    if config.get("num_experts"):
+        missed = 1 - config["num_experts_per_tok"] / config["num_experts"]
+        chosen = 1 - missed**tokens
+    return sum(
+        parameter.nbytes * (chosen if ".experts." in name else 1)
+        for name, parameter in named.items()
+        if tied or "embed_tokens" not in name
+    )
 
 
 def token_bytes(llm: LLM) -> int:

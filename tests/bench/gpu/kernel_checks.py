@@ -14,7 +14,7 @@ from gpu.asking import asked
 from gpu.attempt import attempt
 from gpu.cases.case import Case
 from gpu.cases.operations import all_cases
-from gpu.check import check
+from gpu.check import Expected, check, expected
 from gpu.device import Gpu
 from gpu.trials import Trial, title, trials_of
 from gpu.worker import Emit
@@ -54,6 +54,7 @@ def main(
     if index == 0:
         emit(facts=device.facts())
     results: list[dict[str, Any]] = []
+    known: dict[str, Expected] = {}  # of cases with candidates, which are compared with the same
 
     def keep(**result: Any) -> None:
         results.append(result)
@@ -62,7 +63,9 @@ def main(
     for name in [each for each in names if each not in over]:
         operation, case = cases[name]
         what = {"name": name, "operation": operation, "timed": bool(case.bucket)}
-        attempt(keep, what, partial(checked, case, device, seed))
+        attempt(keep, what, partial(checked, case, device, seed, known))
+        if not results or not trials_of(results[-1:], device.dry):
+            known.pop(name, None)
         device.free()
     trials = trials + trials_of(results, device.dry)
     for trial in trials:
@@ -70,13 +73,15 @@ def main(
         what = {"name": title(trial), "of": name, "kernel": kernel, "case": key,
                 "candidate": candidate}  # fmt: skip
         with trying({kernel: candidate}):
-            attempt(emit, what, partial(checked, cases[name][1], device, seed + 1))
+            attempt(emit, what, partial(checked, cases[name][1], device, seed, known))
         device.free()
 
 
-def checked(case: Case, device: Gpu, seed: int) -> dict[str, Any]:
+def checked(case: Case, device: Gpu, seed: int, known: dict[str, Expected]) -> dict[str, Any]:
     """Check a case, and return the choices that it made beside the errors."""
+    if case.name not in known:
+        known[case.name] = expected(case, device, seed)
     with asked() as choices:
-        errors = check(case, device, seed)
+        errors = check(case, device, seed, known[case.name])
     found = [[kernel, key, names] for (kernel, key), names in choices.items()]
     return {"check": errors, "asked": found}

@@ -28,12 +28,14 @@ from gpu.worker import Emit
 
 
 @torch.no_grad()
-def main(emit: Emit, device: Gpu, small: bool, seed: int, names: list[str]) -> None:
-    limits = ceilings.ceilings(device)
+def main(
+    emit: Emit, device: Gpu, small: bool, seed: int, names: list[str], without: list[str]
+) -> None:
+    """Time the cases with these names, in this order, without some ceilings."""
     emit(facts=device.facts())
-    for operation, case in all_cases(small):
-        if case.name not in names:
-            continue
+    limits = ceilings.ceilings(emit, device, without)
+    cases = {case.name: (operation, case) for operation, case in all_cases(small)}
+    for operation, case in (cases[name] for name in names):
         what = {"name": case.name, "operation": operation, "bucket": case.bucket}
         attempt(emit, what, partial(time_case, case, device, limits, seed))
         device.free()
@@ -44,7 +46,8 @@ def time_case(
     case: Case, device: Gpu, limits: Mapping[str, Ceiling], seed: int
 ) -> dict[str, Any]:  # fmt: skip
     """Time an operation, its peers that work and give the same, and the device's own rates."""
-    counted = {name: limits[name] for name in ("read", "copy", *[case.rate] * bool(case.flops))}
+    wanted = ("read", "copy", *[case.rate] * bool(case.flops))
+    counted = {name: limits[name] for name in wanted if name in limits}
     works = {name: ceiling.work for name, ceiling in counted.items()}
     sets = sets_of(case, device, seed)
     works["ours"] = replayed(device, case.ours, sets)
@@ -57,17 +60,10 @@ def time_case(
             refused[name] = f"{type(problem).__name__}: {problem}"[:200]
     times = in_turns(device, works)
     measured = rates(times, counted)
-    floors = [
-        max(case.moved / max(read, copy), case.flops / products)
-        for read, copy, products in zip(
-            measured["read"], measured["copy"],
-            measured[case.rate] if case.flops else [1.0] * len(measured["read"]), strict=True,
-        )
-    ]  # fmt: skip
     ours, peers = times["ours"], {name: times[name] for name in case.peers if name in times}
     result = {
         "time": spread(ours),
-        "fraction": spread([floor / each for floor, each in zip(floors, ours, strict=True)]),
+        "fraction": fraction_of(case, measured, ours),
         "moved": case.moved,
         "flops": case.flops,
         "sets": len(sets),
@@ -81,6 +77,22 @@ def time_case(
         ratios = [their / our for their, our in zip(peers[best], ours, strict=True)]
         result |= {"best_peer": best, "times_peer": spread(ratios)}
     return result
+
+
+def fraction_of(
+    case: Case, rates: Mapping[str, list[float]], seconds: list[float]
+) -> dict[str, float] | None:
+    """Return the floor over the time of each round; ``None`` if a rate that counts is missing."""
+    moving = [rates[name] for name in ("read", "copy") if name in rates]
+    if not moving or (case.flops and case.rate not in rates):
+        return None
+    floors = [case.moved / max(each) for each in zip(*moving, strict=True)]
+    if case.flops:
+        floors = [
+            max(floor, case.flops / rate)
+            for floor, rate in zip(floors, rates[case.rate], strict=True)
+        ]
+    return spread([floor / each for floor, each in zip(floors, seconds, strict=True)])
 
 
 def peer_work(

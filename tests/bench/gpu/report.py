@@ -20,8 +20,8 @@ def report(results: Results) -> list[str]:
     right = sum("check" in each for each in found)
     lines.append(f"checks: {right} passed, {sum('failed' in each for each in found)} failed")
     lines += ["", *_engines(parts.get("engine", []))]
-    lines += ["", *_loads(parts.get("loading", []))]
     lines += ["", *_kernels(parts.get("kernels", []))]
+    lines += ["", *_loads(parts.get("loading", []))]
     lines += ["", *_candidates(parts.get("candidates", []))]
     lines += [f"not done: {each[:200]}" for each in results.unfinished]
     lines += [f"FAILED {each[:300]}" for each in results.failed]
@@ -47,8 +47,9 @@ def _engines(found: list[dict[str, Any]]) -> list[str]:
             continue
         lines.append(
             f"{each['name']:52} {_ms(step['median'])} {_ms(each['host_gap'] or math.nan)} "
-            f"{_ms(first['median'])} {each['tokens_per_second']:9.0f}  {each['fraction']:12.0%}"
+            f"{_ms(first['median'])} {each['tokens_per_second']:9.0f}  {_share(each['fraction'])}"
             f" {_ms(each['mixed']['step']['median'])} {_ms(each['mixed']['host_gap'] or math.nan)}"
+            f"{_doubts(each)}"
         )
     return lines
 
@@ -59,7 +60,8 @@ def _loads(found: list[dict[str, Any]]) -> list[str]:
         if "over_limit" not in each:
             continue
         rate = each["limit_bytes_per_second"] / 1e9
-        lines.append(f"{each['name']}: {each['bytes_read'] / 1e6:.0f} MB, copies {rate:.1f} GB/s")
+        size = f"{each['bytes_read'] / 1e6:.0f} MB, copies {rate:.1f} GB/s"
+        lines.append(f"{each['name']}: {size}{_doubts(each)}")
         lines += [
             f"{name:52} {ratio['median']:.2f} ({ratio['least']:.2f}, {ratio['greatest']:.2f})"
             for name, ratio in each["over_limit"].items()
@@ -73,11 +75,17 @@ def _kernels(found: list[dict[str, Any]]) -> list[str]:
         if "time" not in each:
             continue
         fraction, best = each["fraction"], ""
+        shown = (
+            "    ?"
+            if fraction is None
+            else (
+                f"{fraction['median']:5.0%} ({fraction['least']:.0%}, {fraction['greatest']:.0%})"
+            )
+        )
         if "times_peer" in each:
             best = f"{each['times_peer']['median']:.2f}x {each['best_peer']}"
         lines.append(
-            f"{each['name']:60} {_us(each['time']['median'])}  {fraction['median']:5.0%} "
-            f"({fraction['least']:.0%}, {fraction['greatest']:.0%})  {best}"
+            f"{each['name']:60} {_us(each['time']['median'])}  {shown}  {best}{_doubts(each)}"
         )
     return lines
 
@@ -93,6 +101,16 @@ def _candidates(found: list[dict[str, Any]]) -> list[str]:
         )
         lines.append(f"{each['kernel']} for {each['case']}: {shown}  (spread {each['spread']:.3f})")
     return lines
+
+
+def _share(fraction: float | None) -> str:
+    return f"{'?':>12}" if fraction is None else f"{fraction:12.0%}"
+
+
+def _doubts(result: Mapping[str, Any]) -> str:
+    """Return the checks that failed of what a figure stands on, for the end of its line."""
+    why = result.get("unverified")
+    return f"  UNVERIFIED: {'; '.join(why)[:160]}" if why else ""
 
 
 def _ms(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ class Results:
         self.failed: list[str] = []
         self.unfinished: list[str] = []
         self.facts: dict[str, Any] = {}
-        self._lock = (
-            threading.RLock()
-        )  # checks report from several threads, and a signal may come inside
+        # Checks report from several threads, and a signal may come inside.
+        self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.jsonl"):
             old.unlink()
@@ -40,6 +40,14 @@ class Results:
             self.parts.setdefault(part, []).append(result)
             with (self.folder / f"{part}.jsonl").open("a") as file:
                 file.write(json.dumps(result) + "\n")
+
+    def rewrite(self, part: str, change: Callable[[Result], Result | None]) -> None:
+        """Replace the results of a part by what ``change`` returns, without those of ``None``."""
+        with self._lock:
+            found = [change(each) for each in self.parts.get(part, [])]
+            self.parts[part] = [each for each in found if each is not None]
+            lines = "".join(json.dumps(each) + "\n" for each in self.parts[part])
+            self._replace(f"{part}.jsonl", lines)
 
     def fail(self, what: str) -> None:
         """Keep and print what was wrong."""
@@ -60,6 +68,13 @@ class Results:
 
     def write_json(self, name: str, content: object) -> None:
         """Write a file of JSON, which is replaced whole."""
+        self._replace(name, json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+    def write_text(self, name: str, lines: Iterable[str]) -> None:
+        """Write a file of lines, which is replaced whole."""
+        self._replace(name, "".join(f"{line}\n" for line in lines))
+
+    def _replace(self, name: str, content: str) -> None:
         partial = self.folder / f".{name}"
-        partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+        partial.write_text(content)
         os.replace(partial, self.folder / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -121,6 +122,13 @@ class Run:
         self.results.leave(f"the rest of {job}: there was no time left")
 
 
+def collected(build: Path = BENCH.parents[1] / "build") -> list[str]:
+    """Return the folder of packages that `make gpu-wheels` made for this Python, if it is needed."""
+    folder = build / "gpu-wheels" / "{}.{}".format(*sys.version_info)
+    needed = importlib.util.find_spec("pydantic") is None
+    return [str(folder)] if needed and folder.is_dir() else []
+
+
 def _name(result: Mapping[str, Any]) -> str:
     return str(result.get("name") or f"{result.get('kernel')} for {result.get('case')}")
 
@@ -134,7 +142,7 @@ def source_tree(dry: bool) -> Iterator[dict[str, str]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / PACKAGE.name).symlink_to(PACKAGE)
-        path = [str(BENCH), folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(BENCH), folder, *filter(None, [os.environ.get("PYTHONPATH")]), *collected()]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         if dry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Result = Mapping[str, Any]
@@ -35,28 +35,54 @@ def done(results: Sequence[Result]) -> set[str]:
     return {result["name"] for result in results if "name" in result}
 
 
-def right_operations(results: Sequence[Result]) -> set[str]:
-    """Return the operations that were checked, and of which no check failed."""
-    checked = {each["operation"] for each in results if "check" in each and "operation" in each}
-    return checked - {each.get("operation") for each in results if "failed" in each}
+def out_of_memory(results: Sequence[Result]) -> list[str]:
+    """Return the cases and candidates whose check had too little memory."""
+    return [each["name"] for each in results if "OutOfMemory" in str(each.get("failed"))]
 
 
-def passed(results: Sequence[Result]) -> list[str]:
-    """Return the timed cases that are right, of operations of which no check failed."""
-    right = right_operations(results)
-    return [
-        each["name"]
-        for each in results
-        if each.get("timed") and "check" in each and each["operation"] in right
-    ]
+def doubts(checks: Sequence[Result], operations: Collection[str]) -> list[str]:
+    """Return why figures of these operations are unverified; nothing if their checks passed.
+
+    That is the names of failed checks, and the operations of which nothing was checked.
+    """
+    failed = [each for each in checks if "failed" in each and each.get("operation") in operations]
+    seen = {each.get("operation") for each in checks if "check" in each or "failed" in each}
+    names = [str(each["name"]) for each in failed]
+    return names + [f"{each} (not checked)" for each in operations if each not in seen]
+
+
+def operations_of(part: str, result: Result) -> list[str]:
+    """Return the checked operations that a figure stands on."""
+    if "operation" in result:
+        return [result["operation"]]
+    if part == "loading":
+        return ["loading"]
+    options = result.get("options")
+    if part != "engine" or options is None:  # transformers' figures are its own
+        return []
+    eight = "quantization" in options or "kv_cache_dtype" in options
+    rows = ["rows"] if "quantization" in options else []
+    return ["tokens", *(["eight bits"] if eight else []), *rows]
+
+
+def timed(results: Sequence[Result]) -> list[str]:
+    """Return the cases to time, in the order of their value: right ones, and then the others."""
+    found = [each for each in results if each.get("timed")]
+    right = [each["name"] for each in found if "check" in each]
+    return right + [each["name"] for each in found if "check" not in each]
 
 
 def choices_of(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return the choices whose default is right, with the candidates that are right on all cases.
 
-    A case counts if it may be timed and its candidates were tried.
+    A case counts if it is timed and its candidates were tried, and if no check of its operation
+    failed: what is chosen is committed.
     """
-    right = set(passed(results))
+    right = {
+        each["name"]
+        for each in results
+        if each.get("timed") and "check" in each and not doubts(results, [each["operation"]])
+    }
     tried: dict[tuple[str, str], dict[str, dict[str, bool]]] = {}  # by choice, candidate and case
     for each in results:
         if each.get("of") in right:

@@ -184,6 +184,7 @@ def decode(small: bool) -> Iterator[Case]:
     """Yield batches of one new token, in tables with room for contexts of 131072 tokens."""
     works = {
         "1 x 4k": [4096],
+        "1 x 32k": [32768],
         "1 x 128k": [131072],
         "8 of 1k to 128k": spread(8, 1024, 131072),
         "64 x 4k": [4096] * 64,
@@ -202,7 +203,7 @@ def decode(small: bool) -> Iterator[Case]:
 
     for name, contexts in works.items():
         yield of(name, contexts)
-    name, contexts = list(works.items())[1 if small else 3]
+    name, contexts = list(works.items())[1 if small else 4]
     yield of(f"{name}, kv", contexts, kv_dtype=E4M3)
     if small:
         return

@@ -1,4 +1,4 @@
-"""The cases of each operation. If one fails its check, no case of its operation is timed."""
+"""The cases of each operation. If one fails its check, its operation's times are unverified."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "prefill": prefill,
     "fresh prompts": fresh,
     "matmul": products,
-    "packed": packed_products,
     "experts": experts,
+    "packed": packed_products,
     "latent attention": latent,
     "cache": cache_writes,
     "norm": norms,
