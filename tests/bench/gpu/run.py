@@ -123,7 +123,7 @@ class Run:
 
 
 def collected(build: Path = BENCH.parents[1] / "build") -> list[str]:
-    """Return the folder of packages that `make gpu-wheels` made for this Python, if it is needed."""
+    """Return the folder that `make gpu-wheels` made for this Python, if pydantic is missing."""
     folder = build / "gpu-wheels" / "{}.{}".format(*sys.version_info)
     needed = importlib.util.find_spec("pydantic") is None
     return [str(folder)] if needed and folder.is_dir() else []
