@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,6 +34,7 @@ SYNCHRONIZING = (
 )  # fmt: skip
 _KERNELS = "vllm_module.kernels."
 _current = threading.local()  # the device of each thread
+CPU_ONLY = ("_for_cpu", "mkldnn", "onednn", "_cpu")  # of an operator's name
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -51,6 +54,12 @@ class OnDevice(torch.Tensor):
         made.memory = memory
         return made
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.memory.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
         raise AssertionError(f"{function} uses a tensor of the device outside of its simulation")
@@ -68,12 +77,19 @@ class SimulatedDevice(TorchDispatchMode):
     captured, so does every operator that makes a tensor on the host, waits for the device or copies
     from or to the host.
 
+    Operators that exist for a CPU alone are refused at any time. Within :meth:`stepping`, what a
+    step may not do is refused, too: waits for the device, and copies that wait or are not pinned.
+
     A copy to the host without waiting arrives as late as it may: when the host waits for an event
     that was recorded after it.
+
+    Args:
+        launches: whether the host's part of every launch is done, and not only in captures.
 
     Attributes:
         copies: from the host, as (bytes, whether from pinned memory and without waiting).
         copied_back: copies to the host that the host does not wait for.
+        launched: the operations of kernels/ whose launches were done.
         waits: of the host for the device.
 
     """
@@ -81,14 +97,16 @@ class SimulatedDevice(TorchDispatchMode):
     # Makes torch.zeros(device="cuda") come here without asking for CUDA.
     _mode_key = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
 
-    def __init__(self) -> None:
+    def __init__(self, launches: bool = False) -> None:
         super().__init__()
+        self.launches, self._stepping = launches, False
         self.copies: list[tuple[int, bool]] = []
         self.pinned: list[torch.Tensor] = []
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] | None = None
         # Memory that graphs share: what was allocated in captures, and the tensors that use it.
         self._allocated: dict[int, tuple[torch.Tensor, list[ref[OnDevice]]]] = {}
         self.copied_back = self.waits = 0
+        self.launched: set[str] = set()
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is where, and arrives
 
     @contextmanager
@@ -111,7 +129,12 @@ class SimulatedDevice(TorchDispatchMode):
             patch.setattr(torch.cuda, "get_device_name", lambda *_: "simulated")
             if interpreter is not None:
                 patch.setattr(interpreter.GridExecutor, "__call__", nothing)
+            patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(torch.Tensor, "pin_memory", lambda tensor: _current.device.pin(tensor))
+            patch.setattr(
+                torch.Tensor, "is_pinned", lambda tensor: _current.device.is_pinned(tensor)
+            )
+            patch.setattr(F, "scaled_dot_product_attention", attend(F.scaled_dot_product_attention))
             yield
 
     @contextmanager
@@ -120,10 +143,19 @@ class SimulatedDevice(TorchDispatchMode):
         before = getattr(_current, "device", None)
         _current.device = self
         try:
-            with torch.inference_mode(), self:
+            with torch.inference_mode(), NumbersOfHost(), self:
                 yield
         finally:
             _current.device = before
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Refuse what a step may not do, apart from waiting for an event."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def _free(self) -> None:
         """Let memory that was allocated in captures, and has no tensor any more, be anything."""
@@ -145,14 +177,20 @@ class SimulatedDevice(TorchDispatchMode):
         to_device = asked is not None and torch.device(asked).type == DEVICE.type
         copied = name in ("to", "_to_copy", "copy_") and (asked is not None or name == "copy_")
         if copied and len(ours) < len(tensors) and (to_device or ours):
-            source = tensors[-1]
+            of_host = next(x for x in tensors if not isinstance(x, OnDevice))
             without_waiting = kwargs.get("non_blocking", args[2:] == (True,))
-            self.copies.append((source.nbytes, without_waiting and self.is_pinned(source)))
-            self._refuse(f"{function} copies from the host")
+            pinned = without_waiting and self.is_pinned(of_host)
+            self.copies.append((of_host.nbytes, pinned))
+            self._refuse(f"{function} copies between host and device", in_step=not pinned)
         elif ours and asked is not None and not to_device:
-            self._refuse(f"{function} copies to the host, which waits")
-        elif ours and len(ours) < len(tensors):
+            waits = not kwargs.get("non_blocking", False)
+            self._refuse(f"{function} copies to the host, which waits", in_step=waits)
+        elif ours and any(
+            not isinstance(x, OnDevice) and not is_number(x, function) for x in tensors
+        ):
             raise HostError(f"{function} has tensors of the device and of the host")
+        if ours and any(part in name for part in CPU_ONLY):
+            raise HostError(f"{function} is an operator of a CPU")
         on_device = bool(ours) or to_device
         if not on_device:
             self._refuse(f"{function} makes a tensor on the host")
@@ -160,7 +198,7 @@ class SimulatedDevice(TorchDispatchMode):
         if name in SYNCHRONIZING or (
             name in INDEXING and any(x.dtype == torch.bool for x in tensors[1:])
         ):
-            self._refuse(f"{function} waits for the device")
+            self._refuse(f"{function} waits for the device", in_step=True)
         if asked is not None:
             kwargs["device"] = torch.device("cpu")
         if self.calls is not None:
@@ -172,9 +210,9 @@ class SimulatedDevice(TorchDispatchMode):
         result = function(*args, **kwargs)
         if asked is not None and not to_device:
             return self._to_host(result, kwargs.get("non_blocking", False))
+        if function.namespace == "vllm_module" and (self.launches or self.calls is not None):
+            self._launch(name, wrapped, wrapped_kwargs)
         if self.calls is not None:
-            if function.namespace == "vllm_module":
-                self._launch(f"{name}_triton", wrapped, wrapped_kwargs)
             made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
             if not name.startswith(("empty", "new_empty")):  # memory alone
                 self.calls.append((function, args, kwargs, made))
@@ -210,10 +248,17 @@ class SimulatedDevice(TorchDispatchMode):
         for result, late in self._late[:count]:
             late.copy_(result)
 
+    def read(self, what: str) -> None:
+        """Have the host wait for all that the device does."""
+        self._refuse(what, in_step=True)
+        self.arrive(len(self._late))
+
     def _launch(self, name: str, args: Any, kwargs: Any) -> None:
         """Do what the host does to launch a kernel of ours; what runs instead is its reference."""
         modules = [each for key, each in sys.modules.items() if key.startswith(_KERNELS)]
-        launch = next(vars(each)[name] for each in modules if name in vars(each))
+        self.launched.add(name)
+        names = f"{name}_triton", f"{name}_flash"
+        launch = next(vars(each)[n] for each in modules for n in names if n in vars(each))
         calls, self.calls = self.calls, []
         try:
             with self:
@@ -221,9 +266,11 @@ class SimulatedDevice(TorchDispatchMode):
         finally:
             self.calls = calls
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, in_step: bool = False) -> None:
         if self.calls is not None:
             raise HostError(f"while a graph is captured, {what}")
+        if in_step and self._stepping:
+            raise HostError(f"in a step, {what}")
 
     def take(self, model: torch.nn.Module) -> None:
         """Bring a model's parameters and buffers to the device."""
@@ -242,14 +289,45 @@ class SimulatedDevice(TorchDispatchMode):
         return self.pinned[-1]
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return any(tensor is each for each in self.pinned)
+        memory = tensor.untyped_storage().data_ptr()
+        return any(memory == each.untyped_storage().data_ptr() for each in self.pinned)
+
+
+def is_number(tensor: torch.Tensor, function: Any) -> bool:
+    """Return whether torch takes a tensor of the host as a number, beside others of a device."""
+    pointwise = torch.Tag.pointwise in function.tags or "fill" in function.name()
+    return tensor.dim() == 0 and pointwise
+
+
+class NumbersOfHost(TorchFunctionMode):
+    """Have tensors of numbers copied to the device by an operator, which torch hides from modes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if func is torch.Tensor.new_tensor and isinstance(args[0], OnDevice):
+            func, args, device = torch.tensor, args[1:], DEVICE
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy) and isinstance(args[0], OnDevice):
+            _current.device.read(f"{func.__name__} waits for the device")
+            return func(args[0].memory, *args[1:], **kwargs)
+        makes = func in (torch.tensor, torch.as_tensor, torch.asarray)
+        if makes and device is not None and torch.device(device).type == DEVICE.type:
+            return func(*args, **{**kwargs, "device": "cpu"}).to(DEVICE)
+        return func(*args, **kwargs)
 
 
 class Stream:
     """The stream of a simulated device, whose events come after all that was copied before."""
 
+    device = DEVICE
+
     def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
+        self._device, self._count = device, 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other._device is self._device
+
+    __hash__ = None  # type: ignore[assignment] # as of what compares by value
 
     def record_event(self) -> Stream:
         self._count = len(self._device._late)
@@ -257,6 +335,36 @@ class Stream:
 
     def synchronize(self) -> None:
         self._device.arrive(self._count)
+
+
+def attend(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's attention, which on tensors of a device is written out.
+
+    Torch looks at the memory, finds a CPU's and takes an operator of a CPU.
+    """
+
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if not any(isinstance(x, OnDevice) for x in (query, key, value, attn_mask)):
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        assert not dropout_p
+        if enable_gqa:
+            group = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(group, -3) for x in (key, value))
+        scores = query.float() @ key.float().transpose(-2, -1)
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
+            attn_mask = ones.tril()
+        if attn_mask is not None:
+            masks = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if masks else scores + attn_mask
+        return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+    return attention
 
 
 def _inner(value: Any) -> Any:

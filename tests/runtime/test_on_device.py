@@ -1,0 +1,277 @@
+"""Engines that start and serve on a simulated device: no step uses the host, and tokens are right.
+
+The loading of weights is a CPU's; parameters are moved to the device then.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import LLM, SamplingParams
+from vllm_module.config import DeviceConfig
+from vllm_module.kernels import act_and_mul
+from vllm_module.layers import RMSNorm
+from vllm_module.runtime import engine, sampler
+from vllm_module.runtime import worker as workers
+from vllm_module.runtime.model_runner import ModelRunner
+
+HERE = Path(__file__).parent
+_simulated = runpy.run_path(str(HERE / "simulated_device.py"))
+DEVICE, SimulatedDevice = _simulated["DEVICE"], _simulated["SimulatedDevice"]
+HostError = _simulated["HostError"]
+CONFIGS: dict[str, dict[str, Any]] = runpy.run_path(str(HERE.parent / "models/configurations.py"))[
+    "CONFIGS"
+]
+WIDE = CONFIGS["llama"] | {"hidden_size": 128, "intermediate_size": 256}  # whole groups of 128
+MEMORY = 1 << 30
+PROMPTS = [[5, 9, 3], [7] * 21, [11, 4], [2, 8, 6, 1, 30]]
+
+
+@contextmanager
+def on_device() -> Iterator[Any]:
+    """Have a simulated device, of which torch.cuda says what an engine asks."""
+    device, find_and_load = SimulatedDevice(launches=True), workers.find_and_load
+
+    def moved(model: Any, load_config: Any, device_config: Any) -> tuple[Any, Any]:
+        source, loaded = find_and_load(model, load_config, DeviceConfig(device="cpu"))
+        device.take(loaded)
+        return source, loaded
+
+    def stepping(function: Any) -> Any:
+        def called(*arguments: Any, **others: Any) -> Any:
+            with device.stepping():
+                return function(*arguments, **others)
+
+        return called
+
+    with device.present(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "find_and_load", moved)
+        patch.setattr(ModelRunner, "run", stepping(ModelRunner.run))
+        patch.setattr(engine, "sample", stepping(sampler.sample))
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "device", lambda index: nullcontext())
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (MEMORY, MEMORY))
+        for name in ("memory_allocated", "max_memory_allocated"):
+            patch.setattr(torch.cuda, name, lambda *_: 0)
+        for name in ("empty_cache", "reset_peak_memory_stats"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        yield device
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that saves a small model of an architecture, once."""
+    saved: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in saved:
+            torch.manual_seed(0)
+            saved[name] = tmp_path_factory.mktemp(name)
+            config = AutoConfig.for_model(**CONFIGS.get(name, WIDE))
+            AutoModelForCausalLM.from_config(config).save_pretrained(saved[name])
+        return saved[name]
+
+    return folder
+
+
+def generated(folder: Path, params: Any, **options: Any) -> list[Any]:
+    """Return tokens and logprobs of all prompts, some of which are computed in chunks."""
+    with LLM(
+        folder, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, dtype="float32",
+        max_num_batched_tokens=16, block_size=4, **options,
+    ) as llm:  # fmt: skip
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [each.error for each in outputs] == [None] * len(PROMPTS)
+    return [
+        (each.outputs[0].token_ids, [list(x) for x in each.outputs[0].logprobs or []])
+        for each in outputs
+    ]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "dense, eager": ("qwen3", {"enforce_eager": True}),
+    "soft caps, windows": ("gemma2", {}),
+    "sinks, experts": ("gpt-oss", {}),
+    "experts": ("qwen3-moe", {}),
+    "latent": ("deepseek-v3", {}),
+    "mamba2": ("mamba2", {}),
+    "delta rule": ("qwen3-next", {}),
+    "FP8 cache": ("qwen3", {"kv_cache_dtype": "fp8"}),
+    "latent, FP8 cache": ("deepseek-v3", {"kv_cache_dtype": "fp8"}),
+    "FP8 weights": ("qwen3", {"quantization": "fp8_per_channel"}),
+    "FP8 experts": ("qwen3-moe", {"quantization": "fp8_per_tensor"}),
+    "int4 weights": ("wide", {"quantization": "int4_per_group"}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_an_engine_starts_and_serves(folders: Any, name: str) -> None:
+    """Without a given memory for pages, it measures its largest steps, and gives a CPU's tokens."""
+    architecture, options = SERVED[name]
+    folder = folders(architecture)
+    expected = generated(folder, GREEDY, device="cpu", kv_cache_memory_bytes=1 << 20, **options)
+    with on_device():
+        assert generated(folder, GREEDY, device="cuda", **options) == expected
+
+
+def test_every_operation_is_launched(folders: Any) -> None:
+    """The engines here and the benchmark's cases launch every operation of kernels/."""
+    launched: set[str] = set()
+    kernels = runpy.run_path(str(HERE.parent / "kernels/test_on_device.py"))
+    for architecture in ("qwen3-moe", "deepseek-v3", "gpt-oss"):
+        folder = folders(architecture)
+        with on_device() as device:
+            device.launched = launched
+            generated(folder, GREEDY, device="cuda")
+    with kernels["bench_cases"]() as cases:
+        launched |= kernels["launched_by"](cases)
+    assert kernels["operations"]() - launched == set()
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "wide top_p": {"top_p": 0.99},
+    "min_p": {"min_p": 0.1},
+    "all three": {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": {3: 5.0, 7: -100.0}},
+    "banned": {"min_tokens": 3, "stop_token_ids": [1, 2, 3]},
+    "logprobs": {"logprobs": 4},
+    "greedy with logprobs": {"temperature": 0, "logprobs": 0},
+}
+
+
+def test_sampling_with_every_option(folders: Any) -> None:
+    """Requests of all kinds in one batch, and in turns, get a CPU's tokens and logprobs."""
+    common = {"seed": 3, "max_tokens": 4, "ignore_eos": True}
+    kinds = [SamplingParams(**{**common, **each}) for each in SAMPLED.values()]
+    for first in range(0, len(kinds), 4):
+        params = (kinds[first:] + kinds)[:4]
+        expected = generated(folders("qwen3"), params, device="cpu", kv_cache_memory_bytes=1 << 20)
+        with on_device():
+            assert generated(folders("qwen3"), params, device="cuda") == expected
+
+
+def later(function: Any) -> Any:
+    """Return a fault of a layer's forward pass: ``function`` is called with its hidden states."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        forward = RMSNorm.forward
+
+        def faulty(self: Any, x: torch.Tensor, *others: Any) -> Any:
+            function(x)
+            return forward(self, x, *others)
+
+        patch.setattr(RMSNorm, "forward", faulty)
+
+    return plant
+
+
+def positional_scale(patch: pytest.MonkeyPatch) -> None:
+    """Pass attention's scale by position, as no step without pages may."""
+
+    def fused(query: Any, keys: Any, values: Any, seen: Any, scale: float, **_: Any) -> Any:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, keys, values, seen, 0.0, False, scale)
+
+    def forward(self: Any, *arguments: Any) -> Any:
+        return fused(*torch.zeros(3, 1, 2, 3, 4, device=self.device), None, 0.1)
+
+    patch.setattr(ModelRunner, "_forward", forward)
+
+
+def unpinned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+
+
+def table_of_host(patch: pytest.MonkeyPatch) -> None:
+    made = ModelRunner.__init__
+
+    def init(self: Any, *arguments: Any, **others: Any) -> None:
+        made(self, *arguments, **others)
+        self._tables = torch.zeros(self._tables.shape, dtype=torch.int32)
+
+    patch.setattr(ModelRunner, "__init__", init)
+
+
+def sampler_of_host(patch: pytest.MonkeyPatch) -> None:
+    first = sampler.first_ids
+    patch.setattr(sampler, "first_ids", lambda x: first(x) * torch.ones(1, dtype=torch.int64))
+
+
+def sampler_that_reads(patch: pytest.MonkeyPatch) -> None:
+    first = sampler.first_ids
+
+    def read(x: Any) -> Any:
+        found = first(x)
+        found.max().item()
+        return found
+
+    patch.setattr(sampler, "first_ids", read)
+
+
+def launch_of_host(patch: pytest.MonkeyPatch) -> None:
+    """Have the host's part of a launch make a tensor on the host that it adds."""
+    launch = act_and_mul.act_and_mul_triton
+
+    def faulty(x: torch.Tensor, *others: Any) -> Any:
+        return launch(x + torch.zeros(x.shape), *others)
+
+    patch.setattr(act_and_mul, "act_and_mul_triton", faulty)
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "a tensor of the host in a layer": (
+        later(lambda x: x + torch.ones(x.shape)), "of the device and of the host",
+    ),
+    "a number for the host": (later(lambda x: x.sum().item()), "waits for the device"),
+    "a decision": (later(lambda x: bool((x > 0).all())), "waits for the device"),
+    "a list": (later(lambda x: x.sum(-1).tolist()), "waits for the device"),
+    "places": (later(lambda x: x.nonzero()), "waits for the device"),
+    "a mask as index": (later(lambda x: x[x > 0]), "waits for the device"),
+    "a copy to the host": (later(lambda x: x.cpu()), "copies to the host, which waits"),
+    "numbers copied to the device": (
+        later(lambda x: torch.tensor([1.0], device=x.device)), "copies between host and device",
+    ),
+    "a tensor moved to the device": (
+        later(lambda x: torch.ones(3).to(x.device)), "copies between host and device",
+    ),
+    "an operator of a CPU": (
+        later(
+            lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *x.expand(3, 1, 1, *x.shape).unbind()
+            )
+        ),
+        "is an operator of a CPU",
+    ),
+    "a scale by position": (positional_scale, "positional arguments"),
+    "a step that is not pinned": (unpinned, "copies between host and device"),
+    "block tables on the host": (table_of_host, "block_tables is on cpu"),
+    "a sampler with a tensor of the host": (sampler_of_host, "of the device and of the host"),
+    "a sampler that reads a number": (sampler_that_reads, "waits for the device"),
+    "a launch with a tensor of the host": (launch_of_host, "makes a tensor on the host"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "message"), FAULTS.values(), ids=FAULTS)
+def test_planted_faults_are_found(folders: Any, plant: Any, message: str) -> None:
+    """A mixed device, a wait or a wrong call ends the start or the request, and is named."""
+    folder = folders("qwen3")
+    with on_device(), pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        with pytest.raises(Exception, match=message):  # what fails is not of one kind
+            generated(folder, GREEDY, device="cuda", enforce_eager=True)
