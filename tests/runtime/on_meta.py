@@ -30,6 +30,7 @@ operators.operator = lambda reference, kernel, fake, mutates=(): kernel
 # ruff: noqa: E402 - operations are registered when their modules are imported
 
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module import readiness
 from vllm_module.distributed import groups, tensor_parallel
@@ -275,6 +276,8 @@ def variant(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any]
         if isinstance(value, torch.Tensor):
             offset = value.storage_offset() * value.element_size()
             parts.append((value.dtype, aligned and offset % 16 == 0))
+        elif isinstance(value, TensorDescriptor):
+            parts.append((value.base.dtype, tuple(value.block_shape)))
         elif parameter.is_constexpr or value is None:
             parts.append(value)
         elif isinstance(value, float):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -90,6 +91,7 @@ class SimulatedDevice(TorchDispatchMode):
         copies: from the host, as (bytes, whether from pinned memory and without waiting).
         copied_back: copies to the host that the host does not wait for.
         launched: the operations of kernels/ whose launches were done.
+        operators: how often each operator had a tensor of the device.
         waits: of the host for the device.
 
     """
@@ -107,6 +109,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._allocated: dict[int, tuple[torch.Tensor, list[ref[OnDevice]]]] = {}
         self.copied_back = self.waits = 0
         self.launched: set[str] = set()
+        self.operators: Counter[str] = Counter()
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is where, and arrives
 
     @contextmanager
@@ -195,6 +198,7 @@ class SimulatedDevice(TorchDispatchMode):
         if not on_device:
             self._refuse(f"{function} makes a tensor on the host")
             return function(*args, **kwargs)
+        self.operators[name] += 1
         if name in SYNCHRONIZING or (
             name in INDEXING and any(x.dtype == torch.bool for x in tensors[1:])
         ):

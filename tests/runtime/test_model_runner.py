@@ -74,7 +74,7 @@ class Beside:
 
     @property
     def replays(self) -> int:
-        return sum(graph.replays for graph, _ in self.graphs._graphs.values())
+        return sum(graph.replays for graph in self.graphs._graphs.values())
 
     def close(self) -> None:
         for cache in self.caches:

@@ -22,6 +22,7 @@ from vllm_module.layers import RMSNorm
 from vllm_module.runtime import engine, sampler
 from vllm_module.runtime import worker as workers
 from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.sampling_row import Row
 
 HERE = Path(__file__).parent
 _simulated = runpy.run_path(str(HERE / "simulated_device.py"))
@@ -166,6 +167,39 @@ def test_sampling_with_every_option(folders: Any) -> None:
             assert generated(folders("qwen3"), params, device="cuda") == expected
 
 
+# Operators that launch nothing.
+VIEWS = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like",
+    "expand", "lift_fresh", "new_empty", "select", "slice", "split", "split_with_sizes", "squeeze",
+    "transpose", "unbind", "unfold", "unsqueeze", "view",
+}  # fmt: skip
+LAUNCHES = {"top_k and top_p": 17, "top_k": 13, "top_p": 13, "neither": 3}  # of draw_tokens
+
+
+@pytest.mark.parametrize("count", [1, 64])
+@pytest.mark.parametrize(
+    ("kind", "given", "most"),
+    [
+        ("neither", {"temperature": 0}, 6),
+        ("neither", {"min_p": 0.1, "temperature": 0.7}, 6),
+        ("top_k", {"top_k": 5}, 16),
+        ("top_p", {"top_p": 0.9}, 16),
+        ("top_k and top_p", {"top_k": 5, "top_p": 0.9}, 20),
+    ],
+)
+def test_sampling_launches_little(kind: str, given: dict[str, Any], most: int, count: int) -> None:
+    """A batch of any size takes at most 20 launches, copies included, whatever cuts the choice."""
+    device = SimulatedDevice()
+    with device.present():
+        logits = torch.randn(count, 500, device="cuda")
+        rows = [Row(SamplingParams(**given), [1], 1, uniform=0.5) for _ in range(count)]
+        device.operators.clear()
+        sampler.sample(logits, rows)
+    launches = {name: n for name, n in device.operators.items() if name not in VIEWS}
+    assert launches.pop("draw_tokens") == 1
+    assert sum(launches.values()) + LAUNCHES[kind] <= most
+
+
 def later(function: Any) -> Any:
     """Return a fault of a layer's forward pass: ``function`` is called with its hidden states."""
 
@@ -209,19 +243,20 @@ def table_of_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def sampler_of_host(patch: pytest.MonkeyPatch) -> None:
-    first = sampler.first_ids
-    patch.setattr(sampler, "first_ids", lambda x: first(x) * torch.ones(1, dtype=torch.int64))
+    draw = sampler.draw_tokens
+    one = torch.ones(1, dtype=torch.int64)
+    patch.setattr(sampler, "draw_tokens", lambda *arguments: draw(*arguments) * one)
 
 
 def sampler_that_reads(patch: pytest.MonkeyPatch) -> None:
-    first = sampler.first_ids
+    draw = sampler.draw_tokens
 
-    def read(x: Any) -> Any:
-        found = first(x)
+    def read(*arguments: Any) -> Any:
+        found = draw(*arguments)
         found.max().item()
         return found
 
-    patch.setattr(sampler, "first_ids", read)
+    patch.setattr(sampler, "draw_tokens", read)
 
 
 def launch_of_host(patch: pytest.MonkeyPatch) -> None:

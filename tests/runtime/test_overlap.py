@@ -502,4 +502,4 @@ def test_no_token_is_read_before_the_next_step_is_launched(
         assert all(is_pinned for _, is_pinned in each.device.copies)
         # Sampling sends nothing if all take the most probable token.
         assert len(each.device.copies) == (16 if asked is not MIXED else 32)
-        assert sum(graph.replays for graph, _ in each.runner._graphs.values()) == 15
+        assert sum(graph.replays for graph in each.runner._graphs.values()) == 15

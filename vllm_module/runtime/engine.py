@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ from vllm_module.runtime.step_inputs import StepInputs, next_inputs, step_inputs
 from vllm_module.runtime.stopping import check_stop, complete_text
 from vllm_module.runtime.token_counts import TokenCounts
 from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.uploading import upload
 
 _log = logging.getLogger(__name__)
 
@@ -277,7 +279,7 @@ class Engine:
                 sequences.append(sequence)
                 rows.append(row)
         if len(rows) > len(launched.complete):
-            index = torch.tensor(rows).to(launched.logits.device)
+            (index,) = upload([array("q", rows)], launched.logits.device)
             launched.complete, launched.logits = sequences, launched.logits[index]
 
     def _sample(self, launched: Launched) -> Sampled:

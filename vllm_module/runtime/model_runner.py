@@ -25,10 +25,11 @@ class ModelRunner:
 
     The block tables stay on the device. A step's other numbers come in one buffer, by one copy.
 
-    On a GPU, steps that only decode replay CUDA graphs, which :meth:`capture` records for some
-    batch sizes. A batch is padded to the next of these sizes with sequences of no tokens: context
-    0, and cache slot -1, where nothing is stored. Other steps of few tokens replay graphs of what
-    is between attention layers, unless torch.compile fuses that.
+    On a GPU, steps that only decode replay CUDA graphs of the model and its logits, which
+    :meth:`capture` records for some batch sizes. The next such step overwrites the logits. A batch
+    is padded to the next of these sizes with sequences of no tokens: context 0, and cache slot -1,
+    where nothing is stored. Other steps of few tokens replay graphs of what is between attention
+    layers, unless torch.compile fuses that.
 
     Args:
         model: this rank's.
@@ -61,7 +62,10 @@ class ModelRunner:
         # A step may get a view of some rows, so each begins at an address that kernels expect.
         width = -(-max_pages // ALIGNMENT) * ALIGNMENT
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._decoded: torch.Tensor | None = (
+            None  # logits of the last graph, which all graphs share
+        )
         self._sizes: list[int] = []  # of graphs, ascending
         self._pieces = Pieces(device, [])
         self._compiled = compiled
@@ -96,9 +100,10 @@ class ModelRunner:
             ids = step[0]
             ids.copy_(sampled.index_select(0, ids).clamp_(min=0))
         if size is not None:
-            graph, hidden = self._graphs[size]
-            graph.replay()
-            return self._logits(hidden, rows)
+            self._graphs[size].replay()
+            assert self._decoded is not None
+            logits = self._decoded[:count]
+            return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
         tables = self._tables_of(inputs, step[-1])
         if padded is not None:
             metadata = _metadata(step, tables, inputs.max_query_len)
@@ -149,13 +154,20 @@ class ModelRunner:
             self._static[: len(packed)].copy_(packed)
             step = unpack(self._static, parts)[:-3]
             # This compiles kernels and allocates the libraries' workspaces.
-            self._compute(step, self._tables.index_select(0, step[-1]))
+            logits = self._decode(step)
+            if self._decoded is None:
+                self._decoded = torch.empty_like(logits)
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream):
-                hidden = self._compute(step, self._tables.index_select(0, step[-1]))
-            self._graphs[size] = graph, hidden
+                self._decoded[:size].copy_(self._decode(step))
+            self._graphs[size] = graph
         self._sizes = sorted(self._graphs)
+
+    def _decode(self, step: list[torch.Tensor]) -> torch.Tensor:
+        """Return the logits of sequences of one new token each."""
+        hidden = self._compute(step, self._tables.index_select(0, step[-1]))
+        return self._logits(hidden, slice(None))
 
     def _graph_size(self, inputs: StepInputs) -> int | None:
         """Return the size of the graph to replay; ``None`` for a step without one."""

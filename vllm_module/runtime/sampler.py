@@ -10,17 +10,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_module.kernels.draw_tokens import draw_tokens
 from vllm_module.runtime import sampling_ops as ops
 from vllm_module.runtime.adjustments import Adjustments
 from vllm_module.runtime.block_ops import FIRST, SEVERAL, Logits, first_ids
 from vllm_module.runtime.downloading import Download, Wait, synchronize
 from vllm_module.runtime.sampling_groups import (
     choose,
+    draw,
     group_rows,
     settings_array,
     settings_of,
@@ -130,8 +133,10 @@ def sample(logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = Non
     if not rows:
         return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device), ())
     logits = _contiguous(logits)
-    vocab = shape[1]
+    vocab, on_gpu = shape[1], logits.is_cuda
     if all(row.plain for row in rows):
+        if on_gpu:
+            return Sampled(first_tokens(logits), range(len(rows)))
         all_rows = Logits.of(logits, FIRST)
         finite = all_rows.maxima.amax(-1, keepdim=True).isfinite()
         return Sampled(torch.where(finite, first_ids(all_rows), -1).view(-1), range(len(rows)))
@@ -146,18 +151,40 @@ def sample(logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = Non
         arrays += [array("q", each.rows), array("q", map(places.__getitem__, each.rows))]
     indices, settings, *sent = upload([*arrays, *adjustments.arrays], logits.device)
     adjustments.place(sent[2 * len(ranked) :])
-    several = ranked or any(group.width and not group.adjusted for group in groups)
+    several = ranked or (not on_gpu and any(group.width and not group.adjusted for group in groups))
     x = None
-    if several or len(adjusted) < len(rows):
+    if several or (not on_gpu and len(adjusted) < len(rows)):
         x = Logits.of(logits, SEVERAL if several else FIRST)
-    of = settings_of(groups, rows, settings)
-    token = choose(logits, x, groups, of, indices, adjustments)
+    if on_gpu:
+        token = draw(logits, groups, rows, settings.view(-1, 5), indices, adjustments)
+    else:
+        of = settings_of(groups, rows, settings)
+        token = choose(logits, x, groups, of, indices, adjustments)
     logprobs = []
     for each, where, place in zip(ranked, sent[::2], sent[1::2], strict=False):
         assert x is not None
         chosen = token.index_select(0, place).clamp_(min=0)
         logprobs.append(_logprobs(x.select(where), chosen, max(each.counts)))
     return Sampled(token.view(-1), [places[row] for row in range(len(rows))], ranked, logprobs)
+
+
+def first_tokens(logits: Tensor) -> Tensor:
+    """Return each row's first token, int64 ``[rows]``, on a GPU; -1 for a broken row."""
+    count = len(logits)
+    greedy = torch.zeros(count, 5, dtype=torch.float64, device=logits.device)
+    places = torch.arange(count, device=logits.device)
+    return draw_tokens(logits, places, greedy, False, False).view(-1)
+
+
+@torch.inference_mode()
+def warm_up(logits: Tensor) -> None:
+    """Compile every variant of a kernel that sampling from such logits of a GPU launches."""
+    logits = _contiguous(logits)
+    for each in {logits.dtype: logits, torch.float32: logits.float()}.values():
+        settings = each.new_ones(len(each), 5, dtype=torch.float64)
+        places = torch.arange(len(each), device=each.device)
+        for top_k, top_p in product((False, True), repeat=2):
+            draw_tokens(each, places, settings, top_k, top_p)
 
 
 @torch.inference_mode()

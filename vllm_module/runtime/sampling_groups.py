@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_module.kernels.draw_tokens import draw_tokens
 from vllm_module.runtime import sampling_ops as ops
 from vllm_module.runtime.adjustments import Adjustments
 from vllm_module.runtime.block_ops import FIRST, SEVERAL, Logits, batches
@@ -89,6 +90,38 @@ def choose(
             adjustments.apply(copied, start + batch.start)
             tokens.append(group.choose(Logits.of(copied, group.block), of.select(batch)))
     return torch.cat(tokens)
+
+
+def draw(
+    logits: Tensor,
+    groups: Sequence[Group],
+    rows: Sequence[Row],
+    settings: Tensor,
+    indices: Tensor,
+    adjustments: Adjustments,
+) -> Tensor:
+    """Return what :func:`choose` does, on a GPU: rows of all methods are drawn together.
+
+    Args:
+        logits, groups, indices, adjustments: as for :func:`choose`.
+        rows: that the groups index.
+        settings: on the device, float64 ``[rows, 5]``, in the order of the groups.
+
+    """
+    vocab = logits.shape[1]
+    params = [row.params for row in rows if not row.params.greedy]
+    searches = any(0 < p.top_k < vocab for p in params), any(p.top_p < 1 for p in params)
+    adjusted = sum(len(group.indices) for group in groups if group.adjusted)
+    tokens = []
+    for batch in batches(adjusted, max(1, vocab // 8), logits.device):
+        copied = logits.index_select(0, indices[batch]).float()
+        adjustments.apply(copied, batch.start)
+        places = torch.arange(len(copied), device=logits.device)
+        tokens.append(draw_tokens(copied, places, settings[batch], *searches))
+    if adjusted < len(indices):
+        rest = slice(adjusted, None)
+        tokens.append(draw_tokens(logits, indices[rest], settings[rest], *searches))
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
 def settings_array(rows: Iterable[Row]) -> array[float]:

@@ -18,6 +18,7 @@ from vllm_module.runtime.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.model_runner import ModelRunner, described_result
 from vllm_module.runtime.pieces import MOST_TOKENS
+from vllm_module.runtime.sampler import warm_up
 from vllm_module.runtime.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
@@ -169,7 +170,8 @@ class Worker:
             begin = time.monotonic()
             limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
             for inputs in warm_up_steps(*limits, size, num_pages, host_pages):
-                self.run(inputs)
+                logits = self.run(inputs)
+            warm_up(logits[:1])
             torch.cuda.synchronize()
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len

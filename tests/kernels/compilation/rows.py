@@ -1,4 +1,4 @@
-"""What works on rows: norms, gated activations, quantization."""
+"""What works on rows: norms, gated activations, quantization, drawing tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm_module.kernels.act_and_mul import (
     act_and_mul_triton,
     swiglu_oai_and_mul_triton,
 )
+from vllm_module.kernels.draw_tokens import draw_tokens_triton
 from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
 from vllm_module.kernels.rms_norm import (
     fused_add_rms_norm_triton,
@@ -71,6 +72,12 @@ def quantized(
     return lambda: quantize(meta(rows, columns), meta(rows, columns, dtype=dtype), scale, *block)
 
 
+def drawn(dtype: torch.dtype) -> Callable[[], object]:
+    """Draw tokens of 64 rows by all searches."""
+    rows, settings = meta(64, dtype=torch.int64), meta(64, 5, dtype=torch.float64)
+    return lambda: draw_tokens_triton(meta(64, 151936, dtype=dtype), rows, settings, True, True)
+
+
 CASES: Cases = {
     "norm 4096": norm(8192, 4096),
     "norm 1024": norm(8192, 1024),
@@ -87,6 +94,8 @@ CASES: Cases = {
     "gelu_tanh 14336": gated(14336, "gelu_tanh"),
     "quantize to int8 by token": quantized(4096, 4096, (1, 4096), torch.int8),
     "quantize to int8 by tensor": quantized(4096, 4096, (4096, 4096), torch.int8),
+    "draw tokens": drawn(torch.bfloat16),
+    "draw tokens, fp32": drawn(FP32),
     "swiglu of gpt-oss": lambda: swiglu_oai_and_mul_triton(meta(8192, 5760), 1.702, 7.0),
 }
 HOPPER: Cases = {

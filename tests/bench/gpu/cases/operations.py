@@ -14,6 +14,7 @@ from gpu.cases.packed import packed_products
 from gpu.cases.quantizing import fused_quantizers, quantizers
 from gpu.cases.recurrent import recurrences
 from gpu.cases.rows import activations, norms, rotary
+from gpu.cases.sampling import sampling
 
 # With true, the small inputs of a CPU. Most important first.
 OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
@@ -22,6 +23,7 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "fresh prompts": fresh,
     "matmul": products,
     "experts": experts,
+    "sampling": sampling,
     "packed": packed_products,
     "latent attention": latent,
     "cache": cache_writes,
