@@ -7,6 +7,7 @@ Torch's own attention is a candidate then: it runs where it was measured to be f
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -16,13 +17,15 @@ from vllm_module.kernels.operators import operator
 from vllm_module.kernels.paged_attention_reference import causal_attention
 from vllm_module.kernels.paged_attention_tile import case_of
 
-__all__ = ["attends_without_pages", "fresh_attention"]
+__all__ = ["Way", "fresh_attention", "way_of_fresh_prompts"]
+
+Way = Literal["pages", "cudnn", "flash"]
 
 KERNEL = "paged_attention_fresh"  # in choices.json
-_CANDIDATES = {"pages": False, "torch": True}
+_CANDIDATES: dict[str, Way] = {"pages": "pages", "cudnn": "cudnn", "torch": "flash"}
 
 
-def attends_without_pages(
+def way_of_fresh_prompts(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -30,23 +33,23 @@ def attends_without_pages(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-) -> bool:
-    """Return whether :func:`fresh_attention` was chosen for these shapes and options.
+) -> Way:
+    """Return how attention of whole prompts was chosen: by pages, or by :func:`fresh_attention`.
 
-    It is no candidate unless it gives what reading the pages gives: torch's kernels have none of
-    the last three options, and a cache of another dtype rounds. On a GPU, they take 16-bit numbers
-    and heads of a multiple of 8, up to 256. The arguments are those of
+    The latter is no candidate unless it gives what reading the pages gives: torch's kernels have
+    none of the last three options, and a cache of another dtype rounds. On a GPU, they take numbers
+    of 16 bits and heads of a multiple of 8, up to 256. The arguments are those of
     :class:`~vllm_module.layers.Attention`.
     """
     if softcap is not None or alibi_slopes is not None or sinks is not None:
-        return False
+        return "pages"
     if not query.dtype == key.dtype == value.dtype == k_cache.dtype:
-        return False
+        return "pages"
     size = query.shape[-1]
     if query.is_cuda and (
         query.itemsize != 2 or size % 8 or size > 256 or capability(query) < (8, 0)
     ):
-        return False
+        return "pages"
     return choose(KERNEL, case_of(query, k_cache), _CANDIDATES, query.device)
 
 
@@ -58,6 +61,7 @@ def fresh_attention(
     max_query_len: int,
     scale: float,
     sliding_window: int | None = None,
+    by_cudnn: bool = False,
 ) -> torch.Tensor:
     """Attend causally within sequences that lie end to end, by torch's fused kernels.
 
@@ -71,13 +75,14 @@ def fresh_attention(
         max_query_len: the most tokens of a sequence.
         scale: multiplies the scores.
         sliding_window: how many of the last tokens, itself included, a token sees.
+        by_cudnn: on a GPU, whether cuDNN attends, which has no windows, and not FlashAttention.
 
     Returns:
         ``[tokens, heads, head_size]``.
 
     """
     return _fresh_attention(
-        query, key, value, query_start_loc, max_query_len, scale, sliding_window
+        query, key, value, query_start_loc, max_query_len, scale, sliding_window, by_cudnn
     )
 
 
@@ -89,6 +94,7 @@ def fresh_attention_reference(
     max_query_len: int,
     scale: float,
     sliding_window: int | None,
+    by_cudnn: bool,
 ) -> torch.Tensor:
     """Attend by a call for each sequence; see :func:`fresh_attention`."""
     outputs = [query.new_empty(0, *query.shape[1:])]
@@ -107,6 +113,7 @@ def fresh_attention_flash(
     max_query_len: int,
     scale: float,
     sliding_window: int | None,
+    by_cudnn: bool,
 ) -> torch.Tensor:
     """Attend by one call for all sequences; see :func:`fresh_attention`.
 
@@ -114,8 +121,15 @@ def fresh_attention_flash(
     """
     left = -1 if sliding_window is None or sliding_window >= max_query_len else sliding_window - 1
     starts = query_start_loc.contiguous()
-    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)),
+    qkv = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+    output: torch.Tensor
+    if by_cudnn and left < 0:
+        output = torch.ops.aten._cudnn_attention_forward(
+            *qkv, None, starts, starts, max_query_len, max_query_len, False, 0.0, True, scale=scale
+        )[0]
+        return output
+    output = torch.ops.aten._flash_attention_forward(
+        *qkv,
         starts,
         starts,
         max_query_len,

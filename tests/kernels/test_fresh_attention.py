@@ -14,10 +14,12 @@ from vllm_module.kernels import fresh_attention as module
 from vllm_module.kernels.choices import trying
 from vllm_module.kernels.fresh_attention import (
     KERNEL,
-    attends_without_pages,
     fresh_attention,
     fresh_attention_flash,
     fresh_attention_reference,
+)
+from vllm_module.kernels.fresh_attention import (
+    way_of_fresh_prompts as chosen,
 )
 
 TORCH = {KERNEL: "torch"}
@@ -87,13 +89,42 @@ def test_a_gpu_gets_one_call_for_all_sequences(lengths: list[int], window: int |
     query, key, value, starts, most = step(lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
-        output = fresh_attention_flash(query, key, value, starts, most, 0.3, window)
+        output = fresh_attention_flash(query, key, value, starts, most, 0.3, window, False)
     expected = dense(query, key, value, starts, 0.3, window)
     torch.testing.assert_close(output, expected)
     ((args, kwargs),) = calls
     meta = [x.to("meta", torch.bfloat16) for x in args[:3]]
     shaped = torch.ops.aten._flash_attention_forward(*meta, starts.to("meta"), *args[4:], **kwargs)
     assert shaped[0].shape == query.shape
+
+
+@given(lengths)
+def test_cudnn_gets_one_call_for_all_sequences(lengths: list[int]) -> None:
+    """Its operator gets causal attention without a window, by names and places that it has."""
+    calls = []
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+        query, key, value, bias, starts, theirs, longest, most, sums, dropout, causal = args
+        calls.append((args, kwargs))
+        assert (bias, sums, dropout, causal) == (None, False, 0.0, True)
+        assert starts is theirs
+        assert longest == most == max(b - a for a, b in pairwise(starts.tolist()))
+        return (dense(query, key, value, starts, kwargs["scale"], None),)
+
+    query, key, value, starts, most = step(lengths)
+    names = [
+        each.name for each in torch.ops.aten._cudnn_attention_forward.default._schema.arguments
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.aten, "_cudnn_attention_forward", attend)
+        output = fresh_attention_flash(query, key, value, starts, most, 0.3, None, True)
+    torch.testing.assert_close(output, dense(query, key, value, starts, 0.3, None))
+    ((args, kwargs),) = calls
+    assert names[: len(args)] == [
+        "query", "key", "value", "attn_bias", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+        "compute_log_sumexp", "dropout_p", "is_causal",
+    ]  # fmt: skip
+    assert set(kwargs) <= set(names)
 
 
 @given(lengths, st.data())
@@ -143,9 +174,9 @@ def test_pages_are_read_where_torch_would_give_something_else(changed: dict[str,
     query, key, value = torch.ones(3, 1, 4, 8, dtype=BF16)
     cache = torch.ones(2, 16, 4, 8).to(dtypes["cache"])
     with trying(TORCH):
-        assert not attends_without_pages(query, key, value.to(dtypes["value"]), cache, **changed)
-        assert attends_without_pages(query, key, value, torch.ones(2, 16, 4, 8, dtype=BF16))
-    assert not attends_without_pages(query, key, value, torch.ones(2, 16, 4, 8, dtype=BF16))
+        assert chosen(query, key, value.to(dtypes["value"]), cache, **changed) == "pages"
+        assert chosen(query, key, value, torch.ones(2, 16, 4, 8, dtype=BF16)) == "flash"
+    assert chosen(query, key, value, torch.ones(2, 16, 4, 8, dtype=BF16)) == "pages"
 
 
 @pytest.mark.parametrize(
@@ -170,14 +201,16 @@ def test_a_gpu_needs_what_torchs_kernels_take(
     query = torch.ones(1, 4, size, dtype=dtype).as_subclass(OnGpu)
     cache = torch.ones(2, 16, 4, size, dtype=dtype)
     with trying(TORCH):
-        assert attends_without_pages(query, query, query, cache) == taken
+        assert (chosen(query, query, query, cache) == "flash") == taken
 
 
 def test_the_reference_has_no_rows_for_no_tokens() -> None:
     """A batch of empty sequences is an empty result."""
     nothing = torch.empty(0, 4, 8)
     starts = torch.zeros(3, dtype=torch.int32)
-    assert fresh_attention_reference(nothing, nothing, nothing, starts, 1, 1.0, None).shape == (
+    assert fresh_attention_reference(
+        nothing, nothing, nothing, starts, 1, 1.0, None, False
+    ).shape == (
         0,
         4,
         8,

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.fresh_attention import attends_without_pages, fresh_attention
+from vllm_module.kernels.fresh_attention import fresh_attention, way_of_fresh_prompts
 from vllm_module.kernels.operators import checks_values
 from vllm_module.kernels.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.paged_layout import PagedLayout
@@ -181,7 +181,10 @@ class Attention(QuantizableKVCache):
         cache = k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
         bounds = metadata.slot_bounds
         scores = self.softcap, self.alibi_slopes, sinks
-        alone = metadata.fresh and attends_without_pages(query, key, value, k_cache, *scores)
+        way = "pages"
+        if metadata.fresh:
+            way = way_of_fresh_prompts(query, key, value, k_cache, *scores)
+        alone = way != "pages"
         same = query.dtype == key.dtype == value.dtype
         # The one operation stores rotated keys and returns none.
         if same and not alone and isinstance(rotate, Rotation) and rotate.is_plain(query.dtype):
@@ -197,7 +200,7 @@ class Attention(QuantizableKVCache):
         if alone:
             starts, longest = metadata.query_start_loc, metadata.max_query_len
             sequences = starts, longest, self.scale, self.sliding_window
-            return fresh_attention(query, key, value, *sequences).flatten(1)
+            return fresh_attention(query, key, value, *sequences, way == "cudnn").flatten(1)
         return paged_attention(
             query,
             k_cache,

@@ -23,7 +23,7 @@ from gpu.cases.case import (
     fused_qkv,
     short,
 )
-from vllm_module.kernels.fresh_attention import attends_without_pages, fresh_attention
+from vllm_module.kernels.fresh_attention import fresh_attention, way_of_fresh_prompts
 from vllm_module.kernels.paged_attention import paged_attention
 from vllm_module.kernels.paged_attention_reference import paged_attention_reference
 
@@ -254,8 +254,10 @@ def attend_freshly(most: int, *inputs: Any) -> torch.Tensor:
     """Attend as the layer does in a step of whole prompts."""
     *paged, key, value = inputs
     query, starts = paged[0], paged[5]
-    if attends_without_pages(query, key, value, paged[1]):
-        return fresh_attention(query, key, value, starts, most, query.shape[-1] ** -0.5)
+    way = way_of_fresh_prompts(query, key, value, paged[1])
+    if way != "pages":
+        scale = query.shape[-1] ** -0.5
+        return fresh_attention(query, key, value, starts, most, scale, None, way == "cudnn")
     return attend(paged_attention, most, {}, *paged)
 
 
