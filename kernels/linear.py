@@ -1,4 +1,4 @@
-"""Products with weights that are not quantized, by torch or by oneDNN, whichever is faster here."""
+"""Products with weights that are not quantized, by whichever library is faster here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from vllm_module.kernels.few_rows_matmul import config_of, few_rows_matmul
 from vllm_module.kernels.operators import next_power_of_2
 
 _LARGE = 1 << 21  # multiplications; for fewer, calling oneDNN costs what it gains
@@ -90,6 +91,9 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = _seconds
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
 
+    On a GPU, products of at most 16 rows are those of :mod:`~vllm_module.kernels.few_rows_matmul`
+    where that was measured to be faster.
+
     Large float32 products on a CPU go to oneDNN in inference mode, inside of :func:`products`, for
     the classes of rows that it says. The precision is the same. Rows are padded, by at most an
     eighth beyond 64 rows: oneDNN compiles and keeps a program for every number of rows, in about
@@ -110,6 +114,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if weight.is_meta and not x.is_meta:  # torch would return memory that nothing was written to
         raise ValueError(f"weight is on meta, and must be on {x.device}")
+    if x.is_cuda and (config := config_of(x, weight, bias)) is not None:
+        return few_rows_matmul(x, weight, bias, config)
     if not _is_for_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])

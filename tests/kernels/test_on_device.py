@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from vllm_module.kernels import fused_attention as fused
 from vllm_module.kernels import paged_layout
 from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla
+from vllm_module.kernels.few_rows_matmul import Config, few_rows_matmul
 from vllm_module.kernels.fresh_attention import fresh_attention
 from vllm_module.kernels.quantize import quantize_static
 
@@ -158,8 +159,12 @@ def fresh_prompts() -> list[torch.Tensor]:
     return [fresh_attention(query, key, value, torch.tensor([0, 3, 7]).int(), 4, 0.3, 2)]
 
 
+def few_rows() -> list[torch.Tensor]:
+    return [few_rows_matmul(torch.randn(3, 32), torch.randn(5, 32), None, Config(16, 32, 4, 2))]
+
+
 # What no case of the benchmark launches, in sizes of its own.
-BESIDE = [quantized_statically, cached_latents, fresh_prompts]
+BESIDE = [quantized_statically, cached_latents, few_rows, fresh_prompts]
 
 
 @pytest.mark.parametrize("operation", BESIDE)
@@ -192,7 +197,7 @@ def launched_by(cases: Any) -> set[str]:
             with torch.device("cuda"):
                 inputs = case.make()
             case.ours(*inputs)
-        for operation in BESIDE[:2]:
+        for operation in BESIDE[:-1]:
             with torch.device("cuda"):
                 operation()
     return device.launched | {"fresh_attention"}  # torch's own kernel, which needs a real device
