@@ -50,6 +50,7 @@ def test_a_wrong_result_does_not_pass(gpu) -> None:
     """A wrong or unwritten element fails the check of any operation."""
     for operation, make in gpu.operations.OPERATIONS.items():
         case = next(iter(make(True)))
+        wanted = gpu.check.expected(case, gpu.cpu, 1)
         for wrong in (torch.nan, 1e4):
 
             def broken(*inputs: object, case=case, wrong: float = wrong) -> object:
@@ -59,7 +60,7 @@ def test_a_wrong_result_does_not_pass(gpu) -> None:
                 return result
 
             with pytest.raises(AssertionError, match=r"error|bytes"):
-                gpu.check.check(dataclasses.replace(case, ours=broken), gpu.cpu, 1)
+                gpu.check.check(dataclasses.replace(case, ours=broken), gpu.cpu, 1, wanted)
             assert operation
 
 
@@ -112,13 +113,16 @@ def test_what_a_profiler_sees_is_the_devices(gpu, monkeypatch) -> None:
 
 def test_ceilings_are_of_right_products(gpu, monkeypatch) -> None:
     """A wrong product gives no ceiling; rates are amounts over seconds."""
-    found = gpu.ceilings.ceilings(gpu.cpu)
+    said: list[dict[str, object]] = []
+    found = gpu.ceilings.ceilings(lambda **result: said.append(result), gpu.cpu)
     assert list(found) == ["read", "copy", "bf16", "fp8"]
     assert found["copy"].amount == 2 * found["read"].amount
     assert gpu.ceilings.rates({"copy": [0.5]}, {"copy": found["copy"]})["copy"] == [2 * 2 * 2**16]
     monkeypatch.setattr(torch, "mm", lambda a, b: 2 * (a @ b))
-    with pytest.raises(AssertionError):
-        gpu.ceilings.ceilings(gpu.cpu)
+    assert not any("failed" in each for each in said)
+    left = gpu.ceilings.ceilings(lambda **result: said.append(result), gpu.cpu, ["read"])
+    assert list(left) == ["copy", "fp8"]
+    assert [each["name"] for each in said if "failed" in each] == ["ceiling: bf16"]
 
 
 def choosing_case(gpu, monkeypatch) -> object:
@@ -142,17 +146,18 @@ def test_candidates_are_found_by_running_a_kernel(gpu, monkeypatch) -> None:
     """A choice shows its candidates; each is checked, and only right ones may be measured."""
     case = choosing_case(gpu, monkeypatch)
     with gpu.asking.asked() as found:
-        gpu.check.check(case, gpu.cpu, 1)
+        gpu.check.check(case, gpu.cpu, 1, gpu.check.expected(case, gpu.cpu, 1))
     assert found == {("doubling", "of 8"): ["first", "second", "wrong"]}
     assert quantize.choose is choices.choose
     asked = [[*key, names] for key, names in found.items()]
     results = [{"name": "doubling", "operation": "x", "timed": True, "check": {}, "asked": asked}]
     assert len(gpu.trials.trials_of(results, True)) == 2
+    wanted = gpu.check.expected(case, gpu.cpu, 1)
     for trial in gpu.trials.trials_of(results, False):
         what = {"of": trial[0], "kernel": trial[1], "case": trial[2], "candidate": trial[3]}
         with choices.trying({"doubling": trial[3]}):
             try:
-                results.append(what | {"check": gpu.check.check(case, gpu.cpu, 1)})
+                results.append(what | {"check": gpu.check.check(case, gpu.cpu, 1, wanted)})
             except AssertionError:
                 results.append(what | {"failed": "wrong"})
     [choice] = gpu.trials.choices_of(results)
@@ -161,8 +166,8 @@ def test_candidates_are_found_by_running_a_kernel(gpu, monkeypatch) -> None:
     decision = gpu.candidates.decide(gpu.cpu, [case], choice, 1)
     assert decision["first"] == "first"
     assert set(decision["over_first"]) == {"first", "second"}
-    others = [results[0], {"name": "y", "operation": "x", "failed": "wrong"}]
-    assert gpu.trials.passed(others) == []  # no number of an operation whose check failed
+    results.append({"name": "y", "operation": "x", "failed": "wrong"})
+    assert gpu.trials.choices_of(results) == []  # nothing is chosen where a check failed
 
 
 @pytest.mark.parametrize(
