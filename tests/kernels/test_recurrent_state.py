@@ -133,7 +133,7 @@ sequences = st.lists(
 
 
 @EACH
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(sequences, st.booleans(), st.permutations(range(SLOTS)), st.booleans(), st.booleans())
 def test_each_sequence_continues_from_its_own_state(
     operation, as_accurate, drawn, half, slots, single, padded

@@ -28,18 +28,16 @@ SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
 LAYERS = SUBJECTS["LAYERS"]
 
 
-# With many tensors each, and how many cases; "make laws" tries them as often as the others.
+# How many cases of a law, and of subjects with many tensors each; "make laws" tries all of them as
+# often as is asked.
+CASES = 12
 LARGE = {
-    "experts": 15,
-    "quantized experts": 15,
-    "layouts quantized while loading": 15,
     "quantized to NF4 while loading": 8,
     "packed": 8,
     "packed while loading": 6,
     "packed experts": 6,
     "packed by bitsandbytes": 8,
     "experts packed by bitsandbytes": 4,
-    "mamba2": 12,
     "quantized mamba2": 6,
     "gated delta net": 10,
 }
@@ -47,12 +45,11 @@ LARGE = {
 
 @pytest.fixture
 def fewer_cases(name: str) -> Iterator[None]:
-    """Try fewer cases of large subjects."""
+    """Try fewer cases, above all of large subjects."""
     before = settings.get_current_profile_name()
-    if name in LARGE:
-        few = min(LARGE[name], settings.default.max_examples)
-        settings.register_profile("few", settings.get_profile(before), max_examples=few)
-        settings.load_profile("few")
+    few = min(LARGE.get(name, CASES), settings.default.max_examples)
+    settings.register_profile("few", settings.get_profile(before), max_examples=few)
+    settings.load_profile("few")
     yield
     settings.load_profile(before)
 

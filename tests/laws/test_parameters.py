@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
@@ -37,6 +38,17 @@ from vllm_module.testing.sharding import reassemble
 PARAMETERS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))["PARAMETERS"]
 
 
+@pytest.fixture
+def fewer_cases() -> Iterator[None]:
+    """Try fewer cases of each law and class than of a property; "make laws" tries more."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("few", settings.get_profile(before), max_examples=12)
+    settings.load_profile("few")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.mark.usefixtures("fewer_cases")
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_parameter_keeps_the_law(name: str, law: Law) -> None:

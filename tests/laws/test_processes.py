@@ -15,19 +15,17 @@ torchrun = runpy.run_path(str(SCRIPT.parents[1] / "support.py"))["torchrun"]
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_keep_the_law_of_sharding(tmp_path: Path, size: int) -> None:
-    """Layers and models, sharded over gloo processes, compute what one rank does.
-
-    So do some whose ranks load together.
-    """
+    """Layers sharded over gloo processes compute what one rank does; three load together, too."""
     torchrun(size, SCRIPT, tmp_path)
-    expected = {name for name in SUBJECTS["SUBJECTS"] if size == 2 or not SUBJECTS["large"](name)}
+    expected = {name for name in SUBJECTS["SUBJECTS"] if not SUBJECTS["large"](name)}
     if size == 3:
-        expected |= {f"{name}, loaded together" for name in ("attention", "experts", "layouts")}
+        expected = {"attention", "experts", "layouts"}
+        expected |= {f"{name}, loaded together" for name in expected}
     for rank in range(size):
         tried = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert tried.keys() == expected
         assert min(tried.values()) >= 4  # as many as are asked for
-        assert sum(tried.values()) > 80
+        assert sum(tried.values()) > (80 if size == 2 else 20)
 
 
 def test_processes_that_break_the_law_all_say_so(tmp_path: Path) -> None:

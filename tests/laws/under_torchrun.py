@@ -36,13 +36,14 @@ def main(directory: Path) -> None:
         (faulty,) = [each.applied() for each in FAULTS if each.name == file.read_text()]
     dist.init_process_group("gloo")
     try:
-        # Models wire layers together, and quantized layers are cut as others; at the other sizes
-        # they are tested in threads.
-        every = dist.get_world_size() == 2
-        subjects = {k: s for k, s in _ALL["SUBJECTS"].items() if every or not _ALL["large"](k)}
+        # Models wire layers together, and quantized layers are cut as others: ranks in threads try
+        # them, and processes compare some of them with transformers.
+        size = dist.get_world_size()
+        every = _ALL["SUBJECTS"].items()
+        subjects = {k: s for k, s in every if not _ALL["large"](k) and (size == 2 or k in TOGETHER)}
         with faulty:
             tried = {name: s.hold(assert_sharding_equivalent) for name, s in subjects.items()}
-        if dist.get_world_size() == 3:
+        if size == 3:
             with _TABLE["cooperating"](_TABLE["instead"]):
                 for name in TOGETHER:
                     held = subjects[name].hold(assert_sharding_equivalent)

@@ -65,8 +65,11 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+# Ranks have one scheduler; of each kind of state beside the pages, and of experts, one is tried.
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 1) for name in NAMES), *((name, 2) for name in ("bamba", "qwen3-moe", "qwen3-next"))],
+)
 def test_greedy_tokens_do_not_depend_on_the_schedule(
     tiny: Any, build: Any, generate: Any, name: str, size: int
 ) -> None:
@@ -79,7 +82,7 @@ def test_greedy_tokens_do_not_depend_on_the_schedule(
     preempted = []
 
     @given(schedules())
-    @settings(max_examples=4 if size == 1 else 1, phases=[Phase.generate])
+    @settings(max_examples=3 if size == 1 else 1, phases=[Phase.generate])
     def run(schedule: dict[str, Any]) -> None:
         order, steps = schedule.pop("order"), schedule.pop("steps")
         prompts = [reference.prompts[index] for index in order]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu import candidates, ceilings, engine, engine_checks, kernel_checks, loading
+from gpu.attempt import attempt
 
 
 def fails(*_: Any, **__: Any) -> Any:
@@ -28,11 +29,16 @@ def dies_with_0_6b(emit: Any, device: Any, model: str, *args: Any, **kwargs: Any
     _serve(emit, device, model, *args, **kwargs)
 
 
-_serve = engine.main
+def loads_after_a_failure(emit: Any, *args: Any) -> None:
+    attempt(emit, {"name": "loads of planted"}, fails)
+    _load(emit, *args)
+
+
+_serve, _load = engine.main, loading.main
 engine.main = dies_with_0_6b  # type: ignore[assignment]
 engine_checks.CHECKS["tokens"] = lambda test, *_: test("planted", fails)
 kernel_checks.checked = failing_once(kernel_checks.checked)  # type: ignore[assignment]
 for name in ("reading", "copying"):
     setattr(ceilings, name, fails)
-loading.figures = fails
+loading.main = loads_after_a_failure
 candidates.decide = failing_once(candidates.decide)  # type: ignore[assignment]
