@@ -192,6 +192,14 @@ BAD_FILES = {
     "a syntax error": ("def", "fails: SyntaxError"),
     "an error": ("\n1 / 0", "fails in line 2: ZeroDivisionError"),
     "no output": ("import sys\nsys.stdout = None", "sets sys.stdout or sys.stderr to None"),
+    "an error that is no Exception": (
+        "class Own(BaseException): ...\nraise Own('no')",
+        "fails in line 2: Own: no",
+    ),
+    "a module that removes itself": (
+        "import sys\ndel sys.modules[__name__]\n1 / 0",
+        "fails in line 3: ZeroDivisionError",
+    ),
     "an exit": ("import sys\nsys.exit(0)", "fails in line 2: SystemExit: 0"),
     "an unknown import": ("import nowhere_at_all", "fails in line 1: ModuleNotFoundError"),
 }

@@ -51,6 +51,10 @@ class UnsupportedModelError(WeightLoadError):
     """An architecture, or a setting of it, is not implemented here."""
 
 
+class MissingPackageError(UnsupportedModelError, ImportError):
+    """A package is needed that is not installed; the message has the command that installs it."""
+
+
 class ModelNotReadyError(RuntimeError):
     """A module was run before its weights were complete, or after a load broke midway."""
 

@@ -169,8 +169,8 @@ def load_model_code(path: Path) -> None:
                 "with the name of an architecture, or a call of register_model or register_source"
             )
     except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, UnsupportedModelError) or not isinstance(error, _FAILURES):
+        sys.modules.pop(name, None)  # the file may have done so
+        if isinstance(error, (UnsupportedModelError, KeyboardInterrupt, GeneratorExit)):
             raise
         raise UnsupportedModelError(
             f"model_code {printable(path)} fails{_line(error, str(path))}: {describe_error(error)}"

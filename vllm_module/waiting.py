@@ -13,14 +13,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_SLICE = 0.1  # seconds of a wait between two looks at signals
-_SLICE_DELTA = timedelta(seconds=_SLICE)
-_limit: ContextVar[float | None] = ContextVar("limit", default=None)
+SLICE = 0.1  # seconds of a wait between two looks at signals
+SILENCE = 10.0  # seconds of a wait after which the log says who is waited for
+_SLICE_DELTA = timedelta(seconds=SLICE)
+_limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
+
+
+@dataclass
+class _Limit:
+    seconds: float
+    notice: Callable[[], object] | None
 
 
 class WaitLimitError(RuntimeError):
@@ -28,9 +36,12 @@ class WaitLimitError(RuntimeError):
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Limit each wait inside: a longer one raises :class:`WaitLimitError`."""
-    token = _limit.set(seconds)
+def at_most(seconds: float, notice: Callable[[], object] | None = None) -> Iterator[None]:
+    """Limit each wait inside: a longer one raises :class:`WaitLimitError`.
+
+    ``notice`` is called once if a wait lasts longer than ``SILENCE``.
+    """
+    token = _limit.set(_Limit(seconds, notice))
     try:
         yield
     finally:
@@ -48,14 +59,15 @@ def finish(work: Any) -> None:
         # A slice that is over raises as well. An error of the collective is raised below.
         with suppress(RuntimeError):
             work.wait(_SLICE_DELTA)
-        waited += _SLICE
+        waited += SLICE
     work.wait()
 
 
-def interruptibly(call: Callable[[], T]) -> T:
+def interruptibly(call: Callable[[], T], ended: threading.Event | None = None) -> T:
     """Return ``call()``, which may wait outside of Python, and runs in a thread of its own.
 
-    After an interrupt or the limit, that thread is left behind: end what it waits for.
+    After an interrupt, the limit or the event ``ended``, that thread is left behind: end what it
+    waits for. The event raises :class:`WaitLimitError`.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -71,9 +83,11 @@ def interruptibly(call: Callable[[], T]) -> T:
 
     threading.Thread(target=copy_context().run, args=(run,), name="waiting", daemon=True).start()
     waited = 0.0
-    while not done.wait(_SLICE):
-        waited += _SLICE
+    while not done.wait(SLICE):
+        waited += SLICE
         _check(waited)
+        if ended is not None and ended.is_set():
+            raise WaitLimitError("what was waited for was given up")
     if errors:
         raise errors[0]
     return results[0]
@@ -84,7 +98,7 @@ def until(holds: Callable[[], bool]) -> None:
     waited, last = 0.0, time.monotonic()
     while not holds():
         now = time.monotonic()
-        waited, last = waited + min(now - last, _SLICE), now
+        waited, last = waited + min(now - last, SLICE), now
         _check(waited)
         time.sleep(0)  # lets other threads run
 
@@ -112,6 +126,10 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _check(waited: float) -> None:
-    limit = _limit.get()
-    if limit is not None and waited >= limit:
-        raise WaitLimitError(f"no answer for {limit:g} s")
+    if (limit := _limit.get()) is None:
+        return
+    if waited >= limit.seconds:
+        raise WaitLimitError(f"no answer for {limit.seconds:g} s")
+    if limit.notice is not None and waited >= SILENCE:
+        notice, limit.notice = limit.notice, None
+        notice()

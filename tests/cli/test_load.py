@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,30 @@ def test_a_device_that_is_not_there(run: Run, folder: Path) -> None:
         assert result.code == 2
         assert result.err.startswith("error: Invalid value for --device: ")
         assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "x"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-1")]
+)
+def test_numbers_of_torchrun_are_checked(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """What is no number of ranks is a usage error that names the variable."""
+    monkeypatch.setenv(name, value)
+    result = run("load", folder)
+    assert result.code == 2
+    assert f"{name}: it is '{value}' in the environment" in result.err
+
+
+def test_a_port_that_is_taken_is_named(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank cannot listen there, which is one message and not a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address, port = other.getsockname()
+        entries = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": address, "MASTER_PORT": port}
+        for entry, number in entries.items():
+            monkeypatch.setenv(entry, str(number))
+        result = run("load", folder)
+    assert (result.code, result.out) == (1, "")
+    assert f"the ranks cannot meet at {address}:{port} (MASTER_ADDR and MASTER_PORT)" in result.err

@@ -93,6 +93,17 @@ def test_a_command_says_of_a_url_what_it_says_of_the_folder(
     assert list(tmp_path.rglob("*"))
 
 
+def test_a_package_that_is_missing_is_named(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket without obstore is one line, with the command that installs it."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    result = run("load", "s3://bucket/folder")
+    assert (result.code, result.out) == (1, "")
+    assert "pip install 'vllm-module[stores]'" in result.err
+    assert "Traceback" not in result.err
+
+
 def test_an_architecture_that_is_not_known_is_named(
     run: Callable[..., Any], local: Path, urls: dict[str, str]
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,6 +125,30 @@ def test_a_signal_in_the_middle_of_a_command(
     assert signalled(action, "vllm_module.weights.checkpoint", "inspect", str(folder)) == expected
 
 
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_signal_leaves_no_temporary_folder(sent: signal.Signals, code: int) -> None:
+    """What a command wrote for a URL is removed, however the command is ended."""
+    program = """
+import os, signal, sys
+from vllm_module.cli import app, entry
+from vllm_module.weights.written_folder import new_folder
+def run(arguments):
+    print(new_folder("a model"), flush=True)
+    os.kill(os.getpid(), int(sys.argv[1]))
+    signal.pause()
+app.run = run
+sys.exit(entry.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(int(sent))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code
+    assert not Path(done.stdout.strip()).exists()
+
+
 @pytest.mark.parametrize("moment", ["vllm_module.cli.app", "typer", "torch.nn"])
 def test_an_interrupt_of_an_import(folder: Path, moment: str) -> None:
     """The same holds while the program, its command line or torch are imported."""
@@ -132,7 +157,10 @@ def test_an_interrupt_of_an_import(folder: Path, moment: str) -> None:
 
 CLOSED = "error: standard output is closed: open it, or redirect it to /dev/null\n"
 FULL = "error: standard output cannot be written: No space left on device\n"
-FULL_FILE = "error: OSError: [Errno 28] No space left on device: '/dev/full'\n"
+FULL_FILE = (
+    "error: /dev/full cannot be written: No space left on device; free space, or name a place on "
+    "another disk\n"
+)
 NOT_THERE = "error: the folder /not/there does not exist; check the path\n"
 NO_FOLDER = "error: the current folder cannot be used: No such file or directory; change to another"
 SHELL = {

@@ -56,11 +56,12 @@ DIFFER = {
 
 
 class Outcome(NamedTuple):
-    """Exit codes and notes of a scenario, by rank, and the time at which the last rank failed."""
+    """Exit codes, notes and logs of a scenario, by rank, and when the last rank failed."""
 
     codes: dict[int, int | str]
     notes: dict[int, dict[str, Any]]
     event: float
+    logs: dict[int, str]
 
     def survivors(self, failed: Iterable[int]) -> dict[int, dict[str, Any]]:
         return {rank: note for rank, note in self.notes.items() if rank not in failed}
@@ -89,6 +90,7 @@ def outcome(directory: Path, request: pytest.FixtureRequest) -> Outcome:
         {int(rank): code for rank, code in codes.items()},
         {rank: json.loads(path.read_text()) for rank, path in notes.items() if path.exists()},
         max((float(path.read_text()) for path in folder.glob("event.*")), default=0.0),
+        {int(rank): (folder / f"rank{rank}.log").read_text() for rank in codes},
     )
 
 
@@ -113,8 +115,10 @@ def test_a_rank_that_dies_is_named_by_every_survivor(outcome: Outcome, failed: l
 
 @pytest.mark.parametrize(("outcome", "failed"), HANG.items(), ids=HANG, indirect=["outcome"])
 def test_a_rank_that_hangs_is_named_within_the_timeout(outcome: Outcome, failed: list[int]) -> None:
-    """Survivors wait for the timeout, and not much longer; the late rank raises as well."""
+    """Survivors say who they wait for, until the timeout; the late rank raises as well."""
     check_survivors(outcome, failed)
+    for rank in outcome.survivors(failed):
+        assert f"waiting for rank {failed[0]} of {len(outcome.codes)}" in outcome.logs[rank]
     for note in outcome.survivors(failed).values():
         assert TIMEOUT * 0.9 < note["at"] - outcome.event < TIMEOUT + MARGIN
         assert f"had not finished {TIMEOUT:g} s after rank" in note["message"]

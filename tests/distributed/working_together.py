@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from vllm_module import waiting
 from vllm_module.distributed import exchange, together
 from vllm_module.errors import RankError
 
@@ -25,6 +26,7 @@ PATIENCE = 3600.0  # of all others: a rank that waits so long is killed before, 
 
 # Limits in seconds of waiting for other ranks. They are no options: this process, which is a script
 # alone, sets them to what a busy machine cannot exceed, or what a scenario about them reaches.
+waiting.SILENCE = 1.0
 exchange._PATIENCE = PATIENCE  # type: ignore[misc]
 exchange._FAREWELL = 10.0  # type: ignore[misc]
 exchange._EVIDENCE = 2.0  # type: ignore[attr-defined]

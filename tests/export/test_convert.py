@@ -30,6 +30,7 @@ from vllm_module.errors import (
     WeightReadError,
 )
 from vllm_module.export.compressed import convert
+from vllm_module.export.folder import FolderExistsError, new_folder
 from vllm_module.export.sharded_state import shard
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.quantization import QuantizableLayer
@@ -375,3 +376,18 @@ def test_rows_in_the_order_of_other_formats_are_refused(
     )
     with pytest.raises(UnsupportedModelError, match="stores the rows of queries and keys in the"):
         convert(config, tmp_path / "out")
+
+
+def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    """The process that ends last says so, and leaves nothing of its own."""
+    out = tmp_path / "out"
+
+    def write() -> None:
+        with new_folder(out) as folder:
+            (folder / "mine").touch()
+            out.mkdir()
+            (out / "theirs").touch()
+
+    with pytest.raises(FolderExistsError, match="out was written by another process meanwhile"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]

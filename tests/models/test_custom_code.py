@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, Wei
 from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.code_tokenizer import read_tokenizer
+from vllm_module.wrapped import custom_code
 
 TOKEN_IDS = (torch.arange(12) * 37 + 5) % 60
 
@@ -327,3 +329,65 @@ def test_a_tokenizer_is_not_run_without_trust(with_tokenizer: Path) -> None:
     with pytest.raises(CheckpointFormatError, match=r"tokenization_own\.Own.*trust_remote"):
         read_tokenizer(with_tokenizer, trust_remote_code=False)
     assert not (with_tokenizer.parent / "read").exists()
+
+
+@pytest.mark.parametrize("code", [["other/repo--tok.Tok", None], "other/repo--tok.Tok", [None, 3]])
+def test_a_tokenizer_of_another_repository_is_refused(with_tokenizer: Path, code: Any) -> None:
+    """Trust is in the files of the checkpoint; what else auto_map names is not looked for."""
+    entries = {"auto_map": {"AutoTokenizer": code}}
+    (with_tokenizer / "tokenizer_config.json").write_text(json.dumps(entries))
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer_config\.json .*'FILE\.CLASS'"):
+        read_tokenizer(with_tokenizer, trust_remote_code=True)
+    assert not (with_tokenizer.parent / "read").exists()
+
+
+def test_a_tokenizer_whose_configuration_is_elsewhere_is_refused(with_tokenizer: Path) -> None:
+    """transformers would read the configuration's class before the tokenizer's."""
+    _change(with_tokenizer, auto_map=AUTO_MAP | {"AutoConfig": "other/repo--c.Config"})
+    with pytest.raises(UnsupportedModelError, match=r"config\.json .*of another repository"):
+        read_tokenizer(with_tokenizer, trust_remote_code=True)
+    assert not (with_tokenizer.parent / "read").exists()
+
+
+@pytest.mark.parametrize("name", ["modeling_own.py", "tokenization_own.py", "helper.py"])
+def test_trusted_code_is_in_the_checkpoint(with_tokenizer: Path, name: str) -> None:
+    """A link out of the folder is not run, whether it is named or could be imported by what is."""
+    outside = with_tokenizer.parent / "outside.py"
+    path = with_tokenizer / name
+    outside.write_text(path.read_text() if path.exists() else "")
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside)
+    for read in (lambda: read_tokenizer(with_tokenizer, True), lambda: _logits(with_tokenizer)):
+        with pytest.raises(CheckpointFormatError, match=f"{name} is a link to .*outside of"):
+            read()
+    assert not (with_tokenizer.parent / "read").exists()
+    assert not (with_tokenizer.parent / "trace").exists()
+
+
+def test_an_import_that_hangs_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another load says that it waits, and ends with what holds it up."""
+    monkeypatch.setattr(custom_code, "_SILENCE", 0.01)
+    monkeypatch.setattr(custom_code, "_LONGEST_IMPORT", 0.01)
+    holds, done = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with custom_code.importing():
+            holds.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    holds.wait()
+    try:
+        with (
+            caplog.at_level(logging.WARNING, "vllm_module"),
+            pytest.raises(UnsupportedModelError, match=r"longer than 0\.01 s: end it .*\.lock"),
+        ):
+            _logits(folder)
+        assert "waiting for another process that imports" in caplog.text
+    finally:
+        done.set()
+        thread.join()
+    assert _logits(folder).isfinite().all()

@@ -27,6 +27,7 @@ from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.attention import stepping
 from vllm_module.wrapped.own_attention import divert_methods
+from vllm_module.wrapped.plan_styles import Plan
 from vllm_module.wrapped.probe import probe_of
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
@@ -154,6 +155,12 @@ def test_a_plan_that_does_not_fit_is_refused(
     source = _source(saved("mistral"))
     with tensor_parallel(rank=0, size=2), pytest.raises(WeightLoadError, match=expected):
         source.build(torch.device("cpu"))
+
+
+def test_a_plan_within_a_plan_is_refused() -> None:
+    """A style is a word; code of a checkpoint may have anything there."""
+    with pytest.raises(UnsupportedModelError, match=r"of Theirs has the style .*for a, which"):
+        Plan({"a": {"b": {}}}, "Theirs")  # type: ignore[dict-item]
 
 
 def test_a_plan_for_other_modules_is_refused(

@@ -25,6 +25,7 @@ from vllm_module.quantization import (
     Scheme,
     online_rules,
     quantize,
+    rules,
     rules_for,
 )
 from vllm_module.quantization import rules as rules_module
@@ -379,3 +380,12 @@ def test_a_rule_may_name_a_layer_by_an_alias() -> None:
     found = schemes(part)
     quantized = {name for name, scheme in found.items() if scheme is not None}
     assert quantized == {f"0.{layer}" for layer in LAYERS}
+
+
+def test_a_pattern_is_compiled_once() -> None:
+    """However many patterns a checkpoint has, one for each layer, and layers that they meet."""
+    rules._compiled.cache_clear()
+    targets = [f"re:.*layers\\.{number}\\.mlp$" for number in range(700)]
+    for layer in ("model.layers.1.mlp", "model.layers.699.mlp"):
+        assert sum(matches(target, layer) for target in targets) == 1
+    assert rules._compiled.cache_info().misses == len(targets)

@@ -7,12 +7,14 @@ import errno
 import gc
 import itertools
 import json
+import logging
 import os
 import pickle
 import random
 import re
 import runpy
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -297,7 +299,10 @@ WEB_ONLY = {
 }
 REFUSED = {
     "no permission": (always(lambda h: h.answer(403)), "403 Forbidden|no access"),
-    "no credentials": (always(lambda h: h.answer(401)), "401|no access"),
+    "no credentials": (
+        always(lambda h: h.answer(401)),
+        r"401.*set an entry for 127\.0\.0\.1 in ~/\.netrc|no access.*AWS_",
+    ),
     "a file that is missing": (always(lambda h: h.answer(404)), "no such file"),
     "no config.json": (always(lambda h: h.answer(404), "config.json"), "config.json: .*no such"),
     "a bad request": (always(lambda h: h.answer(400)), "400"),
@@ -515,6 +520,46 @@ def test_closing_ends_requests_under_way(server: Any) -> None:
         done.set()
 
 
+def test_an_interrupt_ends_a_load_whose_store_is_silent(
+    server: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is raised while answers are waited for, whichever thread the signal is sent to."""
+    done = threading.Event()
+    waited: list[bool] = []
+
+    def elsewhere() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    def fault(handler: Any) -> bool:
+        if FILE not in handler.path or handler.headers["Range"].startswith("bytes=0-"):
+            return False
+        if not waited:
+            threading.Thread(target=elsewhere).start()
+        waited.append(done.wait(30))
+        return True
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            state(kind(server, fault))
+        assert not waited or all(waited), "the answers were waited for"
+    finally:
+        done.set()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_store_without_versions_is_named_once(
+    server: Any, local: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says that changes of files may be missed, and the weights are loaded."""
+    with caplog.at_level(logging.WARNING, "vllm_module"):
+        url = web(server, lambda handler: handler.serve(200, ETag="", Last_Modified="") or True)
+        assert same(state(url), local[0][0])
+    (record,) = caplog.records
+    assert "sends neither ETag nor Last-Modified" in record.message
+    assert url in record.message
+
+
 @pytest.mark.parametrize("proxy", ["http://me:HIDDEN@h:abc", "http://me:HIDDEN@", "http://[h"])
 def test_a_proxy_that_is_not_valid_is_refused(
     server: Any, monkeypatch: pytest.MonkeyPatch, proxy: str
@@ -544,6 +589,23 @@ def test_a_key_that_is_no_file_name_is_left_out(server: Any) -> None:
     server.fault = listed(["a" * 300 + ".json", "\xe9" * 150 + ".json", "a\u200b.json", "b.json"])
     found = find_source("s3://bucket/folder")  # which keeps the folder
     assert sorted(path.name for path in found.folder.iterdir()) == ["b.json", "config.json"]
+
+
+@pytest.mark.parametrize("key", ["/x.json", "x\t.json", "../x.json"])
+def test_a_key_that_is_no_path_hides_no_file(server: Any, local: Any, key: str) -> None:
+    """Where the library lists nothing because of one key, files are asked for by their names."""
+
+    def fault(handler: Any) -> bool:
+        if LIST in handler.path:
+            names = sorted(path.name for path in (handler.server.folder / "model").iterdir())
+            list_names(handler, [*names, key])
+            return True
+        handler.path = handler.path.replace("/bucket/folder", "/model")
+        return False
+
+    s3(server)
+    server.fault = fault
+    assert same(state("s3://bucket/folder"), local[0][0])
 
 
 def test_small_files_have_a_limit(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

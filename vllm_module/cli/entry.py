@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
             sys.unraisablehook = _on_unraisable
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
         code = _run(sys.argv[1:])
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is printed, so it is too late
         signal.setitimer(signal.ITIMER_REAL, 0)  # chat ends at Ctrl-C with success
@@ -108,7 +110,22 @@ def _end_at_once(*_: object) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it would print a second line
     with suppress(OSError):
         os.write(2, (b"\n" + _SHOW_CURSOR if os.isatty(2) else b"") + b"error: interrupted\n")
+    _remove_folders()
     os._exit(INTERRUPTED)
+
+
+def _terminate(*_: object) -> None:
+    """End as SIGTERM does, without the folders for temporary files."""
+    _remove_folders()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _remove_folders() -> None:
+    written = sys.modules.get("vllm_module.weights.written_folder")
+    if remove := getattr(written, "remove_all", None):  # none while it is imported
+        with suppress(Exception):
+            remove()
 
 
 def _on_unraisable(unraisable: sys.UnraisableHookArgs) -> None:

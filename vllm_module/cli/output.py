@@ -6,6 +6,7 @@ cut or folded.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -304,13 +305,19 @@ _BATCH = 1000  # values of an iterator that are encoded at once
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name ``path`` in an error of the block that names no file, such as that of a full disk."""
+    """Name ``path`` in an error of the system's in the block, such as that of a full disk."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if isinstance(error, FileExistsError) and error.strerror is None:  # ours, with advice
+            raise CommandError(str(error)) from error
+        if error.strerror is None or error.filename not in (None, str(path)):
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "; free space, or name a place on another disk" if full else ""
+        raise CommandError(
+            f"{printable(path)} cannot be written: {error.strerror}{advice}"
+        ) from error
 
 
 def size(nbytes: float) -> str:

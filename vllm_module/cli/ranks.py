@@ -12,6 +12,7 @@ import typer
 
 from vllm_module.cli.output import REFUSALS, CommandError, is_out_of_memory
 from vllm_module.errors import RankError
+from vllm_module.messages import describe_error, printable, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,18 @@ def under_torchrun() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
+def _from_torchrun(name: str, least: int = 0) -> int:
+    """Return a number that torchrun sets in the environment; a usage error if it is none."""
+    value = os.environ.get(name, "0")
+    if not (value.isascii() and value.isdecimal() and least <= int(value[:10])):
+        raise typer.BadParameter(
+            f"it is {shorten(value)} in the environment: expected a number from {least} on, as "
+            "torchrun sets it; unset it to load in one process",
+            param_hint=name,
+        )
+    return int(value)
+
+
 def is_first_rank() -> bool:
     """Tell whether this process prints."""
     return os.environ.get("RANK", "0") == "0"
@@ -56,7 +69,7 @@ def tensor_parallel_size(tp: int | None) -> int:
     """Return the size asked for, or torchrun's; raise a usage error where the two differ."""
     if not under_torchrun():
         return tp or 1
-    world = int(os.environ["WORLD_SIZE"])
+    world = _from_torchrun("WORLD_SIZE", least=1)
     if tp not in (None, world):
         raise typer.BadParameter(
             f"torchrun started {world} ranks: leave --tp {tp} out, or start {tp}",
@@ -70,7 +83,7 @@ def rank_device(device: torch.device) -> torch.device:
     import torch
 
     if under_torchrun() and str(device) == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", _from_torchrun("LOCAL_RANK"))
         torch.cuda.set_device(device)
     return device
 
@@ -84,7 +97,14 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
         return
     # On CUDA too there is a gloo, by which ranks tell each other how they fare.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    except (ValueError, RuntimeError) as error:  # a variable is missing, or no address is free
+        address = ":".join(os.environ.get(f"MASTER_{each}", "?") for each in ("ADDR", "PORT"))
+        raise CommandError(
+            f"the ranks cannot meet at {printable(address)} (MASTER_ADDR and MASTER_PORT): "
+            f"{describe_error(error)}. Start them with torchrun, or name a port that is free"
+        ) from error
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ and then which ranks failed as far as it knows.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +19,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from vllm_module import waiting
 from vllm_module.errors import RankError
 from vllm_module.messages import describe_error
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -365,7 +368,12 @@ class _Exchange:
             return heard or bool(self._reported())
 
         with self._changed:
-            self._changed.wait_for(know, timeout)
+            silence = min(timeout, waiting.SILENCE)
+            if not self._changed.wait_for(know, silence):
+                silent = [peer.rank for peer in self._peers if len(peer.received) < count]
+                if silence < timeout:
+                    _log.warning("waiting for %s", ", ".join(map(self._name, silent)))
+                self._changed.wait_for(know, timeout - silence)
             failures = self._failed(count)
             if not self._reported():
                 for peer in self._peers:

@@ -6,6 +6,7 @@ last of them has ended. Between hosts, the process group carries the parts.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import time
@@ -19,7 +20,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from vllm_module import waiting
 from vllm_module.messages import describe_error
+
+_log = logging.getLogger(__name__)
 
 TAGS = range(1 << 18, 1 << 19)  # of messages with parts of batches
 _FOREVER = timedelta(days=365)  # a wait of gloo's that times out closes all of its connections
@@ -317,9 +321,19 @@ class SharedRing:
             pause = min(1.5 * pause, _LONGEST)
             if (now := activity()) != seen:
                 seen, idle, pause = now, 0.0, _SHORTEST
+            elif idle - waited < waiting.SILENCE <= idle < limit:
+                self._say_who_is_behind()
             elif idle >= limit:
                 return False
         return True
+
+    def _say_who_is_behind(self) -> None:
+        """Log the ranks that have read the least, which the others wait for."""
+        least = min(self._filled)
+        behind = [rank for rank, filled in enumerate(self._filled) if filled == least]
+        if behind != [self._rank]:
+            named = ", ".join(str(rank) for rank in behind if rank != self._rank)
+            _log.warning("reading together: waiting for rank %s of %d", named, len(self._filled))
 
     def finish(self) -> None:
         """Wait until the other ranks have what they need of this one, then close.

@@ -21,11 +21,16 @@ _POOLING = "1_Pooling/config.json"  # of sentence-transformers
 _OF_THE_WEIGHTS = ("config.json", "sharded_state.json", "*.index.json")  # written anew, or not true
 
 
+class FolderExistsError(ValueError, FileExistsError):
+    """A folder that was to be written is there already."""
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``out``, which is renamed to ``out`` if the block succeeds.
 
-    If it fails, nothing is left. Raises ``ValueError`` if ``out`` exists and is no empty folder.
+    If it fails, nothing is left. Raises ``FolderExistsError`` if ``out`` exists and is no empty
+    folder, before the block or after it.
     """
     demand_free(out)
     out = Path(os.path.abspath(out))
@@ -39,18 +44,20 @@ def new_folder(out: Path) -> Iterator[Path]:
         try:
             temporary.rename(out)  # replaces an empty folder only
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            demand_free(out)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise FolderExistsError(
+                    f"{printable(out)} was written by another process meanwhile, and is no empty "
+                    "folder any more: name another one, or remove it and start again"
+                ) from error
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # which it is not called any more if renamed
 
 
 def demand_free(out: Path) -> None:
-    """Raise ``ValueError`` if ``out`` exists and is no empty folder."""
+    """Raise ``FolderExistsError`` if ``out`` exists and is no empty folder."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise ValueError(
+        raise FolderExistsError(
             f"{printable(out)} exists and is no empty folder: name another one, or remove it first"
         )
 

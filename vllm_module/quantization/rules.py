@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import shorten
@@ -102,8 +102,13 @@ def matches(target: str, name: str) -> bool:
     if target.startswith("="):
         return target[1:] == name
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
+        return _compiled(target.removeprefix("re:")).match(name) is not None
     return target == EVERY_LAYER or f".{target}." in f".{name}."
+
+
+@cache  # re keeps 512 patterns, and a checkpoint may have one for each layer
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
 
 
 def checked_target(target: str) -> str:

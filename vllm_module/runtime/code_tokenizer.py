@@ -11,6 +11,7 @@ from vllm_module.messages import describe_error, printable, shorten
 from vllm_module.runtime.tokenizer import Tokenizer
 from vllm_module.weights import read_json
 from vllm_module.weights.regular_file import is_there
+from vllm_module.wrapped.custom_code import code_file, importing
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
@@ -26,13 +27,31 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
             f"checkpoint ({shorten(code)}), which is not run unless you trust it: read it, then "
             "give trust_remote_code=True (--trust-remote-code), or give token ids instead"
         )
+    _check_references(code, folder)
     return CodeTokenizer(folder)
 
 
 def _code(folder: Path) -> object:
-    path = folder / "tokenizer_config.json"
+    return _auto_map(folder, "tokenizer_config.json").get("AutoTokenizer")
+
+
+def _auto_map(folder: Path, name: str) -> Mapping[str, object]:
+    path = folder / name
     auto_map = read_json(path, folder).get("auto_map") if is_there(path) else None
-    return auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else None
+    return auto_map if isinstance(auto_map, Mapping) else {}
+
+
+def _check_references(code: object, folder: Path) -> None:
+    """Raise ``UnsupportedModelError`` if transformers would run code that is not in ``folder``.
+
+    ``code`` is a reference, or a slow tokenizer's and a fast one's, either ``None``. transformers
+    may read the model's configuration first, whose class can be code as well.
+    """
+    pair = code if isinstance(code, list) else [code]
+    for reference in filter(None, pair):
+        code_file(reference, "AutoTokenizer", folder, "tokenizer_config.json")
+    if (config := _auto_map(folder, "config.json").get("AutoConfig")) is not None:
+        code_file(config, "AutoConfig", folder, "config.json")
 
 
 class CodeTokenizer(Tokenizer):
@@ -49,9 +68,10 @@ class CodeTokenizer(Tokenizer):
         library: Any = transformers  # which has few hints
         self._path = folder
         try:
-            self._library = library.AutoTokenizer.from_pretrained(
-                str(folder), trust_remote_code=True, local_files_only=True
-            )
+            with importing():
+                self._library = library.AutoTokenizer.from_pretrained(
+                    str(folder), trust_remote_code=True, local_files_only=True
+                )
         except Exception as error:  # code from outside
             raise CheckpointFormatError(
                 f"the tokenizer of {printable(folder)}, code of the checkpoint, cannot be read: "

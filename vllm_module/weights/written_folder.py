@@ -20,6 +20,8 @@ TAKEN = (
     "generation_config.json",
 )  # fmt: skip
 
+_folders: dict[Path, int] = {}  # each with the process that made it
+
 # Why the folder has no tokenizer, if the checkpoint says of one what cannot be used.
 NO_TOKENIZER = "no_tokenizer.txt"
 
@@ -40,12 +42,19 @@ def new_folder(what: str, owner: object = None) -> Path:
     """Make a folder as :func:`write_folder` does; with ``owner``, it is removed with that."""
     with _refusal(what):
         folder = Path(tempfile.mkdtemp(prefix="vllm-module-"))
+    _folders[folder] = os.getpid()
     if owner is None:
-        atexit.register(_remove, folder, os.getpid())
+        atexit.register(_remove, folder)
     else:
-        weakref.finalize(owner, _remove, folder, os.getpid())
+        weakref.finalize(owner, _remove, folder)
     show_written(folder, what)
     return folder
+
+
+def remove_all() -> None:
+    """Remove every such folder, before this process ends at once."""
+    for folder in list(_folders):
+        _remove(folder)
 
 
 def write_file(path: Path, data: bytes, what: str) -> None:
@@ -66,7 +75,7 @@ def _refusal(what: str) -> Iterator[None]:
         ) from error
 
 
-def _remove(folder: Path, process: int) -> None:
+def _remove(folder: Path) -> None:
     show_written(folder, None)
-    if os.getpid() == process:  # and not a fork of it
+    if _folders.pop(folder, None) == os.getpid():  # and this is not a fork of it
         shutil.rmtree(folder, ignore_errors=True)

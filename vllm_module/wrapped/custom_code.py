@@ -5,16 +5,24 @@ They are imported only from a folder whose code the user trusts, by transformers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.messages import describe_error, printable, printable_name, shorten
+from vllm_module.weights.regular_file import is_there, open_regular
 from vllm_module.wrapped.library import library
 
+_log = logging.getLogger(__name__)
+
+# Seconds that another process may import before the log says so, and then before it is an error.
+_SILENCE, _LONGEST_IMPORT = 10.0, 600.0
 CONFIG, CAUSAL_LM = "AutoConfig", "AutoModelForCausalLM"
 
 
@@ -48,32 +56,69 @@ def class_of(entries: Mapping[str, Any], auto_class: str, folder: str | None) ->
             "auto_map of config.json), which is not run unless you trust it: read it, then give "
             "trust_remote_code=True, or --trust-remote-code on the command line"
         )
-    parts = reference.split(".") if isinstance(reference, str) else ()
-    if len(parts) != 2 or not all(part.isidentifier() for part in parts):
-        other = "--" in str(reference)
-        raise UnsupportedModelError(
-            f"auto_map of config.json has {shorten(reference)} for {auto_class}: expected "
-            "'FILE.CLASS', of a file beside config.json"
-            + (", not one of another repository, which no revision pins: copy it" if other else "")
-        )
-    path = Path(folder) / f"{parts[0]}.py"
-    if not path.is_file():
-        raise UnsupportedModelError(
-            f"{printable(folder)} has no {parts[0]}.py, which auto_map of config.json names for "
-            f"{auto_class}: download it beside config.json, and give that folder"
-        )
-    return _imported(reference, folder, path)
-
-
-def _imported(reference: str, folder: str, path: Path) -> Any:
-    dynamic = library("dynamic_module_utils")
+    path = code_file(reference, auto_class, Path(folder), "config.json")
     try:
-        dynamic.init_hf_modules()
-        # transformers copies files before it imports them, and ranks may be processes.
-        with FileLock(Path(dynamic.HF_MODULES_CACHE) / "vllm_module.lock"):
+        with importing():
+            dynamic = library("dynamic_module_utils")
             return dynamic.get_class_from_dynamic_module(reference, folder, local_files_only=True)
+    except WeightLoadError:
+        raise
     except Exception as error:  # code from outside
         raise UnsupportedModelError(
             f"{printable(path)}, code of the checkpoint, cannot be imported: "
             f"{describe_error(error)}"
         ) from error
+
+
+def code_file(reference: object, auto_class: str, folder: Path, named_in: str) -> Path:
+    """Return the file of ``folder`` that ``reference`` means, which is to be imported.
+
+    ``named_in`` is the file whose auto_map has the reference for ``auto_class``.
+
+    Raises ``UnsupportedModelError`` if it is in another repository, is not there, or it or other
+    code beside it is a link out of the checkpoint: transformers follows relative imports.
+    """
+    parts = reference.split(".") if isinstance(reference, str) else ()
+    if len(parts) != 2 or not all(part.isidentifier() for part in parts):
+        other = "--" in str(reference)
+        raise UnsupportedModelError(
+            f"auto_map of {named_in} has {shorten(reference)} for {auto_class}: expected "
+            f"'FILE.CLASS', of a file beside {named_in}"
+            + (", not one of another repository, which no revision pins: copy it" if other else "")
+        )
+    path = folder / f"{parts[0]}.py"
+    if not is_there(path):
+        raise UnsupportedModelError(
+            f"{printable(folder)} has no {parts[0]}.py, which auto_map of {named_in} names for "
+            f"{auto_class}: download it beside {named_in}, and give that folder"
+        )
+    for each in sorted(folder.rglob("*.py")):
+        os.close(open_regular(each, folder))
+    return path
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import code of checkpoints, one process at a time: transformers copies files before.
+
+    Raises ``UnsupportedModelError`` if another process imports for longer than
+    ``_LONGEST_IMPORT``. After ``_SILENCE``, the log says what is waited for.
+    """
+    dynamic = library("dynamic_module_utils")
+    dynamic.init_hf_modules()
+    lock = FileLock(Path(dynamic.HF_MODULES_CACHE) / "vllm_module.lock")
+    try:
+        lock.acquire(timeout=_SILENCE)
+    except Timeout:
+        _log.warning("waiting for another process that imports code of a checkpoint")
+        try:
+            lock.acquire(timeout=_LONGEST_IMPORT)
+        except Timeout:
+            raise UnsupportedModelError(
+                "another process has been importing code of a checkpoint for longer than "
+                f"{_LONGEST_IMPORT:g} s: end it (it holds {printable(lock.lock_file)})"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -58,7 +58,7 @@ class Plan:
         self.entries = dict(entries)
         self._used: set[str] = set()
         for path, style in self.entries.items():
-            if style not in _KNOWN:
+            if not isinstance(style, str) or style not in _KNOWN:
                 raise UnsupportedModelError(
                     f"the tensor-parallel plan of {owner} has the style {shorten(style)} for "
                     f"{path}, which is not known: expected one of {', '.join(sorted(_KNOWN))}"

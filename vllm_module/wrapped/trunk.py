@@ -60,6 +60,10 @@ def find_trunk(model: Any, *, takes_positions: bool = True) -> tuple[Trunk, Prob
     finally:
         for hook in hooks:
             hook.remove()
+    if not returned:
+        raise UnsupportedModelError(
+            f"transformers' {name} calls no module that computes hidden states"
+        )
     trunk, (output, attended) = called[0], returned[0]
     path = found.paths[trunk]
     hidden = getattr(output, "last_hidden_state", None)

@@ -58,10 +58,10 @@ class StoreCache:
     def open(self, url: str, version: Version) -> CachedFile | None:
         """Return what is kept of this version; ``None`` where nothing can be.
 
-        Other versions are removed. Only an ETag proves that a file is the same: two versions may
-        have one time of change.
+        Other versions are removed. Only a strong ETag proves that a file is the same: two versions
+        may have one time of change, or one weak ETag.
         """
-        if not version.is_etag:
+        if not version.is_proof:
             return None
         folder = self._of(url)
         name = _hashed(repr((version.size, version.tag)))

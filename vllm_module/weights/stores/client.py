@@ -6,11 +6,19 @@ from typing import NamedTuple, Protocol
 
 
 class Version(NamedTuple):
-    """What tells whether a file has changed: its size, and its ETag or time of change."""
+    """What tells whether a file has changed.
+
+    Attributes:
+        size: in bytes.
+        tag: its ETag or time of change; empty if the server sends neither.
+        is_proof: whether other bytes have another tag, as those of a strong ETag have (RFC 9110,
+            section 8.8.1).
+
+    """
 
     size: int
     tag: str
-    is_etag: bool
+    is_proof: bool
 
 
 class Answer(NamedTuple):

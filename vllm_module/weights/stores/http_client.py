@@ -139,7 +139,8 @@ class HttpClient:
             etag = answer.headers["ETag"]
             tag = etag or answer.headers["Last-Modified"] or ""
             # A server that compresses for some calls such a tag weak, and for others not.
-            return Answer(nbytes, Version(size, tag.removeprefix("W/"), bool(etag)))
+            is_proof = bool(etag) and not tag.startswith("W/")
+            return Answer(nbytes, Version(size, tag.removeprefix("W/"), is_proof))
 
     def _read_body(self, answer: http.client.HTTPResponse, view: memoryview) -> None:
         got = 0

@@ -5,14 +5,17 @@ The library obstore signs requests and finds credentials where each service's ow
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, MissingPackageError
 from vllm_module.messages import printable_name, without_secrets
+from vllm_module.waiting import WaitLimitError, interruptibly
 from vllm_module.weights.stores.client import (
     Answer,
     BusyError,
@@ -24,6 +27,9 @@ from vllm_module.weights.stores.client import (
 )
 from vllm_module.weights.stores.place import Place
 
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
 # Plain HTTP only where the environment names such an endpoint, as those of test servers are.
 _CLIENT = {
     "allow_http": True,
@@ -34,6 +40,7 @@ _RETRY = {"max_retries": 0}  # the requests are tried again in one place
 _STATUS = re.compile(r"status code: (\d{3})((?: [A-Za-z]+)*)")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _REQUEST = re.compile(r"Error performing .*? in \S+ - ")
+_NO_PATH = "Encountered object with invalid path"
 _UNREACHABLE = ("ConnectionRefused", "dns error")
 _BUSY = {408, 425, 429}
 
@@ -46,13 +53,14 @@ class ObstoreClient:
             import obstore
             from obstore import exceptions, store
         except ImportError as error:
-            raise ImportError(
+            raise MissingPackageError(
                 f"{place.scheme}:// needs obstore; install it with: "
                 "pip install 'vllm-module[stores]'"
             ) from error
         self._obstore, self._errors = obstore, exceptions
         self._place = place
         self._answered = False
+        self._ended = threading.Event()
         kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[place.scheme]
         options: dict[str, Any] = {"client_options": _CLIENT, "retry_config": _RETRY}
         try:
@@ -63,29 +71,46 @@ class ObstoreClient:
             ) from None
 
     def names(self) -> list[str] | None:
-        """List the files of the folder, without those below."""
+        """List the files of the folder, without those below.
+
+        ``None`` where a key is no path, such as ``folder//name``: the library then lists nothing.
+        Files are asked for by their names instead.
+        """
         prefix = f"{self._place.folder}/" if self._place.folder else None
+
+        def found_files() -> Any:
+            try:
+                return self._obstore.list_with_delimiter(self._store, prefix)
+            except self._errors.BaseError as error:
+                if _NO_PATH in str(error):
+                    return None
+                raise
+
         with self._failures():
-            found = self._obstore.list_with_delimiter(self._store, prefix)
+            found = self._call(found_files)
+        if found is None:
+            _log.warning("%s has a key that is no path: its files are not listed", self._place)
+            return None
         return [each["path"].rpartition("/")[2] for each in found["objects"]]
 
     def fetch(self, name: str, most: int) -> bytes:
         """Return a whole file."""
         with self._failures():
-            answer = self._obstore.get(self._store, self._key(name))
+            answer = self._call(lambda: self._obstore.get(self._store, self._key(name)))
             if answer.meta["size"] > most:
                 raise RefusedError(
                     f"it has {answer.meta['size']} bytes, and at most {most} are accepted"
                 )
-            return bytes(answer.bytes())
+            return bytes(self._call(answer.bytes))
 
     def read(self, name: str, begin: int, view: memoryview) -> Answer:
         """Read bytes from ``begin`` on into ``view``, fewer where the file ends before."""
         with self._failures(begin):
             asked: Any = {"range": (begin, begin + len(view))}
-            answer = self._obstore.get(self._store, self._key(name), options=asked)
+            key = self._key(name)
+            answer = self._call(lambda: self._obstore.get(self._store, key, options=asked))
             first, end = answer.range
-            data = memoryview(answer.bytes())
+            data = memoryview(self._call(answer.bytes))
         meta = answer.meta
         if first != begin or end != min(begin + len(view), meta["size"]):
             raise RefusedError(
@@ -100,7 +125,15 @@ class ObstoreClient:
         return Answer(len(data), version)
 
     def close(self) -> None:
-        """Do nothing: the library closes its connections."""
+        """End requests under way; the library closes its connections."""
+        self._ended.set()
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """Return ``call()``, a call of the library, which hears of no interrupt while it waits."""
+        try:
+            return interruptibly(call, self._ended)
+        except WaitLimitError:
+            raise BusyError("the store was closed") from None
 
     def _key(self, name: str) -> str:
         return f"{self._place.folder}/{name}".lstrip("/")

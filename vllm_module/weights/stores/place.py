@@ -66,7 +66,8 @@ class Place:
     @property
     def credentials(self) -> str:
         """What to set where a server asks who is there."""
-        return _ADVICE.get(self.scheme, f"an entry for {self.host} in ~/.netrc")
+        host = urlsplit(f"//{self.host}").hostname  # entries have no ports
+        return _ADVICE.get(self.scheme, f"an entry for {host} in ~/.netrc")
 
 
 def parse_file(url: str, suffixes: tuple[str, ...]) -> tuple[str, str | None]:

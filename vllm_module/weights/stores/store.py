@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.messages import printable
+from vllm_module.waiting import SLICE
 from vllm_module.weights.stores.cache import StoreCache
 from vllm_module.weights.stores.client import (
     Answer,
@@ -22,6 +24,8 @@ from vllm_module.weights.stores.client import (
 )
 from vllm_module.weights.stores.place import Place
 
+_log = logging.getLogger(__name__)
+
 # Requests under way. With REQUEST_BYTES of each, so much memory at most is held for ranges.
 UNDER_WAY = 16
 RETRY_SECONDS = 60.0  # after a request's first failure
@@ -31,6 +35,22 @@ _random = random.Random()  # a user's seed is not to make ranks wait in step
 T = TypeVar("T")
 
 
+def wait_for(futures: Sequence[Future[T]], *, until_failure: bool = False) -> None:
+    """Wait until all ``futures`` are done, or one has failed; an interrupt is raised meanwhile.
+
+    A signal that another thread receives is handled only when this one returns to Python.
+    """
+    ends = FIRST_EXCEPTION if until_failure else ALL_COMPLETED
+    while True:
+        done, left = wait(futures, SLICE, ends)
+        if not left or (until_failure and any(map(_has_failed, done))):
+            return
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
 class Store:
     """The files of a folder in a store, for many threads; ``cache`` has what is kept of them."""
 
@@ -38,6 +58,7 @@ class Store:
         self.place, self.client, self.cache = place, client, cache
         self._executor = ThreadPoolExecutor(UNDER_WAY, thread_name_prefix="store-request")
         self._ended = threading.Event()
+        self._warned = False
 
     def close(self) -> None:
         """End the threads, and the waits between requests."""
@@ -93,7 +114,7 @@ class Store:
                 f"{self._where()} was closed; open the checkpoint again"
             ) from error
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
+            wait_for(futures, until_failure=True)
         except BaseException:  # an interrupt, which is not to wait for a store that is away
             self._ended.set()
             self.client.close()
@@ -101,11 +122,21 @@ class Store:
         finally:
             for future in futures:
                 future.cancel()
-            wait(futures, return_when=ALL_COMPLETED)
+            wait_for(futures)
         for future in futures:
             if not future.cancelled() and (failure := future.exception()) is not None:
                 raise failure
         return [future.result() for future in futures]
+
+    def warn_of_changes(self) -> None:
+        """Log once that the store tells no versions of files, so that a change can be missed."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s sends neither ETag nor Last-Modified: a file that changes during the load and "
+                "keeps its size is not noticed",
+                self._where(),
+            )
 
     def _where(self, name: str = "") -> str:
         return printable(self.place.file(name) if name else str(self.place))

@@ -12,7 +12,7 @@ from vllm_module.messages import printable
 from vllm_module.weights.cut_rows import Run, copy_segments, memory
 from vllm_module.weights.stores.client import Version
 from vllm_module.weights.stores.spans import Span, spans
-from vllm_module.weights.stores.store import Store
+from vllm_module.weights.stores.store import Store, wait_for
 
 # Of the first request. Most headers are shorter.
 _FIRST_BYTES = 128 << 10
@@ -47,6 +47,8 @@ class StoredBytes:
         # What was read of the header: where it begins in the file, and its bytes.
         self._known = [(0, bytes(first[: answer.nbytes]))]
         self.bytes_requested = answer.nbytes
+        if not self.version.tag:
+            store.warn_of_changes()
         self._cached = cache.open(url, self.version) if cache is not None else None
         if self._cached is not None:
             self._cached.keep(0, self._known[0][1])
@@ -84,8 +86,14 @@ class StoredBytes:
         # for each other.
         executor = ThreadPoolExecutor(_AHEAD, thread_name_prefix="store-header")
         try:
-            for future in [executor.submit(self.read_bytes, *each) for each in ranges]:
-                future.result()
+            futures = [executor.submit(self.read_bytes, *each) for each in ranges]
+            wait_for(futures, until_failure=True)
+            for future in futures:
+                if future.done():
+                    future.result()
+        except BaseException:
+            self._store.close()  # or the requests under way would be waited for
+            raise
         finally:
             executor.shutdown(cancel_futures=True)
 
@@ -135,7 +143,7 @@ class StoredBytes:
             answer = self._store.read(self._name, begin, view)
         except CheckpointFormatError as error:  # it was there, and could be read
             raise WeightReadError(f"{error} It could be read when it was opened.") from error
-        if answer.version != self.version:
+        if answer.version[:2] != self.version[:2]:  # one server calls the same tag weak, or not
             raise WeightReadError(
                 f"{printable(self.path)} was changed since it was opened (it had {self.size} bytes "
                 f"and the tag {self.version.tag or 'none'}, and now has {answer.version.size} and "
