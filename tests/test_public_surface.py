@@ -56,8 +56,9 @@ LLM.chat(self, messages, sampling_params=None, use_tqdm=True, *, chat_template=N
 LLM.stream(self, prompt, sampling_params=None)
 LLM.embed(self, prompts, *, normalize=True, pooling=None, truncate=False, use_tqdm=True)
 LLM.update_weights(self, weights)
-LLM.sleep(self)
+LLM.sleep(self, level=1)
 LLM.wake_up(self)
+LLM.reload_weights(self)
 LLM.close(self)
 SamplingParams(*, n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
     presence_penalty=0.0, frequency_penalty=0.0, seed=None, stop=None, stop_token_ids=<factory>,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from vllm_module.errors import DuplicateWeightError
+from vllm_module.errors import DuplicateWeightError, WeightReadError
 from vllm_module.parameters import Piece
 from vllm_module.report import Problem
 from vllm_module.tree import Location, expected_shape, is_typed, slots_of
@@ -231,6 +232,48 @@ def missing(location: Location, slot: str) -> Problem:
         # Without the number of an expert, which the name has, so that the lines of all can fold.
         expected += f", slot {slot.rpartition('.')[2]!r} of {layer}.{attr}"
     return Problem(location.stored_name(slot), expected)
+
+
+def refuse_nan(assigned: Iterable[Assignment]) -> None:
+    """Raise ``WeightReadError`` if a tensor in memory has a NaN; handles are not read."""
+    for each in assigned:
+        if isinstance(each, HeldAssignment):  # in memory it is what a model slept with
+            continue
+        if isinstance(each.weight, torch.Tensor) and _has_nan(each.weight):
+            raise _nan_in(each.name)
+
+
+def refuse_nan_read(fills: Fills) -> None:
+    """Raise ``WeightReadError`` if a tensor has a NaN that was read from a handle."""
+    for location, assigned in fills.items():
+        handles = [each for each in assigned if not isinstance(each.weight, torch.Tensor)]
+        # Slots that nothing has filled yet hold NaN.
+        if handles and location.conversion is None and _has_nan(location.tensor):
+            for each in handles:
+                if any(_has_nan(piece.target) for piece in each.pieces()):
+                    raise _nan_in(each.name)
+
+
+def _nan_in(name: str) -> WeightReadError:
+    return WeightReadError(
+        f"{name} has a NaN, and weights should be numbers: save or download the tensor again, or "
+        "set allow_nan to load it as it is"
+    )
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    """Tell whether a number of ``values``, floating point of 16 bits or more, is NaN.
+
+    Quantized values are checked by their method. An infinity is a number that a checkpoint may
+    mean: as a bias it excludes a token or an expert.
+    """
+    if not _converts(values.dtype) or not values.numel():
+        return False
+    values = values.detach()
+    # A sum with a NaN is NaN, and computing it takes a fraction of the time that looking at each
+    # number does. A sum of large numbers or infinities may be NaN or infinite, too; the largest
+    # number is NaN only if one is.
+    return not math.isfinite(values.sum().item()) and math.isnan(values.amax().item())
 
 
 def _converts(dtype: torch.dtype) -> bool:

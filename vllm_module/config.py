@@ -213,6 +213,8 @@ class LoadConfig(_Closed):
             system that several hosts share, unless their page caches have the files. On one host,
             the page cache shares local files already. Ranks of a sharded state never do, because
             each has files of its own.
+        allow_nan: load weights that are NaN, and let updates bring them. By default they are
+            refused by name, because a model that has one answers every request with an error.
 
     """
 
@@ -220,6 +222,7 @@ class LoadConfig(_Closed):
     show_progress: _Flag = False
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 1800.0
     cooperative: Literal["auto"] | _Flag = "auto"
+    allow_nan: _Flag = False
 
 
 class EngineConfig(_Closed):

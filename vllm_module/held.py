@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+from torch import nn
+
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
 from vllm_module.load import Load
@@ -16,6 +19,7 @@ from vllm_module.messages import printable
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.plan import LoadPlan
+from vllm_module.tree import Node, held_locations
 from vllm_module.weights import Weight
 from vllm_module.weights.sharded_state import ShardedState
 
@@ -51,7 +55,23 @@ def load_from(
     if not isinstance(weights, ShardedState):
         model.load_weights(pairs)  # pairs, as an override expects them
         return
-    held = dict(pairs)
+    load_held(model, dict(pairs))
+
+
+def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return each parameter and persistent buffer below ``module``, a tied one once, by its path.
+
+    They are what a sharded state has, and what :func:`load_held` takes.
+    """
+    top = Node(module)
+    try:
+        return {location.path: location.tensor for location in held_locations(top)}
+    finally:
+        top.forget_below()  # or a cycle would keep the model alive
+
+
+def load_held(model: vLLMModule, held: Mapping[str, Weight]) -> None:
+    """Load ``model`` with what :func:`held_tensors` had of it, or a copy of that."""
     with Load.of(model, held) as load:
         load.assign_held(held)
 

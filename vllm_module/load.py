@@ -23,6 +23,8 @@ from vllm_module.assignment import (
     misfit,
     missing,
     not_zeros,
+    refuse_nan,
+    refuse_nan_read,
     zero_rule,
 )
 from vllm_module.errors import WeightLoadError, WeightReadError
@@ -400,6 +402,8 @@ class Load:
             if self._tied_claims:  # a handle that waits will be read for the tensor tied to it
                 waiting = {each.name for each in self.assigned}
                 assigned = [each for each in assigned if each.tied_to not in waiting]
+            if not getattr(self.root, "allow_nan", False):
+                refuse_nan(assigned)
             guard(self.root)  # no forward pass meanwhile
             self.written = True
             readers = self._open_readers()
@@ -423,6 +427,9 @@ class Load:
         for node in {node.module: node for node in marked}.values():
             if is_complete(node.module):
                 self._process(node)
+        # After processing, whose refusals say more of the scales of quantized weights.
+        if not getattr(self.root, "allow_nan", False):
+            refuse_nan_read(fills)
 
     def _jobs(self, fills: Fills, readers: Readers) -> Iterator[tuple[Weight, Destination]]:
         for location, assigned in fills.items():

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.consistency import (
@@ -34,6 +34,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class Loaded(NamedTuple):
+    """A model, and what it was loaded from.
+
+    Attributes:
+        source: the folder or store, and the configuration.
+        model: the model.
+        fingerprint: of the weights, as ``Checkpoint.fingerprint`` has it.
+
+    """
+
+    source: ModelSource
+    model: vLLMModule
+    fingerprint: str
+
+
 def get_model(
     *,
     model_config: ModelConfig,
@@ -50,15 +65,15 @@ def get_model(
         RankError: another rank refused, ended, hangs, or has another checkpoint.
 
     """
-    return find_and_load(model_config, load_config, device_config)[1]
+    return find_and_load(model_config, load_config, device_config).model
 
 
 def find_and_load(
     config: ModelConfig | ModelSource,
     load_config: LoadConfig | None,
     device_config: DeviceConfig | None,
-) -> tuple[ModelSource, vLLMModule]:
-    """Return the model as :func:`get_model` does, and the source that it was loaded from.
+) -> Loaded:
+    """Return the model as :func:`get_model` does, and what it was loaded from.
 
     If ``config`` is a source, nothing is resolved again.
     """
@@ -78,7 +93,10 @@ def find_and_load(
 
     def build() -> vLLMModule:
         device = (device_config or DeviceConfig()).torch_device
-        return source.build(device, number_of_tensors(checkpoint))
+        model = source.build(device, number_of_tensors(checkpoint))
+        if load_config.allow_nan:
+            model.allow_nan = True
+        return model
 
     def load() -> vLLMModule:
         with ExitStack() as reading:
@@ -103,7 +121,9 @@ def find_and_load(
             gather = partial(together, timeout=timeout, group=group.group)
             place = group.rank, group.size, group.group
             weights = read_together(model, checkpoint, load_config.cooperative, gather, *place)
-        return source, in_step(load, digests, timeout, group, demand_same_tensors)
+        fingerprint = checkpoint.fingerprint  # before it can change
+        model = in_step(load, digests, timeout, group, demand_same_tensors)
+        return Loaded(source, model, fingerprint)
 
 
 @contextmanager

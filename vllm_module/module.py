@@ -50,6 +50,8 @@ class vLLMModule(nn.Module):
         zero_weights: from a name that no tensor has to the reason why one of zeros is skipped;
             other numbers are refused.
         conversions: from a parameter's name to what converts the checkpoint's tensor for it.
+        allow_nan: whether weights may be NaN, when this is the module that is loaded or updated.
+            By default they are refused by name.
 
     """
 
@@ -59,6 +61,7 @@ class vLLMModule(nn.Module):
     skipped_weights: Mapping[str, str] = MappingProxyType({})
     zero_weights: Mapping[str, str] = MappingProxyType({})
     conversions: Mapping[str, Conversion] = MappingProxyType({})
+    allow_nan: bool = False
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load a whole checkpoint and return the names of the parameters and buffers it fills.

@@ -132,6 +132,9 @@ def test_fp8_and_new_weights_in_place(saved: Saved, tmp_path: Path) -> None:
             assert run(llm, prompts, count=count) == expected != before
         llm.sleep()
         llm.wake_up()
+        assert run(llm, prompts, count=count) == expected
+        llm.sleep(level=2)
+        llm.reload_weights()
         assert run(llm, prompts, count=count) == before
 
 

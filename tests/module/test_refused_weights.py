@@ -13,8 +13,14 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from vllm_module.errors import MisshapenWeightError, UnexpectedWeightError, WeightLoadError
-from vllm_module.testing.checkpoints import assert_same_state, state
+from vllm_module.errors import (
+    MisshapenWeightError,
+    UnexpectedWeightError,
+    WeightLoadError,
+    WeightReadError,
+)
+from vllm_module.testing.checkpoints import assert_same_state, state, write_checkpoint
+from vllm_module.weights import open_checkpoint
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -171,3 +177,68 @@ def test_tensors_of_any_memory_load(model) -> None:
         assert not model.blocks[0].qkv_proj.weight.requires_grad
     model.update_weights({"blocks.0.q_proj.weight": values[:1].expand(8, 8)})
     assert torch.equal(model.blocks[0].qkv_proj.weight[:8], values[:1].expand(8, 8))
+
+
+NAN = "blocks.0.v_proj.weight"
+
+
+def with_nan(dtype: torch.dtype = torch.float32, place: int = -1, sign: float = 1.0) -> Any:
+    """Return a checkpoint one of whose tensors, of ``dtype``, has a NaN."""
+    tensors = tree.checkpoint(1)
+    tensors[NAN] = tensors[NAN].to(dtype)
+    tensors[NAN].view(-1)[place] = torch.tensor(torch.nan).copysign(torch.tensor(sign))
+    return tensors
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("call", ["load_weights", "update_weights"])
+def test_a_nan_is_refused_by_its_name(model, call: str, form: str) -> None:
+    """Of what can be looked at first, nothing is written then; a stream is written up to it."""
+    before = state(model)
+    with pytest.raises(WeightReadError, match=rf"^{NAN} has a NaN, .* set allow_nan") as refused:
+        getattr(model, call)(FORMS[form](with_nan()))
+    assert ("Nothing was written" in str(refused.value)) == (form != "stream")
+    if form != "stream":
+        assert_same_state(state(model), before, "after a refusal")
+        model.check_ready()
+    model.load_weights(tree.checkpoint(1))
+
+
+@pytest.mark.parametrize("place", [0, 13, -1])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_nan_of_a_file_is_refused_by_its_name(
+    tmp_path: Path, dtype: torch.dtype, sign: float, place: int
+) -> None:
+    """In any dtype, at any place of a slot; the model does not run, and can be loaded again."""
+    write_checkpoint(tmp_path, with_nan(dtype, place, sign), config={})
+    fresh = tree.Model(1)
+    with open_checkpoint(tmp_path) as files:
+        with pytest.raises(WeightReadError, match=rf"^{NAN} has a NaN"):
+            fresh.load_weights(files)
+        fresh.allow_nan = True
+        fresh.load_weights(files)
+    assert fresh.blocks[0].qkv_proj.weight.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, 6e4])
+def test_infinities_and_large_numbers_load(value: float) -> None:
+    """A bias of minus infinity excludes a token; numbers whose sum overflows are numbers."""
+    tensors = tree.checkpoint(1)
+    wide = torch.full((8, 8), value, dtype=torch.float16)
+    wide[0, 0] = -wide[0, 0]
+    for given in ({"blocks.0.q_proj.weight": wide}, {"blocks.0.q_proj.weight": wide.float()}):
+        fresh = tree.Model(1)
+        fresh.load_weights(tensors | given)
+        assert torch.equal(fresh.blocks[0].qkv_proj.weight[:8], wide.float())
+
+
+def test_a_slot_that_waits_for_its_weights_has_no_nan_of_a_checkpoint(tmp_path: Path) -> None:
+    """An update that fills one slot of new memory is not refused for the others."""
+    tensors = tree.checkpoint(1)
+    write_checkpoint(tmp_path, tensors, config={})
+    fresh = tree.Model(1)
+    with open_checkpoint(tmp_path) as files:
+        for name in files:
+            fresh.update_weights([(name, files[name])])
+    fresh.check_ready()

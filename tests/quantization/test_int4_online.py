@@ -191,8 +191,15 @@ def test_numbers_that_are_not_finite(number: float) -> None:
     layer.quantize(OnlinePackedMethod(group_size=32))
     broken = torch.randn(4, 32)
     broken[1, 7] = number
+    given = {"a.weight": torch.randn(4, 32), "b.weight": broken}
+    reason = (
+        r"b\.weight has a NaN" if number != number else r"weight \(slot 'b'\) .* must be finite"
+    )
+    with pytest.raises(WeightReadError, match=reason):
+        layer.load_weights(given)
+    layer.allow_nan = True  # which no scheme can hold
     with pytest.raises(WeightReadError, match=r"weight \(slot 'b'\) .* must be finite"):
-        layer.load_weights({"a.weight": torch.randn(4, 32), "b.weight": broken})
+        layer.load_weights(given)
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_a_broken_update_stops_the_model(nested: Any) -> None:
     """After scales that are not finite, the model refuses to run."""
     model: Any = get_model(model_config=ModelConfig(model=str(nested.folder)))
     name = f"{WEIGHT}.nested_absmax"
-    broken = {name: torch.full_like(nested.tensors[name], float("nan"))}
+    broken = {name: torch.full_like(nested.tensors[name], float("inf"))}
     with pytest.raises(WeightReadError, match="up_proj"):
         model.update_weights(broken)
     with pytest.raises(ModelNotReadyError):

@@ -57,6 +57,7 @@ def test_one_number_that_is_not_finite(kind: str, scheme: str, dtype: torch.dtyp
             for value in (float("nan"), float("inf"), float("-inf")):
                 layer = build()
                 layer.quantize(EightBitMethod(held))
+                layer.allow_nan = True  # which eight bits cannot hold
                 bad = good[name].clone()
                 bad.view(-1)[bad.numel() // 2 + 5 if place is None else place] = value
                 with pytest.raises(WeightReadError) as refused:
@@ -92,7 +93,7 @@ def last_is_infinite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_update_that_is_not_finite(full_precision: Any) -> None:
-    """An update with a NaN is refused with the slot, and the model does not run after it."""
+    """An update with a NaN is refused before it is written, and one with an infinity later."""
     model: Any = get_model(model_config=ask(full_precision, "fp8_per_channel"))
     name = f"{ATTENTION}.v_proj.weight"
     weight = full_precision.tensors[name]
@@ -100,6 +101,10 @@ def test_an_update_that_is_not_finite(full_precision: Any) -> None:
     bad[3, 3] = float("nan")
     ids = full_precision.ids
     before = model(ids, torch.arange(len(ids)))
+    with pytest.raises(WeightReadError, match=r"v_proj\.weight has a NaN.*\n.*Nothing was written"):
+        model.update_weights({name: bad})
+    assert torch.equal(model(ids, torch.arange(len(ids))), before)
+    bad[3, 3] = float("inf")
     with pytest.raises(WeightReadError, match=r"weight \(slot 'v_proj'\) has (nan|inf)"):
         model.update_weights({name: bad})
     with pytest.raises(ModelNotReadyError, match="v_proj"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_module import LLM, SamplingParams
+from vllm_module import LLM, LoadConfig, SamplingParams
 from vllm_module.hf_config import HFConfig
 from vllm_module.model_source import build_model
 from vllm_module.testing import random_weights
@@ -56,6 +56,7 @@ def test_weights_that_are_not_finite_make_errors(
         hf_overrides={"sliding_window": window},
         kv_cache_memory_bytes=1 << 18,
         max_num_seqs=4,
+        load_config=LoadConfig(allow_nan=True),
     )
     for output in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=3)):
         assert output.error is not None

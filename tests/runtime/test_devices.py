@@ -98,14 +98,14 @@ class StandIn:
         if self.refused:
             raise WeightLoadError(self.refused)
 
-    def refusal(self) -> str | None:
-        self._note("refusal")
-        return self.refused
+    def weights_state(self) -> tuple[str | None, bool]:
+        self._note("weights_state")
+        return self.refused, True
 
 
 ENTRIES = {
     "load", "pages", "start", "run", "embed", "update_weights", "sleep", "wake_up", "close",
-    "refusal",
+    "weights_state", "reload_weights",
 }  # fmt: skip
 
 
@@ -171,6 +171,7 @@ def test_every_entry_runs_under_the_device_of_the_worker(
         lambda: made.update_weights(weights()),
         made.sleep,
         made.wake_up,
+        made.reload_weights,
         refused_update,
         made.close,
     ):

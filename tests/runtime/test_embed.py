@@ -16,7 +16,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from vllm_module import LLM
-from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
+from vllm_module.errors import (
+    CheckpointFormatError,
+    ModelNotReadyError,
+    UnsupportedModelError,
+    WeightReadError,
+)
 from vllm_module.runtime.embedding import EmbeddingInputs
 from vllm_module.runtime.embedding import embed as embed_batch
 from vllm_module.runtime.sentence_config import SentenceConfig
@@ -233,6 +238,9 @@ def test_weights_are_updated_and_sleep(folder: Path, theirs: Any) -> None:
         llm.update_weights({table: weight.flip(0)})
         assert not torch.allclose(vectors(embed(llm, ids)), before, atol=1e-2)
         weight[9] = torch.nan
+        with pytest.raises(WeightReadError, match=f"{table} has a NaN"):
+            llm.update_weights({table: weight})
+        llm.executor.worker.model.allow_nan = True
         llm.update_weights({table: weight})
         broken, whole = embed(llm, [{"prompt_token_ids": [4, 9]}, ids])
         assert "NaN or infinity: check the model's weights" in broken.error
@@ -242,6 +250,7 @@ def test_weights_are_updated_and_sleep(folder: Path, theirs: Any) -> None:
         with pytest.raises(ModelNotReadyError, match="sleeps"):
             embed(llm, ids)
         llm.wake_up()
+        llm.reload_weights()
         assert torch.equal(vectors(embed(llm, ids)), before)
     with pytest.raises(RuntimeError, match="it was closed"):
         embed(llm, ids)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module import DeviceConfig, LoadConfig, ModelConfig, waiting
 from vllm_module.config import EngineConfig
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -350,7 +350,7 @@ def test_an_update_that_is_refused_is_made_up_for_by_a_whole_checkpoint(shared: 
     before = logits(shared)
     wrong = {**weights(1), "model.other.weight": torch.ones(2)}
     with pytest.raises(UnexpectedWeightError, match=r"model\.other\.weight"):
-        shared.update_weights(wrong)
+        shared.update_weights(iter(wrong.items()))
     with pytest.raises(ModelNotReadyError, match="broke on UnexpectedWeightError"):
         logits(shared)
     name = "model.norm.weight"
@@ -374,8 +374,27 @@ def test_an_update_that_another_rank_refuses_says_which(
         patch.setattr(shared.worker, "update_weights", take)
         wrong = {"model.norm.weight": torch.ones(48), "other": torch.ones(2)}
         with pytest.raises(RankError, match=r"rank 1 of 2 failed: UnexpectedWeightError"):
-            shared.update_weights(wrong)
+            shared.update_weights(iter(wrong.items()))
     with pytest.raises(ModelNotReadyError, match="broke on UnexpectedWeightError"):
+        logits(shared)
+    shared.update_weights(weights(0))
+    logits(shared)
+
+
+def test_an_update_that_one_rank_took_and_another_refused_is_a_mixture(
+    shared: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step runs although no rank's own weights are broken."""
+
+    def take(weights: Iterator[Any], whole: bool) -> None:
+        deque(weights, maxlen=0)
+        shared.worker._took_update = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.worker, "update_weights", take)
+        with pytest.raises(RankError, match="rank 1 of 2 failed"):
+            shared.update_weights(iter({"other": torch.ones(2)}.items()))
+    with pytest.raises(ModelNotReadyError, match="some ranks took an update"):
         logits(shared)
     shared.update_weights(weights(0))
     logits(shared)
@@ -395,19 +414,26 @@ def test_a_source_that_breaks_before_anything_came_changes_nothing(shared: Execu
 
 
 def test_all_ranks_sleep_and_wake_up(shared: Executor) -> None:
-    """They wake up with the checkpoint's weights, also after an update."""
+    """They wake up with the weights that slept, and reload the checkpoint's."""
     before = logits(shared)
     shared.update_weights(weights(1))
+    updated = logits(shared)
     shared.sleep()
-    assert all(parameter.is_meta for parameter in shared.worker.model.parameters())
     shared.wake_up()
+    torch.testing.assert_close(logits(shared), updated, rtol=0, atol=0)
+    shared.sleep(level=2)
+    assert all(parameter.is_meta for parameter in shared.worker.model.parameters())
+    with pytest.raises(ModelNotReadyError, match="updates had changed them"):
+        shared.wake_up()
+    shared.reload_weights()
     torch.testing.assert_close(logits(shared), before, rtol=0, atol=0)
 
 
 def test_a_rank_that_cannot_wake_up_says_why(shared: Executor, folder: Path) -> None:
     """An error outside of steps is raised, and the call can be repeated."""
     before = logits(shared)
-    shared.sleep()
+    shared.reload_weights()
+    shared.sleep(level=2)
     config = folder / "model.safetensors"
     hidden = config.rename(folder / "hidden")
     with pytest.raises(ValueError, match="safetensors"):
@@ -451,8 +477,11 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_a_rank_that_hangs_in_a_step_is_named_in_time(folder: Path) -> None:
-    """The step raises after ``step_timeout``, and every later call names the rank again."""
+def test_a_rank_that_hangs_in_a_step_is_named_in_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names it; the step raises after ``step_timeout``, and so does every later call."""
+    monkeypatch.setattr(waiting, "SILENCE", 0.2)
     made = executor(folder, 2, step_timeout=0.5)
     made.start(64)
     pids = workers()
@@ -462,6 +491,8 @@ def test_a_rank_that_hangs_in_a_step_is_named_in_time(folder: Path) -> None:
         with pytest.raises(RankError, match=named) as raised:
             call()
         assert raised.value.ranks == (1,)
+    (said,) = [each.message for each in caplog.records if "waiting for" in each.message]
+    assert said.startswith(f"waiting for rank 1 (pid {pids[0]}): the process is stopped")
     assert not alive(pids)
     made.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import re
 import shutil
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -492,25 +494,62 @@ def test_weights_take_effect_between_steps(folder: Path, theirs: Any) -> None:
         assert llm.generate(long, greedy(8), False)[0].outputs[0].token_ids == before
 
 
-def test_a_failed_update_ends_and_refuses_requests(folder: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_update_that_is_refused_costs_nothing(folder: Path, theirs: Any, size: int) -> None:
+    """Requests go on with the weights that they had, and so does a later update of a part."""
+    head = theirs.lm_head.weight.detach()
+    nan = head.clone()
+    nan[3, 2] = torch.nan
+
+    def stream_of_one() -> Any:
+        yield "model.norm.bias", head
+
+    with LLM(folder, tensor_parallel_size=size, **SMALL) as llm:
+        before = llm.generate("fox", greedy(8, ignore_eos=True), False)[0].outputs[0].token_ids
+        stream = llm.stream("fox", greedy(8, ignore_eos=True))
+        next(stream)
+        for refused, why in (
+            ({"lm_head.weight": torch.zeros(3, 3)}, "expected shape"),
+            ({"lm_head.weight": head, "lm_heads.weight": head}, "lm_heads"),
+            (stream_of_one(), "model.norm.bias"),
+            ({"lm_head.weight": nan}, "lm_head.weight has a NaN"),
+        ):
+            with pytest.raises(WeightLoadError, match=why):
+                llm.update_weights(refused)
+        assert list(stream)[-1].outputs[0].token_ids == before
+        llm.update_weights({"lm_head.weight": head.flip(0).contiguous()})  # a part is enough
+        after = llm.generate("fox", greedy(8), False)[0].outputs[0].token_ids
+        assert after[0] == 129 - before[0]
+
+
+def test_a_failed_update_ends_and_refuses_requests(folder: Path, theirs: Any) -> None:
     """Running requests end and new ones are refused, with the reason, until it is repaired."""
+
+    def breaking() -> Any:
+        yield "lm_head.weight", theirs.lm_head.weight.detach()
+        yield "lm_head.weight", torch.zeros(3, 3)
+
     with LLM(folder, **SMALL) as llm:
         before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
         stream = llm.stream("dog", greedy(8))
         next(stream)
         with pytest.raises(WeightLoadError):
-            llm.update_weights({"lm_head.weight": torch.zeros(3, 3)})
+            llm.update_weights(breaking())
         last = list(stream)[-1]
         assert last.finished
         assert "an update of the weights failed" in str(last.error)
         for refused in (lambda: llm.generate("fox"), lambda: next(llm.stream("fox"))):
             with pytest.raises(ModelNotReadyError, match="requests: an update of the weights fail"):
                 refused()
-        llm.wake_up()
+        with pytest.raises(ModelNotReadyError, match=r"whole checkpoint, or reload_weights\(\)"):
+            llm.wake_up()
+        with pytest.raises(ModelNotReadyError, match=r"sleep\(level=2\) drops"):
+            llm.sleep()
+        llm.reload_weights()
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 
-def test_an_interrupted_update_is_repaired_by_waking_up_or_a_whole_update(
+def test_an_interrupted_update_is_repaired_by_reloading_or_a_whole_update(
     folder: Path, theirs: Any
 ) -> None:
     """The model has some new weights, and refuses to run before all are of one checkpoint."""
@@ -522,7 +561,8 @@ def test_an_interrupted_update_is_repaired_by_waking_up_or_a_whole_update(
 
     with LLM(folder, **SMALL) as llm:
         before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
-        for repair in (llm.wake_up, lambda: llm.update_weights(state), llm.wake_up):
+        repairs = (llm.reload_weights, lambda: llm.update_weights(state), llm.reload_weights)
+        for repair in repairs:
             with pytest.raises(OSError, match="disk gone"):
                 llm.update_weights(breaking())
             with pytest.raises(ModelNotReadyError, match="disk gone"):
@@ -534,14 +574,14 @@ def test_an_interrupted_update_is_repaired_by_waking_up_or_a_whole_update(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model, "load_weights", lambda weights: load_weights(breaking()))
             with pytest.raises(OSError, match="disk gone"):
-                llm.wake_up()
-        with pytest.raises(ModelNotReadyError, match="waking up failed: OSError: disk gone"):
+                llm.reload_weights()
+        with pytest.raises(ModelNotReadyError, match="reloading the weights failed: OSError: disk"):
             llm.generate("fox", greedy(5), False)
         llm.update_weights(state)
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
         llm.update_weights({"model.norm.weight": state["model.norm.weight"].flip(0)})
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids != before
-        llm.wake_up()  # the checkpoint as it is on disk, though nothing slept
+        llm.reload_weights()  # the checkpoint as it is on disk, though nothing slept
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 
@@ -570,7 +610,8 @@ def test_a_closed_engine_has_no_cache(folder: Path, overlapped: bool) -> None:
     for late in (lambda: next(stream), lambda: llm.generate("fox", use_tqdm=False)):
         with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
             late()
-    for late in (lambda: llm.update_weights({}), llm.wake_up, llm.sleep):
+    calls = lambda: llm.update_weights({}), llm.wake_up, llm.sleep, llm.reload_weights
+    for late in calls:
         with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
             late()
 
@@ -612,7 +653,12 @@ def test_sleep_and_wake_up(folder: Path) -> None:
         with pytest.raises(RuntimeError, match="1 requests are going on"):
             llm.sleep()
         stream.close()
-        llm.sleep()
+        for level in (0, 3, True, "1"):
+            with pytest.raises(ValueError, match="level should be 1 or 2"):
+                llm.sleep(level)
+        llm.sleep(level=2)
+        with pytest.raises(RuntimeError, match="sleeps already"):
+            llm.sleep()
         model = llm.executor.worker.model
         assert all(parameter.is_meta for parameter in model.parameters())
         with pytest.raises(ModelNotReadyError):
@@ -621,6 +667,57 @@ def test_sleep_and_wake_up(folder: Path) -> None:
             llm.generate("fox", greedy(5), False)
         llm.wake_up()
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+
+
+def first_tokens(llm: LLM) -> list[int]:
+    return llm.generate("fox", greedy(8, ignore_eos=True), False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_wakes_up_with_the_weights_that_slept(folder: Path, theirs: Any, size: int) -> None:
+    """Updates are kept at level 1; at level 2 they must be sent, or the loss must be asked for."""
+    state = theirs.state_dict()
+    new = state | {"lm_head.weight": state["lm_head.weight"].flip(0).contiguous()}
+    with LLM(folder, tensor_parallel_size=size, **SMALL) as llm:
+        first = first_tokens(llm)
+        llm.sleep(level=2)
+        llm.wake_up()  # nothing was updated, so the folder has them
+        assert first_tokens(llm) == first
+        llm.update_weights({"lm_head.weight": new["lm_head.weight"]})
+        updated = first_tokens(llm)
+        assert updated[0] == 129 - first[0]
+        llm.sleep()
+        llm.wake_up()
+        llm.wake_up()  # it is awake
+        assert first_tokens(llm) == updated
+        llm.sleep(level=2)
+        with pytest.raises(ModelNotReadyError, match=r"update_weights .*or reload_weights\(\)"):
+            llm.wake_up()
+        with pytest.raises(WeightLoadError, match="missing"):  # a part is not enough
+            llm.update_weights({"lm_head.weight": new["lm_head.weight"]})
+        with pytest.raises(ModelNotReadyError):
+            first_tokens(llm)
+        llm.update_weights(new)
+        assert first_tokens(llm) == updated
+        llm.sleep(level=2)
+        llm.reload_weights()
+        assert first_tokens(llm) == first
+
+
+def test_a_folder_that_changed_does_not_wake_it_up(folder: Path, tmp_path: Path) -> None:
+    """What slept at level 2 is not replaced by what was saved to the folder since."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    with LLM(copy, **SMALL) as llm:
+        tensors = load_file(copy / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0).contiguous()
+        save_file(tensors, copy / "new", {"format": "pt"})
+        (copy / "new").replace(copy / "model.safetensors")
+        first = first_tokens(llm)
+        llm.sleep(level=2)
+        with pytest.raises(ModelNotReadyError, match="have changed since"):
+            llm.wake_up()
+        llm.reload_weights()
+        assert first_tokens(llm)[0] == 129 - first[0]
 
 
 def test_token_ids_need_no_tokenizer(theirs: Any, tmp_path: Path) -> None:
@@ -908,3 +1005,21 @@ def test_every_method_names_a_rank_that_has_ended(folder: Path, theirs: Any) -> 
                 call()
             assert raised.value.ranks == (1,)
     assert not multiprocessing.active_children()
+
+
+def test_an_engine_does_not_survive_a_fork(folder: Path) -> None:
+    """A fork while another thread generates says so at once, and its close ends nothing."""
+    with LLM(folder, **SMALL) as llm:
+        with llm.engine.lock:  # as a step of another thread holds it
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    llm.generate("fox", greedy(3), use_tqdm=False)
+                except RuntimeError as error:
+                    code = 0 if "a fork of it, has none of its threads" in str(error) else 2
+                finally:
+                    llm.close()
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert llm.generate("fox", greedy(3), False)[0].outputs[0].token_ids

@@ -41,10 +41,10 @@ def on_device() -> Iterator[Any]:
     """Have a simulated device, of which torch.cuda says what an engine asks."""
     device, find_and_load = SimulatedDevice(launches=True), workers.find_and_load
 
-    def moved(model: Any, load_config: Any, device_config: Any) -> tuple[Any, Any]:
-        source, loaded = find_and_load(model, load_config, DeviceConfig(device="cpu"))
-        device.take(loaded)
-        return source, loaded
+    def moved(model: Any, load_config: Any, device_config: Any) -> Any:
+        loaded = find_and_load(model, load_config, DeviceConfig(device="cpu"))
+        device.take(loaded.model)
+        return loaded
 
     def stepping(function: Any) -> Any:
         def called(*arguments: Any, **others: Any) -> Any:

@@ -15,12 +15,11 @@ from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
 from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
-from vllm_module.held import load_from
+from vllm_module.held import held_tensors, load_from
 from vllm_module.hf_config import read_entries
 from vllm_module.messages import printable
 from vllm_module.model_source import ModelSource
 from vllm_module.module import vLLMModule
-from vllm_module.tree import Location, Node, held_locations
 from vllm_module.version import __version__
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.sharded_state import (
@@ -102,45 +101,34 @@ def _write_rank(
         model = source.build(_CPU, len(checkpoint))
         load_from(model, checkpoint)
     _demand_same_when_processed_again(model)
-    held = _held(model)
+    held = held_tensors(model)
     files = []
-    for part, locations in enumerate(_parts(held, part_bytes)):
-        path = folder / shard_name(rank, part)
-        tensors = {
-            each.path: Stored(each.tensor.dtype, tuple(each.tensor.shape)) for each in locations
-        }
+    for number, part in enumerate(_parts(held, part_bytes)):
+        path = folder / shard_name(rank, number)
+        stored = {name: Stored(each.dtype, tuple(each.shape)) for name, each in part.items()}
         # In the order of the tree, which is the order in which they are read.
-        with SafetensorsWriter(path, tensors, aligned=False) as file:
-            for each in locations:
-                file.write(each.path, each.tensor)
+        with SafetensorsWriter(path, stored, aligned=False) as file:
+            for name, tensor in part.items():
+                file.write(name, tensor)
         written = SafetensorsFile(path, folder)
         try:
             fingerprint = written.fingerprint().hex()
         finally:
             written.close()
         files.append(ShardFile(size=path.stat().st_size, fingerprint=fingerprint))
-    return files, sum(each.tensor.nbytes for each in held)
+    return files, sum(each.nbytes for each in held.values())
 
 
-def _held(module: nn.Module) -> list[Location]:
-    """Return where each tensor is that a sharded state has of ``module``."""
-    top = Node(module)
-    try:
-        return list(held_locations(top))
-    finally:
-        top.forget_below()  # or a cycle would keep the model alive while the next rank is loaded
-
-
-def _parts(held: list[Location], part_bytes: int) -> list[list[Location]]:
+def _parts(held: dict[str, torch.Tensor], part_bytes: int) -> list[dict[str, torch.Tensor]]:
     """Divide tensors into files of at most ``part_bytes``, if no tensor has more; at least one."""
-    parts: list[list[Location]] = [[]]
+    parts: list[dict[str, torch.Tensor]] = [{}]
     nbytes = 0
-    for each in held:
-        if nbytes + each.tensor.nbytes > part_bytes and parts[-1]:
-            parts.append([])
+    for path, tensor in held.items():
+        if nbytes + tensor.nbytes > part_bytes and parts[-1]:
+            parts.append({})
             nbytes = 0
-        parts[-1].append(each)
-        nbytes += each.tensor.nbytes
+        parts[-1][path] = tensor
+        nbytes += tensor.nbytes
     return parts
 
 
@@ -171,11 +159,10 @@ def _demand_same_when_processed_again(model: vLLMModule) -> None:
 
 def _digests(module: nn.Module) -> dict[str, bytes]:
     """Return a digest of each tensor at and below ``module`` that a sharded state has."""
-    tensors = {location.path: location.tensor for location in _held(module)}
     return {
         name: hashlib.blake2b(
             tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         ).digest()
-        for name, tensor in tensors.items()
+        for name, tensor in held_tensors(module).items()
         if tensor.numel()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from array import array
 from collections.abc import Collection, Iterator
@@ -86,6 +87,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.token_counts = TokenCounts()
         self.refusal: str | None = None  # why no requests are accepted
+        self._pid = os.getpid()
         self.lock = threading.RLock()
         self._next: Launched | None = None  # launched before the step before it was finished
         self._start_over = False  # after the current step, whose states may be advanced
@@ -398,6 +400,11 @@ class Engine:
         self.drop()
         self.scheduler.reset_prefix_cache()
 
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the one that made the engine."""
+        return os.getpid() != self._pid
+
     def drop(self) -> None:
         """Drop what is launched and not finished, with its memory; states start over."""
         if self._next is not None and self.scheduler.has_states:
@@ -406,7 +413,15 @@ class Engine:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold the engine's lock: other threads wait, and their aborts are done afterwards."""
+        """Hold the engine's lock: other threads wait, and their aborts are done afterwards.
+
+        Raises ``RuntimeError`` in a fork, where another thread's lock would never be released.
+        """
+        if self.is_fork:
+            raise RuntimeError(
+                f"an engine belongs to the process that made it (pid {self._pid}), and this one, a "
+                "fork of it, has none of its threads: make an LLM in each process, or fork before"
+            )
         try:
             with self.lock:
                 yield

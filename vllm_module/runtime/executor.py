@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
@@ -44,6 +44,8 @@ class Executor:
         rank, size: of this process.
         worker: this rank's part.
         products: the library of each class of products on a CPU, for all ranks; rank 0's counts.
+        refusal: why no step runs, after a change of the weights that failed; else ``None``.
+        asleep: the level at which the engine sleeps; 0 if it is awake.
 
     Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks, far more
     ranks than CPUs, or ``tensor_parallel_size`` is not the size of the process group.
@@ -61,8 +63,9 @@ class Executor:
         self._step_timeout = config.step_timeout
         self._closed: str | None = None
         self._lost: tuple[int, ...] | None = None  # ranks whose failure has ended the engine
-        self._refusal: str | None = None
-        self.asleep = False
+        self.refusal: str | None = None
+        self.asleep = 0
+        self._updated = False  # since the weights were loaded from the model's source
 
         def arguments() -> tuple[Any, ...]:
             """Find the model here, so that the ranks on this host read from the same folder."""
@@ -140,7 +143,7 @@ class Executor:
         if self.size == 1:
             event.synchronize()
             return
-        with self._or_end(), at_most(self._step_timeout):
+        with self._or_end(), at_most(self._step_timeout, self._ranks.say_who_hangs):
             until(event.query)  # to synchronize would wait outside of Python
             if self._ranks.aborted:  # then nothing waits for what has not come
                 self.check()
@@ -163,9 +166,9 @@ class Executor:
 
         Only this rank's worker gets ``tensors``.
         """
-        if self._refusal is not None:
-            raise ModelNotReadyError(self._refusal)
-        with self._or_end(), at_most(self._step_timeout):
+        if self.refusal is not None:
+            raise ModelNotReadyError(self.refusal)
+        with self._or_end(), at_most(self._step_timeout, self._ranks.say_who_hangs):
             self._tell(name, inputs, self.products)
             with products(self.products):
                 result: torch.Tensor = self._do(name, inputs, *tensors)
@@ -185,9 +188,10 @@ class Executor:
         """Update the weights of every rank's model, in place.
 
         Raises what this rank's model raises, or ``RankError`` if another rank's refuses them. If
-        any weight has changed by then, no step runs until an update loads a whole checkpoint.
+        any weight has changed by then, no step runs until an update loads a whole checkpoint. If
+        the engine sleeps without weights, a whole checkpoint wakes it up.
         """
-        whole = self._refusal is not None
+        whole = self.refusal is not None or self.asleep == 2
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
             weights = as_called(weights, own_device(torch.device("cuda")))
         with self._or_refuse():
@@ -195,18 +199,60 @@ class Executor:
                 self._tell("update_weights", whole)
                 self._do("update_weights", weights, whole=whole)
             else:
+                # Other ranks get the weights one by one, and write each before the next one comes.
+                if isinstance(weights, Collection):
+                    self.check()
+                    self._do("check_update", weights, whole=whole)
                 self._send(weights, whole)
+            self._updated = True
+            if self.asleep:
+                self._everywhere("wake_up")
+                self.asleep = 0
 
-    def sleep(self) -> None:
-        """Free the memory of weights and cache on every rank."""
-        self.asleep = True
-        self._everywhere("sleep")
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and cache on every rank.
+
+        At level 1 the weights are in host memory meanwhile, at level 2 they are dropped.
+
+        Raises ``ModelNotReadyError`` at level 1 after an update of the weights that failed, and
+        ``MemoryError`` if host memory has no room for them.
+        """
+        if level == 1 and self.refusal is not None:
+            raise ModelNotReadyError(f"sleep(level=2) drops the weights: {self.refusal}")
+        try:
+            self._everywhere("sleep", level)
+        except Exception:
+            if self._closed is None:
+                with self._or_refuse():
+                    self._everywhere("wake_up")  # ranks that had room sleep already
+            raise
+        self.asleep = level
 
     def wake_up(self) -> None:
-        """Load every rank's weights again."""
+        """Load the weights that slept on every rank.
+
+        Raises ``ModelNotReadyError`` if they are nowhere any more.
+        """
+        if self.asleep == 2 and self._updated:
+            raise ModelNotReadyError(
+                "the weights that slept were dropped, and updates had changed them since they were "
+                "loaded: update_weights with a whole checkpoint, or reload_weights() to go back to "
+                f"those in {self.worker.source.name}"
+            )
         with self._or_refuse():
             self._everywhere("wake_up")
-        self.asleep = False
+        self.asleep = 0
+
+    def reload_weights(self) -> None:
+        """Load every rank's weights from the model's source, also if they slept or broke."""
+        with self._or_refuse():
+            self._everywhere("reload_weights")
+        self.asleep, self._updated = 0, False
+
+    @property
+    def can_run(self) -> bool:
+        """Whether steps run: the engine is awake, has not ended, and all weights are whole."""
+        return self._closed is None and self.refusal is None and not self.asleep
 
     def follow(self) -> None:
         """Do what rank 0 sends, until it closes its executor; then close this one."""
@@ -234,7 +280,7 @@ class Executor:
         if self.size == 1:
             self._tell(name, *arguments)
             return [self._do(name, *arguments)]
-        with self._or_end(), at_most(self._timeout):
+        with self._or_end(), at_most(self._timeout, self._ranks.say_who_hangs):
             self._tell(name, *arguments)
         with self._or_end(unless_refused=True):
             return self._together(name, arguments)
@@ -249,9 +295,9 @@ class Executor:
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool
     ) -> None:
         """Send weights to the other ranks, and update this rank with them as they are sent."""
-        with self._or_end(), at_most(self._timeout):
+        with self._or_end(), at_most(self._timeout, self._ranks.say_who_hangs):
             self._tell("update_weights", whole)
-        with self._or_end(unless_refused=True), at_most(self._timeout):
+        with self._or_end(unless_refused=True), at_most(self._timeout, self._ranks.say_who_hangs):
             take = partial(self._do, "update_weights", whole=whole)
             send_weights(weights, group=self._ranks.control, also=take)
 
@@ -286,9 +332,12 @@ class Executor:
             yield
         except BaseException:
             if self._closed is None:
-                self._refusal = next(filter(None, self._everywhere("refusal")), None)
+                states = self._everywhere("weights_state")
+                self.refusal = next((why for why, _ in states if why is not None), None)
+                if self.refusal is None and len({took for _, took in states}) > 1:
+                    self.refusal = "some ranks took an update of the weights that others refused"
             raise
-        self._refusal = None
+        self.refusal = None
 
     @contextmanager
     def _or_end(self, *, unless_refused: bool = False) -> Iterator[None]:

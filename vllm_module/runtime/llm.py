@@ -501,45 +501,82 @@ class LLM:
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
         """Update weights of the running model in place, between two steps.
 
-        Running requests keep the keys and values that are computed already. If the update fails,
+        Running requests keep the keys and values that are computed already. An update that is
+        refused before anything was written changes nothing: requests go on. If it fails later,
         they end with the reason as their ``error``, and new requests are refused until an update
-        or :meth:`wake_up` succeeds.
+        brings a whole checkpoint, or :meth:`reload_weights` succeeds.
+
+        An engine that sleeps at level 2 takes a whole checkpoint, and is awake then.
 
         Raises:
             WeightLoadError: the model refuses the weights.
-            RuntimeError: the engine sleeps.
+            RuntimeError: the engine sleeps, and has its weights in host memory.
 
         """
         with self.engine.alone():
             self.executor.check()
-            if self.executor.asleep:
+            if self.executor.asleep == 1:
                 raise RuntimeError("the engine sleeps: wake_up() first")
             self._change("an update of the weights", self.executor.update_weights, weights)
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 1) -> None:
         """Free the memory of the weights and the KV cache, until :meth:`wake_up`.
 
-        Raises ``RuntimeError`` while there are requests.
+        Args:
+            level: 1 copies the weights to host memory, so that the engine wakes up with them; on a
+                CPU they stay where they are. 2 drops them.
+
+        Raises:
+            RuntimeError: there are requests.
+            MemoryError: host memory has no room for the weights.
+            ModelNotReadyError: an update of the weights broke midway, and the level is 1.
+
         """
+        if isinstance(level, bool) or level not in (1, 2):
+            raise ValueError(f"level should be 1 or 2, got {shorten(level)}")
         with self.engine.alone():
             self.executor.check()
             if self.engine.requests:
                 raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
+            if self.executor.asleep:
+                raise RuntimeError("the engine sleeps already: wake_up() first")
+            self.executor.sleep(level)
             self.engine.fail("the engine sleeps: wake_up() first")
-            self.executor.sleep()
 
     def wake_up(self) -> None:
-        """Load the weights again, from the same folder, and accept requests.
+        """Give the engine the weights that it slept with, and accept requests.
 
-        Updates of the weights since the first load are lost.
+        Those of level 2 are loaded from the model's folder again, if no update had changed them and
+        the folder has not changed since. Does nothing if the engine is awake.
+
+        Raises ``ModelNotReadyError`` if the weights that slept are nowhere any more, or if an
+        update of the weights broke midway.
         """
         with self.engine.alone():
             self.executor.check()
-            self._change("waking up", self.executor.wake_up)
+            if self.executor.asleep:
+                self._change("waking up", self.executor.wake_up)
+            elif self.executor.refusal is not None:
+                raise ModelNotReadyError(
+                    "waking up repairs no update: update_weights with a whole checkpoint, or "
+                    f"reload_weights(): {self.executor.refusal}"
+                )
+
+    def reload_weights(self) -> None:
+        """Load the weights of the model's folder again, as they are there now.
+
+        Updates since the first load are lost. A sleeping engine wakes up, and one whose update
+        broke is repaired. Raises what loading raises.
+        """
+        with self.engine.alone():
+            self.executor.check()
+            self._change("reloading the weights", self.executor.reload_weights)
 
     def close(self) -> None:
         """End the other ranks and free the KV cache. May be called more than once."""
         engine: Engine | None = getattr(self, "engine", None)  # none if the constructor failed
+        if engine is not None and engine.is_fork:
+            return
         locked = False
         try:
             locked = engine is not None and engine.lock.acquire(timeout=_CLOSE_TIMEOUT)
@@ -570,7 +607,8 @@ class LLM:
         try:
             change(*arguments)
         except BaseException as error:
-            self.engine.fail(f"{what} failed: {describe_error(error)}")
+            if not self.executor.can_run:
+                self.engine.fail(f"{what} failed: {describe_error(error)}")
             raise
         self.engine.resume()
 

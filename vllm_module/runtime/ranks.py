@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import pickle
 import time
@@ -16,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_module import waiting
 from vllm_module.distributed import ProcessGroup, SimulatedGroup, tensor_parallel_group
 from vllm_module.errors import RankError
 from vllm_module.messages import describe_error
 from vllm_module.runtime.devices import current, own_device
 from vllm_module.runtime.processes import Processes
 from vllm_module.waiting import WaitLimitError, at_most, finish, interruptibly, uninterrupted
+
+_log = logging.getLogger(__name__)
 
 _FRAME = 1 << 15  # bytes: most steps travel in one message
 _LAST_WORDS = 1 << 12  # bytes of the message that a failing rank sends
@@ -168,6 +172,14 @@ class Ranks:
         hanging = self._processes.hanging()
         lines = (f"{self._processes.name(rank)} hangs: {how}" for rank, how in hanging.items())
         return RankError("\n".join((*lines, str(error))), hanging)
+
+    def say_who_hangs(self) -> None:
+        """Log which ranks this one has waited for without an answer, and what they do."""
+        if self._processes is None:
+            _log.warning("waiting for another rank, without an answer for %g s", waiting.SILENCE)
+            return
+        for rank, how in self._processes.hanging().items():
+            _log.warning("waiting for %s: %s", self._processes.name(rank), how)
 
     def close(self) -> None:
         """End the processes that were started here, or tell joined ranks to stop following."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 import torch
 
+from vllm_module.assignment import refuse_nan
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
-from vllm_module.held import load_from
+from vllm_module.held import held_tensors, load_from, load_held
 from vllm_module.loader import find_and_load
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.embedding import EmbeddingInputs, embed
@@ -58,7 +60,9 @@ class Worker:
     ) -> None:
         self.config = config
         self.device = device_config.torch_device
-        self.source, self.model = find_and_load(model, load_config, device_config)
+        self.source, self.model, self._fingerprint = find_and_load(
+            model, load_config, device_config
+        )
         if isinstance(self.model, TransformersForCausalLM):
             self.model.check()
         self.cache_dtype = CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
@@ -67,6 +71,9 @@ class Worker:
         self.runner: ModelRunner | None = None
         self._group = tensor_parallel_group()
         self._shape: tuple[int, int, int] | None = None  # what start was called with
+        self._took_update = True  # all of the last one
+        self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
+        self._dropped = False  # whether it sleeps without weights
 
     @property
     def is_encoder(self) -> bool:
@@ -212,21 +219,51 @@ class Worker:
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], *, whole: bool = False
     ) -> None:
         """Update weights in place. If ``whole``, they have to be a whole checkpoint."""
+        self._took_update = False
         if whole:
             self.model.load_weights(weights)
+            self._dropped = False
         else:
             self.model.update_weights(weights)
+        self._took_update = True
 
-    def refusal(self) -> str | None:
-        """Return why the model refuses to run, or ``None``."""
+    def check_update(
+        self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], *, whole: bool
+    ) -> None:
+        """Raise what an update with ``weights`` would refuse before it writes anything."""
+        plan = self.model.plan_weights(weights)
+        if not whole:
+            plan.report.missing.clear()
+        plan.report.raise_if_refused(type(self.model).__name__, touched=False)
+        if not self.model.allow_nan:
+            refuse_nan(plan.assignments)
+
+    def weights_state(self) -> tuple[str | None, bool]:
+        """Return why the model refuses to run, or ``None``; and whether it took the last update."""
         try:
             self.model.check_ready()
         except ModelNotReadyError as error:
-            return str(error)
-        return None
+            return str(error), self._took_update
+        return None, self._took_update
 
-    def sleep(self) -> None:
-        """Free the memory of the weights, the caches and the CUDA graphs."""
+    def sleep(self, level: int) -> None:
+        """Free the memory of the caches, of the CUDA graphs and of the weights.
+
+        At level 1 weights are copied to host memory first, at level 2 they are dropped. On a CPU
+        those of level 1 stay where they are.
+
+        Raises ``MemoryError`` if host memory has no room for them.
+        """
+        if level == 2:
+            self._dropped = True
+        elif self.device.type == "cpu":
+            self.close()
+            return
+        else:
+            held = held_tensors(self.model)
+            _check_host_memory(sum(each.nbytes for each in held.values()), self._group.size)
+            self._slept = {path: each.detach().cpu() for path, each in held.items()}
+            del held
         self.close()
         self.model.sleep()
 
@@ -238,8 +275,46 @@ class Worker:
             self.states.close()
 
     def wake_up(self) -> None:
-        """Load the weights again from the same folder; allocate the KV cache if it was freed."""
+        """Load the weights that slept, and allocate the caches.
+
+        Raises ``ModelNotReadyError`` if they were dropped and the source has others now.
+        """
+        if self._slept is not None:
+            load_held(self.model, self._slept)
+        elif self._dropped:
+            with self.source.open() as checkpoint:
+                if checkpoint.fingerprint != self._fingerprint:
+                    raise ModelNotReadyError(
+                        f"the weights that slept were dropped, and those in {self.source.name} "
+                        "have changed since: update_weights with a whole checkpoint, or "
+                        "reload_weights() to take the changed ones"
+                    )
+                load_from(self.model, checkpoint)
+        self._awake()
+
+    def reload_weights(self) -> None:
+        """Load the source's weights, whatever the model had, and allocate the caches."""
         with self.source.open() as checkpoint:
+            self._fingerprint = checkpoint.fingerprint
             load_from(self.model, checkpoint)
+        self._awake()
+
+    def _awake(self) -> None:
+        """Note that the model has weights; allocate the caches if they were freed."""
+        self._slept, self._dropped = None, False
         if self.runner is None and self._shape is not None:
             self.start(*self._shape)
+
+
+def _check_host_memory(nbytes: int, ranks: int) -> None:
+    """Raise ``MemoryError`` if the host has no room for ``nbytes`` of each rank."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvail"))
+    except (OSError, ValueError):  # no Linux: the system says when there is no more
+        return
+    if nbytes * ranks > available:
+        raise MemoryError(
+            f"the weights of {ranks} ranks take {nbytes * ranks / 2**30:.1f} GiB of host memory, "
+            f"and {available / 2**30:.1f} GiB are available: sleep(level=2) drops them"
+        )
