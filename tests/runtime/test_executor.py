@@ -665,3 +665,19 @@ def test_ranks_of_torchrun_follow_the_first(folder: Path, tmp_path: Path, alone:
     for case in ("joined", "found", "surrounding"):
         computed = torch.load(tmp_path / f"{case}.pt")
         torch.testing.assert_close(computed, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_ranks_meet_after_a_world_that_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another library did not get to start in this process holds up no engine."""
+    monkeypatch.setattr(dist.distributed_c10d, "_group_count", 0)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="environment variable"):
+        dist.init_process_group("gloo")
+    made = executor(folder, 2)
+    made.start(64)
+    logits(made)
+    made.close()

@@ -341,6 +341,9 @@ def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -
 
 def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
     def create() -> None:
+        # torch numbers its groups, and looks for the other ranks under this number. It does not
+        # take back the number of a world that failed to start, so the ranks would never meet.
+        dist.distributed_c10d._world.group_count = 0
         with current(device):  # in a thread of its own
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
