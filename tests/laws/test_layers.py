@@ -30,7 +30,7 @@ LAYERS = SUBJECTS["LAYERS"]
 
 # How many cases of a law, and of subjects with many tensors each; "make laws" tries all of them as
 # often as is asked.
-CASES = 12
+CASES = 8
 LARGE = {
     "quantized to NF4 while loading": 8,
     "packed": 8,
