@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from vllm_module import LLM, ModelConfig, SamplingParams
 from vllm_module.cli import main
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.model_source import ModelSource, build_model
 from vllm_module.testing import random_weights, write_checkpoint
@@ -183,3 +183,11 @@ def test_without_a_dtype_it_is_that_of_the_weights(tmp_path: Path, dtype: torch.
     tensors = {"a.position_ids": torch.arange(3), "b": torch.zeros(1, dtype=dtype)}
     folder = write_checkpoint(tmp_path / "saved", tensors, config=entries)
     assert ModelSource.find(ModelConfig(model=str(folder))).dtype == dtype
+
+
+def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
+    """No model of one's own would make it run; the message says so."""
+    entries = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(UnsupportedModelError, match=r"is an encoder-decoder, .* can run here yet"):
+        ModelSource.find(ModelConfig(model=str(tmp_path)))

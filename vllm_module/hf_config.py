@@ -210,6 +210,14 @@ class HFConfig(BaseModel):
         raise AttributeError(f"config.json has no {name!r}")
 
 
+# Each with the method that it is of, and its own names for entries.
+_QUANTIZATION_FILES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    ("hf_quant_config.json", "modelopt", {}),
+    ("quantize_config.json", "gptq", {}),
+    ("quant_config.json", "awq", {"w_bit": "bits", "q_group_size": "group_size"}),
+)
+
+
 def read_entries(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of ``folder``'s ``config.json``, with ``overrides``; none is checked.
 
@@ -222,11 +230,31 @@ def read_entries(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
             "with config.json beside the .safetensors files"
         )
     entries = {**read_json(path, folder), **overrides}
+    if entries.get("quantization_config") is None:
+        entries |= _quantization_beside(folder, entries)
     rope = entries.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
         # transformers 5 writes rope_theta and others there, where they go before those beside it.
         entries["rope_parameters"] = _overridden(rope, overrides, path)
     return entries
+
+
+def _quantization_beside(folder: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``quantization_config`` of the files that say it for a config.json without one.
+
+    ModelOpt writes hf_quant_config.json; AutoGPTQ wrote quantize_config.json, and AutoAWQ
+    quant_config.json, before config.json had the entry. MLX calls it ``quantization``.
+    """
+    if isinstance(entries.get("quantization"), Mapping):
+        return {"quantization_config": entries["quantization"]}
+    for name, method, names in _QUANTIZATION_FILES:
+        if is_there(path := folder / name):
+            given = read_json(path, folder)
+            return {
+                "quantization_config": {"quant_method": method}
+                | {names.get(entry, entry): value for entry, value in given.items()}
+            }
+    return {}
 
 
 def _overridden(rope: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> Any:

@@ -172,6 +172,11 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     path = folder / "config.json"
     entries = read_entries(folder, model_config.hf_overrides)
     architectures, trusted = architectures_of(entries, path), model_config.trust_remote_code
+    if entries.get("is_encoder_decoder") is True and not registry.is_known(architectures):
+        raise UnsupportedModelError(
+            f"{printable_name(architectures[0])} of {printable(path)} is an encoder-decoder, and "
+            "the engine runs decoders and encoders only: no encoder-decoder can run here yet"
+        )
     impl = registry.settled_impl(architectures, model_config.model_impl, entries.get("auto_map"))
     entries |= {"model_impl": impl, "trusted_folder": str(folder) if trusted else None}
     config_class = registry.config_class(architectures, impl)

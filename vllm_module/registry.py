@@ -215,6 +215,11 @@ def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") ->
     )
 
 
+def is_known(architectures: Sequence[str]) -> bool:
+    """Tell whether a model here, or one that was registered, implements an architecture."""
+    return any(_target(each) is not None for each in architectures)
+
+
 def settled_impl(
     architectures: Sequence[str], model_impl: ModelImpl, auto_map: object
 ) -> ModelImpl:
@@ -226,8 +231,7 @@ def settled_impl(
     if model_impl != "auto" or find_spec("transformers") is None:
         return model_impl
     code = isinstance(auto_map, Mapping) and "AutoModelForCausalLM" in auto_map
-    known = any(_target(each) is not None for each in architectures)
-    return "transformers" if code and not known else model_impl
+    return "transformers" if code and not is_known(architectures) else model_impl
 
 
 def in_transformers(architectures: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from vllm_module.messages import shorten
 from vllm_module.report import fold
-from vllm_module.tree import Location, Node, loads_itself
+from vllm_module.tree import Location, Node, is_typed, loads_itself
 
 
 class Child(NamedTuple):
@@ -304,6 +304,11 @@ def no_place(location: Location, slot: str | None) -> str:
     if location.is_made:
         return f"{location.path} is made of full-precision weights while they are loaded"
     declared = attr in node.module._parameters or attr in node.module._buffers
+    if slot and node.module._parameters.get(attr) is not None and not is_typed(location.tensor):
+        return (
+            f"{location.path} is a plain Parameter, which has no slots such as {slot!r}: create it "
+            "as a typed one, such as ModelWeightParameter(Dim((Slot(...), ...)), ...)"
+        )
     if declared or slot is not None:
         with_slot = f" with a slot {slot!r}" if slot else ""
         return f"{module} was built without {attr!r}{with_slot}"
@@ -311,6 +316,14 @@ def no_place(location: Location, slot: str | None) -> str:
         if f"{attr}.".startswith(f"{alias}."):
             return f"weight_aliases of {module} lead to {target!r}, which is not there"
     component = attr.partition(".")[0]
+    for name, child in node.module._modules.items():
+        if child is None or loads_itself(child):
+            continue
+        if component in getattr(child, "shard_names", ()):
+            return (
+                f"{module}.{name} declares shard_names, which has no effect, because "
+                f"{type(child).__name__} is no vLLMModule: make it one"
+            )
     known = dict.fromkeys(name.partition(".")[0] for name in routes_of(node))
     # The lines of several numbers can fold, because they say the same.
     number = component.isdecimal()

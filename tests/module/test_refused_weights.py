@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from vllm_module import vLLMModule
 from vllm_module.errors import (
     MisshapenWeightError,
     UnexpectedWeightError,
@@ -242,3 +243,48 @@ def test_a_slot_that_waits_for_its_weights_has_no_nan_of_a_checkpoint(tmp_path: 
         for name in files:
             fresh.update_weights([(name, files[name])])
     fresh.check_ready()
+
+
+class Forgotten(nn.Module):
+    """A fused layer that is no vLLMModule."""
+
+    shard_names = ("q_proj", "k_proj")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+
+class Untyped(vLLMModule):
+    """A fused layer whose weight has no slots."""
+
+    shard_names = ("q_proj", "k_proj")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            Forgotten,
+            r"Parent\.fused declares shard_names, which has no effect.*Forgotten is no vLLM",
+        ),
+        (
+            Untyped,
+            r"fused\.weight is a plain Parameter, which has no slots such as 'q_proj'.*typed",
+        ),
+    ],
+)
+def test_a_fused_layer_of_ones_own_that_lacks_something_says_what(layer: Any, message: str) -> None:
+    """The refusal of a slot's name tells how the layer is to be written."""
+
+    class Parent(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused = layer()
+
+    with pytest.raises(WeightLoadError, match=message):
+        Parent().load_weights({f"{name}.weight": torch.zeros(2, 4) for name in layer.shard_names})

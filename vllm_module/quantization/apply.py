@@ -71,8 +71,8 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
                 f"{path} cannot be held in {scheme}: {error}. Leave the layer out (ignore)"
             ) from None
     for module in modules.values():
-        if isinstance(module, QuantizableKVCache) and rules.kv_cache:
-            module.create_kv_scales()
+        if isinstance(module, QuantizableKVCache) and rules.kv_scales is not None:
+            module.create_kv_scales(rules.kv_scales)
 
 
 def _is_loaded(module: nn.Module) -> bool:

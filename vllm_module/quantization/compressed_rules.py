@@ -10,6 +10,7 @@ import torch
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.quantization.config_refusals import invalid, unsupported
+from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import BLOCK, MXFP4PackedMethod
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
@@ -48,7 +49,7 @@ def compressed_tensors_rules(stored: Mapping[str, Any]) -> Rules:
     rules = [*((target, None) for target in config.ignore or ()), *groups]
     return Rules(
         tuple((_exactly(target), scheme) for target, scheme in rules),
-        kv_cache=_has_kv_scales(config.kv_cache_scheme),
+        kv_scales=KV_SCALES if _has_kv_scales(config.kv_cache_scheme) else None,
     )
 
 

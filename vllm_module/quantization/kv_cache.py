@@ -6,6 +6,8 @@ from vllm_module.errors import WeightReadError
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import Dim, PerTensorScaleParameter
 
+KV_SCALES = ("k_scale", "v_scale")
+
 
 class QuantizableKVCache(vLLMModule):
     """A layer with a paged KV cache, for which an FP8 checkpoint may store scales.
@@ -32,10 +34,13 @@ class QuantizableKVCache(vLLMModule):
         self.register_parameter("k_scale", None)
         self.register_parameter("v_scale", None)
 
-    def create_kv_scales(self) -> None:
-        """Create both scales on meta; a checkpoint stores them beside this layer, not below it."""
-        self.stored_beside = {"k_scale": "k_scale", "v_scale": "v_scale"}
-        for name in self.stored_beside:
+    def create_kv_scales(self, stored: tuple[str, str] = KV_SCALES) -> None:
+        """Create both scales on meta; a checkpoint stores them beside this layer, not below it.
+
+        ``stored`` are their names there, such as ``"k_proj.k_scale"``.
+        """
+        self.stored_beside = dict(zip(KV_SCALES, stored, strict=True))
+        for name in KV_SCALES:
             scale = PerTensorScaleParameter(Dim.whole(1), tp_rank=0, tp_size=1, dtype=torch.float32)
             self.register_parameter(name, scale)
 
@@ -44,7 +49,7 @@ class QuantizableKVCache(vLLMModule):
         return self.k_scale is not None or super().processes
 
     def process_weights(self) -> None:
-        for name in ("k_scale", "v_scale") if self.k_scale is not None else ():
+        for name in KV_SCALES if self.k_scale is not None else ():
             scale = self.get_parameter(name)
             if not bool((scale.isfinite() & (scale > 0)).all()):
                 raise WeightReadError(f"{name} must be finite and positive, got {scale.item()}")

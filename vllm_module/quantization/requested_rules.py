@@ -9,6 +9,7 @@ from typing import Any
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.quantization.bitsandbytes import OnlineNF4Method
+from vllm_module.quantization.config_refusals import unknown_method
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.packed_online import OnlinePackedMethod
 from vllm_module.quantization.rules import Rule, Rules, checked_target
@@ -46,10 +47,7 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
     if method is None and (stored.get("load_in_8bit") or stored.get("load_in_4bit")):
         method = "bitsandbytes"  # which the first checkpoints of it do not say
     if not isinstance(method, str) or method not in STORED:
-        raise UnsupportedModelError(
-            f"the checkpoint is quantized by {method!r:.100} (quantization_config of config.json): "
-            f"expected one of {', '.join(STORED)}"
-        )
+        raise unknown_method(method, stored, tuple(STORED))
     if asked not in (None, method):
         raise UnsupportedModelError(
             f"quantization {getattr(asked, 'scheme', asked)!r} was asked for, but "

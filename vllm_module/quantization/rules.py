@@ -40,13 +40,14 @@ class Rules:
 
     Attributes:
         demanded: the targets that the user wrote; each must have an effect.
-        kv_cache: whether the checkpoint has scales for keys and values.
+        kv_scales: what the checkpoint calls the scales for keys and for values, relative to the
+            module that has the attention layer; ``None`` if it has none.
 
     """
 
     rules: tuple[Rule, ...]
     demanded: tuple[str, ...] = ()
-    kv_cache: bool = False
+    kv_scales: tuple[str, str] | None = None
 
     def rule_of(self, name: str, fused: str = "", spellings: Iterable[str] = ()) -> Rule:
         """Return the rule for the layer that a checkpoint calls ``name``.

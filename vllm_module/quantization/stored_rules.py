@@ -17,6 +17,7 @@ from vllm_module.quantization.bitsandbytes import (
 from vllm_module.quantization.compressed_rules import compressed_tensors_rules
 from vllm_module.quantization.config_refusals import invalid, unsupported
 from vllm_module.quantization.gguf import GGUFMethod
+from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import MXFP4Method
 from vllm_module.quantization.packed_config import awq_rules, gptq_rules
@@ -56,7 +57,47 @@ def _fp8(stored: Mapping[str, Any]) -> Rules:
     # No published checkpoint quantizes the head, and not all of them list it as ignored.
     ignored = [*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()), "lm_head"]
     rules = [(checked_target(target), None) for target in ignored]
-    return Rules((*rules, (EVERY_LAYER, scheme)), kv_cache=bool(config.kv_cache_scheme))
+    kv_scales = KV_SCALES if config.kv_cache_scheme else None
+    return Rules((*rules, (EVERY_LAYER, scheme)), kv_scales=kv_scales)
+
+
+class _ModelOpt(BaseModel):
+    """``quant_method: modelopt``, or ``quantization`` of NVIDIA ModelOpt's hf_quant_config.json.
+
+    The former lists what is left out as ``ignore``, the latter as ``exclude_modules``.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    quant_algo: str
+    kv_cache_quant_algo: str | None = None
+    kv_cache_scheme: object = None
+    exclude_modules: list[str] | None = None
+    ignore: list[str] | None = None
+
+
+def _modelopt(stored: Mapping[str, Any]) -> Rules:
+    nested = stored.get("quantization")
+    try:
+        config = _ModelOpt(**(nested if isinstance(nested, Mapping) else stored))
+    except ValidationError as error:
+        raise invalid(error) from None
+    if config.quant_algo.upper() != "FP8":
+        raise unsupported("quant_algo", "FP8 of quant_method modelopt", config.quant_algo)
+    cache = config.kv_cache_quant_algo
+    if cache is not None and cache.upper() != "FP8":
+        raise unsupported("kv_cache_quant_algo", "FP8 or null", cache)
+    # A * stands for any part of a name, dots included (Python's fnmatch, which ModelOpt uses).
+    ignored = [*(config.exclude_modules or ()), *(config.ignore or ()), "lm_head"]
+    rules: list[Rule] = [
+        (checked_target(rf"re:{re.escape(target)}(\.|\Z)".replace(r"\*", ".*")), None)
+        for target in ignored
+    ]
+    has_scales = cache is not None or bool(config.kv_cache_scheme)
+    return Rules(
+        (*rules, (EVERY_LAYER, Scheme("tensor", activations="static"))),
+        kv_scales=("k_proj.k_scale", "v_proj.v_scale") if has_scales else None,
+    )
 
 
 class _MXFP4(BaseModel):
@@ -158,6 +199,7 @@ STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "fp8": _fp8,
     "compressed-tensors": compressed_tensors_rules,
     "gguf": _gguf,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "gptq": _packed(gptq_rules),
     "awq": _packed(awq_rules),

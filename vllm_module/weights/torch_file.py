@@ -140,7 +140,10 @@ class _Reader(io.RawIOBase):
 
 def _members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
     """Return from where to where each member of the archive lies, by its name in the one folder."""
-    if file_bytes.read_bytes(0, min(4, file_bytes.size)) != _SIGNATURE:
+    first = file_bytes.read_bytes(0, min(8, file_bytes.size))
+    if first == b"version ":
+        refuse("it is a Git LFS pointer, not the file itself; run `git lfs pull`")
+    if first[:4] != _SIGNATURE:
         refuse(
             "it is no zip archive, as torch.save has written since torch 1.6. An older file is "
             f"one pickle, of which no part can be read alone. {SAVE_AGAIN}"
