@@ -52,7 +52,8 @@ LLM.get_tokenizer(self)
 LLM.get_default_sampling_params(self)
 LLM.generate(self, prompts, sampling_params=None, use_tqdm=True)
 LLM.chat(self, messages, sampling_params=None, use_tqdm=True, *, chat_template=None,
-    add_generation_prompt=True, tools=None, chat_template_kwargs=None)
+    add_generation_prompt=True, tools=None, chat_template_kwargs=None,
+    chat_template_content_format='auto')
 LLM.stream(self, prompt, sampling_params=None)
 LLM.embed(self, prompts, *, normalize=True, pooling=None, truncate=False, use_tqdm=True)
 LLM.update_weights(self, weights)

@@ -193,6 +193,11 @@ def test_output_ends_at_stop_strings_and_stop_tokens(llm: LLM) -> None:
     first = plain.outputs[0].token_ids.index(token)
     assert by_token.outputs[0].token_ids == plain.outputs[0].token_ids[: first + 1]
     assert by_token.outputs[0].stop_reason == token
+    assert by_token.outputs[0].text == llm.tokenizer.decode(plain.outputs[0].token_ids[:first])
+    shown = greedy(30, ignore_eos=True, stop_token_ids=[token], include_stop_str_in_output=True)
+    assert llm.generate("once", shown, False)[0].outputs[0].text == llm.tokenizer.decode(
+        plain.outputs[0].token_ids[: first + 1]
+    )
     later = greedy(30, ignore_eos=True, stop_token_ids=[token], min_tokens=first + 3)
     assert len(llm.generate("once", later, False)[0].outputs[0].token_ids) >= first + 3
 
@@ -321,8 +326,10 @@ def test_chat_renders_messages_by_the_checkpoints_template(llm: LLM) -> None:
             llm.chat_prompt(wrong)
 
 
-def test_chat_by_another_template_and_its_variables(llm: LLM) -> None:
-    """A template may be given; variables that it does not read are refused."""
+def test_chat_by_another_template_and_its_variables(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A template may be given; the log has variables that it does not read, once."""
     messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]
     source = "{{ messages[0].content + (mood or '') }}{% if tools %}<tools>{% endif %}"
     assert llm.chat_prompt(messages, source, mood="!")["prompt"] == "a\nb!"
@@ -331,26 +338,95 @@ def test_chat_by_another_template_and_its_variables(llm: LLM) -> None:
     assert output.prompt == "a\nb?<tools>"
     (plain,) = llm.chat(messages, greedy(1), False, add_generation_prompt=False)
     assert plain.prompt == "<s><user>a\nb"
-    with pytest.raises(
-        ValueError, match=r"does not read mood: it reads add_generation_prompt, bos"
-    ):
-        llm.chat(messages, greedy(1), False, chat_template_kwargs={"mood": "?"})
-    with pytest.raises(ValueError, match="does not read tools"):
-        llm.chat(messages, greedy(1), False, tools=[])
+    with caplog.at_level(logging.WARNING, "vllm_module"):
+        for _ in range(2):
+            given: dict[str, Any] = {"chat_template_kwargs": {"mood": "?"}, "tools": []}
+            (unread,) = llm.chat(messages, greedy(1), False, **given)
+            assert unread.prompt == "<s><user>a\nb<assistant>"
+    (record,) = [each for each in caplog.records if "does not read" in each.message]
+    assert "does not read mood, tools: it reads add_generation_prompt, bos" in record.message
     for parts in ([{"type": "image_url", "image_url": "x"}], [3]):
         with pytest.raises(ValueError, match="a part of a message's content should be text, got"):
             llm.chat([{"role": "user", "content": parts}])
+    (empty,) = llm.chat([{"role": "user", "content": None}], greedy(1), False, **options)
+    assert empty.prompt == "?"
     with pytest.raises(ValueError, match=r"cannot format the messages: TypeError: "):
-        llm.chat([{"role": "user", "content": None}], chat_template=source)
+        llm.chat([{"role": "user", "content": 3}], chat_template=source)
     for wrong in (None, "hi", [], 5):
         with pytest.raises(ValueError, match="messages should be"):
             llm.chat(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="does not read chat_template"):
-        llm.chat(messages, chat_template_kwargs={"chat_template": "x"})
+    for wrong_format in ("text", None, 3):
+        with pytest.raises(ValueError, match="chat_template_content_format should be 'auto'"):
+            llm.chat(messages, chat_template_content_format=wrong_format)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got multiple values"):
         llm.chat(messages, chat_template_kwargs={"messages": []})
     both = llm.chat(iter([messages[0], {"role": "assistant", "content": "c"}]), greedy(1), False)  # type: ignore[arg-type]
     assert both[0].prompt == "<s><user>a\nb<assistant>c<assistant>"
+
+
+STRING = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+PARTS = "{% for m in messages %}{% for c in m.content %}<{{ c.text }}>{% endfor %}{% endfor %}"
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}[{{ m.content }}]"
+    "{% else %}{% for c in m['content'] %}<{{ c['text'] }}>{% endfor %}{% endif %}{% endfor %}"
+)
+TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "given", "text"),
+    [
+        (STRING, "a", "auto", "<a>"),
+        (STRING, TEXTS, "auto", "<a\nb>"),
+        (STRING, None, "auto", "<>"),
+        (PARTS, "a", "auto", "<a>"),  # as transformers with parts, and vLLM
+        (PARTS, TEXTS, "auto", "<a><b>"),
+        (PARTS, ["a", "b"], "auto", "<a><b>"),
+        (PARTS, None, "auto", ""),
+        (PARTS, "ab", "string", "<><>"),
+        (EITHER, "a", "auto", "[a]"),
+        (EITHER, TEXTS, "auto", "<a><b>"),
+        (EITHER, "a", "openai", "<a>"),
+        (EITHER, TEXTS, "string", "[a\nb]"),
+        ("{% if messages|length < 2 %}{{ raise_exception('two') }}{% endif %}", "a", "auto", ""),
+    ],
+)
+def test_a_template_gets_the_content_that_it_shows(
+    tmp_path: Path, template: str, content: Any, given: Any, text: str
+) -> None:
+    """Text or a list of parts, whichever the messages have; what is asked for goes before."""
+    messages = [{"role": "user", "content": content}]
+    if "length" in template:
+        messages *= 2
+    rendered = ChatTemplate(tmp_path, template).render(messages, content_format=given)
+    assert rendered == text
+
+
+def test_messages_of_tools_are_rendered_as_elsewhere(tmp_path: Path) -> None:
+    """A message without content is empty, and arguments that are JSON text are read before."""
+    calls = "{% for c in m.tool_calls %}{{ c.function.arguments.city }};{% endfor %}"
+    source = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    template = ChatTemplate(tmp_path, source)
+
+    def message(arguments: Any) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+        return {"role": "assistant", "tool_calls": calls}
+
+    given = [
+        message('{"city": "Rome"}'),
+        message({"city": "Bern"}),
+        message(""),
+        message("no JSON"),
+    ]
+    assert template.render(given) == "Rome;Bern;;;"
+    assert given[0]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'  # unchanged
+
+
+def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:
+    """``{% generation %}`` marks the assistant's text for trainers, and shows it."""
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    messages = [{"role": "assistant", "content": "a"}]
+    assert ChatTemplate(tmp_path, source).render(messages) == "a"
 
 
 @pytest.mark.parametrize(
@@ -1023,3 +1099,22 @@ def test_an_engine_does_not_survive_a_fork(folder: Path) -> None:
                     os._exit(code)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert llm.generate("fox", greedy(3), False)[0].outputs[0].token_ids
+
+
+def test_it_ends_at_what_any_file_calls_an_end(folder: Path, tmp_path: Path) -> None:
+    """The tokenizer's, generation_config's and config's; only the first is no ``stop_reason``."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    for name, eos in (("generation_config.json", [5, 129]), ("config.json", 7)):
+        entries = json.loads((copy / name).read_text()) | {"eos_token_id": eos}
+        (copy / name).write_text(json.dumps(entries))
+    entries = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(entries | {"eos_token": "#40"}))
+    with LLM(copy, **SMALL) as llm:
+        for token, reason in ((5, 5), (129, 129), (7, 7), (40, None)):
+            params = greedy(6, logit_bias={token: 100.0}, skip_special_tokens=False)
+            (output,) = llm.generate("once", params, False)[0].outputs
+            assert (output.token_ids, output.finish_reason) == ([token], "stop")
+            assert (output.stop_reason, output.text) == (reason, "")
+            params = greedy(6, logit_bias={token: 100.0}, ignore_eos=True)
+            (output,) = llm.generate("once", params, False)[0].outputs
+            assert output.token_ids == [token] * 6

@@ -86,6 +86,15 @@ def test_a_character_cut_by_the_prompt_is_completed(tokenizer: Tokenizer) -> Non
     assert stream.push(tokens[2]) == "€"
 
 
+@pytest.mark.parametrize("prompt", ["", "the", "€"])
+def test_half_a_character_at_the_end_is_no_text(tokenizer: Tokenizer, prompt: str) -> None:
+    """An output that is cut inside a character has the text before it, and no U+FFFD."""
+    before, tokens = tokenizer.encode(prompt), tokenizer.encode("a€")
+    for cut, text in ((1, "a"), (2, "a"), (3, "a"), (4, "a€")):
+        assert tokenizer.continuation(before, tokens[:cut]) == text
+    assert tokenizer.continuation(before[:-1], before[-1:] + tokens[:2])[-1:] == "a"
+
+
 def test_special_tokens_show_nothing(tokenizer: Tokenizer) -> None:
     """A stop token adds no text, and the token after it does."""
     stream = TextStream(tokenizer, tokenizer.encode("the"))
@@ -106,7 +115,8 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ({"eos_token_id": 5}, {"eos_token_id": 6}, {5}),
+        ({"eos_token_id": 5}, {"eos_token_id": 6}, {5, 6}),
+        ({"eos_token_id": 5}, {"eos_token_id": [6, 5]}, {5, 6}),
         ({"eos_token_id": [5, 7]}, {}, {5, 7}),
         ({}, {"eos_token_id": 6}, {6}),
         (None, {"eos_token_id": 0}, {0}),
@@ -117,7 +127,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_stop_tokens(
     tmp_path: Path, generation: object, config: object, expected: set[int]
 ) -> None:
-    """generation_config.json takes precedence over config.json; both are optional."""
+    """What either file has is an end token: a fine-tune may change one of them only."""
     for name, entries in (("generation_config.json", generation), ("config.json", config)):
         if entries is not None:
             (tmp_path / name).write_text(json.dumps(entries))

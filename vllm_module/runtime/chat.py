@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
@@ -11,6 +13,12 @@ from vllm_module.weights import read_file, read_json
 from vllm_module.weights.regular_file import is_there
 
 Messages = Sequence[Mapping[str, Any]]
+ContentFormat = Literal["auto", "string", "openai"]
+
+_log = logging.getLogger(__name__)
+# Whether a template gets text, and lists.
+_FORMATS = {"string": (True, False), "openai": (False, True)}
+_PROBE = "Is this message shown?"
 
 
 class ChatTemplate:
@@ -34,6 +42,8 @@ class ChatTemplate:
         if is_there(path):
             self._settings = read_json(path, folder)
         self._source = self._read() if template is None else template
+        self._shown: tuple[bool, bool] | None = None  # once it was tried
+        self._unread: set[str] = set()  # variables that the log has
         try:
             self._variables = self._process.names(self._source)
         except (SyntaxError, ValueError) as error:
@@ -41,6 +51,28 @@ class ChatTemplate:
             raise CheckpointFormatError(
                 f"the chat template {whose} cannot be read: {error}"
             ) from None
+
+    def _takes(self) -> tuple[bool, bool]:
+        """Return whether the template shows a message's text, and the texts of a list of parts.
+
+        Where it shows neither, such as one that refuses a first message alone, it gets text.
+        """
+        if self._shown is None:
+            parts = [{"type": "text", "text": _PROBE}]
+            shown = [self._shows(content) for content in (_PROBE, parts)]
+            self._shown = shown[0] or not shown[1], shown[1]
+        return self._shown
+
+    def _shows(self, content: object) -> bool:
+        names = [name for name in self._variables if name.endswith("_token")]
+        given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
+        message = {"role": "user", "content": content}
+        try:
+            text = self._process.render(self._source, given | {"messages": [message]})
+        except ValueError:
+            return False
+        printed = f"'{_PROBE}'" in text or f'"{_PROBE}"' in text  # the list itself
+        return _PROBE in text and (isinstance(content, str) or not printed)
 
     def _read(self) -> str:
         template: Any = self._settings.get("chat_template")
@@ -59,25 +91,37 @@ class ChatTemplate:
         return template
 
     def render(
-        self, messages: Messages, /, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Messages,
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        content_format: ContentFormat = "auto",
+        **variables: Any,
     ) -> str:
         """Return the text of a prompt for the next message.
 
         Args:
-            messages: mappings with ``role`` and ``content``. The content may be a list of
-                ``{"type": "text", "text": ...}``, whose texts are joined by line breaks.
+            messages: mappings with ``role`` and ``content``. The content is text, a list of
+                ``{"type": "text", "text": ...}``, or ``None``, as beside calls of tools. Arguments
+                of these calls that are JSON text are read first.
             add_generation_prompt: end with the beginning of the assistant's message.
-            variables: other variables of the template, such as ``enable_thinking``.
+            content_format: what the template gets as content: ``"string"``, where texts of a list
+                are joined by line breaks; ``"openai"``, a list of such mappings; or ``"auto"``,
+                what it shows of a message that is tried first, and text if it shows both.
+            variables: other variables of the template, such as ``enable_thinking``. The log has
+                those that it does not read.
 
         Raises:
-            ValueError: there are no messages, the template refuses them or fails on them, or it
-                does not read a variable.
+            ValueError: there are no messages, or the template refuses them or fails on them.
 
         """
-        if unread := variables.keys() - self._variables:
-            raise ValueError(
-                f"the chat template does not read {', '.join(sorted(unread))}: it reads "
-                f"{', '.join(sorted(self._variables))}"
+        if unread := variables.keys() - self._variables - self._unread:
+            self._unread |= unread
+            _log.warning(
+                "the chat template does not read %s: it reads %s",
+                ", ".join(sorted(unread)),
+                ", ".join(sorted(self._variables)),
             )
         is_list = messages is not None and not isinstance(messages, (str, Mapping))
         listed = list(messages) if is_list else []
@@ -92,8 +136,9 @@ class ChatTemplate:
             for name, value in self._settings.items()
             if name.endswith("_token") and value is not None
         }
+        strings, lists = self._takes() if content_format == "auto" else _FORMATS[content_format]
         own = {
-            "messages": [_with_joined_text(message) for message in listed],
+            "messages": [_formatted(message, strings, lists) for message in listed],
             "add_generation_prompt": add_generation_prompt,
         }
         if twice := own.keys() & variables.keys():
@@ -102,17 +147,39 @@ class ChatTemplate:
         return self._process.render(self._source, {**special_tokens, **unset, **variables, **own})
 
 
-def _with_joined_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Join a list of content into one text: many templates would print the list itself."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        text = (
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        )
-        if not isinstance(text, str):
-            raise ValueError(f"a part of a message's content should be text, got {shorten(part)}")
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
+def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mapping[str, Any]:
+    """Return a message whose content a template takes, which may be text, a list, or either."""
+    content: Any = message.get("content")
+    if content is None:
+        content = "" if strings else []
+    elif isinstance(content, list):
+        texts = [*map(_text, content)]
+        parts = [{"type": "text", "text": text} for text in texts]
+        content = parts if lists else "\n".join(texts)
+    elif isinstance(content, str) and not strings and lists:
+        content = [{"type": "text", "text": content}]
+    message = {**message, "content": content}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [*map(_with_arguments, calls)]
+    return message
+
+
+def _text(part: object) -> str:
+    """Return the text of a part of a message's content."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        raise ValueError(f"a part of a message's content should be text, got {shorten(part)}")
+    return text
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return the call of a tool with its arguments as templates take them: read, if JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str) or not isinstance(function, Mapping):
+        return call
+    try:
+        read = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": read}}

@@ -78,6 +78,11 @@ class CodeTokenizer(Tokenizer):
                 f"{describe_error(error)}"
             ) from error
 
+    @property
+    def eos_token_id(self) -> int | None:  # noqa: D102 # of Tokenizer
+        found = getattr(self._library, "eos_token_id", None)
+        return found if type(found) is int else None
+
     def encode(  # noqa: D102 # of Tokenizer
         self, text: str, add_special_tokens: bool = True, *, most: int | None = None
     ) -> list[int]:

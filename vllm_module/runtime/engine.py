@@ -49,6 +49,7 @@ class Engine:
         max_model_len: most tokens of a sequence, prompt and output.
         tokenizer: needed for text and stop strings, not for token ids.
         stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
+        eos_token_id: the one of them that is no ``stop_reason``; the others are.
         repeatable: whether ``execute`` can be called again after it has raised.
         wait: waits for the device, which may still compute what ``execute`` has returned.
         async_scheduling: whether a step is launched before the tokens of the one before are read.
@@ -67,6 +68,7 @@ class Engine:
         max_model_len: int,
         tokenizer: Tokenizer | None = None,
         stop_token_ids: Collection[int] = (),
+        eos_token_id: int | None = None,
         *,
         repeatable: bool = True,
         wait: Wait = synchronize,
@@ -81,6 +83,7 @@ class Engine:
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
         self.stop_token_ids = frozenset(stop_token_ids).intersection(range(vocab_size))
         self.cache_tokens = scheduler.pool.num_pages * scheduler.pool.page_size
         self.max_model_len = min(max_model_len, self.cache_tokens)
@@ -309,7 +312,9 @@ class Engine:
                 sequence.logprobs.append(token.logprobs)
                 sequence.cumulative_logprob += token.logprob or 0.0
             try:
-                reason = check_stop(sequence, self.stop_token_ids, self.tokenizer)
+                reason = check_stop(
+                    sequence, self.stop_token_ids, self.tokenizer, self.eos_token_id
+                )
             except CheckpointFormatError as error:
                 self._end_request(sequence.request, "error", str(error))
                 continue

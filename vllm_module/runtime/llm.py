@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -21,7 +21,7 @@ from vllm_module.config import (
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
 from vllm_module.messages import describe_error, shorten
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
-from vllm_module.runtime.chat import ChatTemplate, Messages
+from vllm_module.runtime.chat import ChatTemplate, ContentFormat, Messages
 from vllm_module.runtime.code_tokenizer import read_tokenizer
 from vllm_module.runtime.embedder import Embedder
 from vllm_module.runtime.embedding import Pooling
@@ -227,13 +227,15 @@ class LLM:
             has_states=worker.state_bytes > 0,
             host_states=worker.host_states,
         )
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         self.engine = Engine(
             self.executor.run,
             scheduler,
             hf_config.vocab_size,
             length,
             self.tokenizer,
-            stop_tokens(self.source.folder),
+            stop_tokens(self.source.folder) | ({eos} if eos is not None else set()),
+            eos,
             repeatable=self.executor.size == 1,
             wait=self.executor.wait,
             async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
@@ -361,6 +363,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: ContentFormat = "auto",
     ) -> list[RequestOutput]:
         """Answer one or more conversations, formatted by the checkpoint's chat template.
 
@@ -371,6 +374,8 @@ class LLM:
             add_generation_prompt: end the prompt with the beginning of the assistant's message.
             tools: descriptions of tools, in the form that the template expects.
             chat_template_kwargs: other variables of the template, such as ``enable_thinking``.
+            chat_template_content_format: what the template gets as content: ``"string"``,
+                ``"openai"`` (a list of parts), or by default what it shows.
 
         Raises:
             CheckpointFormatError: the checkpoint has no chat template, or no tokenizer.
@@ -390,6 +395,12 @@ class LLM:
             expected = "a mapping of variables or None"
             check_type("chat_template_kwargs", chat_template_kwargs, expected, Mapping)
             variables |= chat_template_kwargs
+        if chat_template_content_format not in get_args(ContentFormat):
+            raise ValueError(
+                "chat_template_content_format should be 'auto', 'string' or 'openai', got "
+                f"{shorten(chat_template_content_format)}"
+            )
+        variables["content_format"] = chat_template_content_format
         template = self._chat_template(chat_template)
         prompts: list[Prompt | ValueError] = []
         for conversation in conversations:

@@ -10,18 +10,24 @@ from vllm_module.runtime.tokenizer import TextStream, Tokenizer
 
 
 def check_stop(
-    sequence: Sequence, stop_token_ids: Collection[int], tokenizer: Tokenizer | None
+    sequence: Sequence,
+    stop_token_ids: Collection[int],
+    tokenizer: Tokenizer | None,
+    eos_token_id: int | None = None,
 ) -> FinishReason | None:
     """Return why the last token ends ``sequence``, or None if it does not.
 
-    Sets ``stop_reason`` to the token or string that the request asked to stop at, and keeps the
-    text of a streamed request up to date. Raises ``CheckpointFormatError`` if the tokenizer fails.
+    Sets ``stop_reason`` to the token or string that the request asked to stop at, or an end token
+    of the model other than ``eos_token_id``, and keeps the text of a streamed request up to date.
+    Raises ``CheckpointFormatError`` if the tokenizer fails.
     """
     request, token = sequence.request, sequence.tokens[-1]
     params = request.params
     length = len(sequence.tokens) - request.prompt_len
     if length >= params.min_tokens:
         if token in stop_token_ids and not params.ignore_eos:
+            if eos_token_id is not None and token != eos_token_id:
+                sequence.stop_reason = token
             return "stop"
         if token in params.stop_token_ids:
             sequence.stop_reason = token
@@ -63,13 +69,16 @@ def _cut_at_stop_string(sequence: Sequence, start: int) -> bool:
 def complete_text(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
     """Decode a sequence that has ended as a whole, unless a stop string has cut its text.
 
+    A token that has ended it is in its tokens, and not in its text unless the request wants that.
     If the tokenizer fails, the request gets its error.
     """
     if tokenizer is not None and not isinstance(sequence.stop_reason, str):
-        request = sequence.request
+        request, output = sequence.request, sequence.output
+        if sequence.finish_reason == "stop" and not request.params.include_stop_str_in_output:
+            output = output[:-1]
         try:
             sequence.text = tokenizer.continuation(
-                request.prompt_token_ids, sequence.output, request.params.skip_special_tokens
+                request.prompt_token_ids, output, request.params.skip_special_tokens
             )
         except CheckpointFormatError as error:
             sequence.finish_reason = "error"

@@ -13,11 +13,23 @@ from typing import Any
 
 import jinja2
 from jinja2 import meta
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class RefusedError(Exception):
     """A template called ``raise_exception``."""
+
+
+class Generation(Extension):
+    """The block ``{% generation %}``, by which trainers find the assistant's text: its content."""
+
+    tags = {"generation"}  # as jinja2 has it
+
+    def parse(self, parser: Any) -> Any:
+        """Return the nodes inside of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -33,7 +45,7 @@ def refuse(message: object) -> None:
 def make_environment() -> ImmutableSandboxedEnvironment:
     """Return what transformers gives templates: filters, functions and settings."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse

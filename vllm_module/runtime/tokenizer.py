@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,18 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ``eos_token`` of tokenizer_config.json names, if it names one."""
+        folder = self._path.parent
+        if not is_there(path := folder / "tokenizer_config.json"):
+            return None
+        token: Any = read_json(path, folder).get("eos_token")
+        if isinstance(token, Mapping):  # an AddedToken
+            token = token.get("content")
+        found: int | None = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+        return found
+
     def encode(
         self, text: str, add_special_tokens: bool = True, *, most: int | None = None
     ) -> list[int]:
@@ -95,14 +107,17 @@ class Tokenizer:
     def continuation(
         self, prompt: list[int], output: list[int], skip_special_tokens: bool = True
     ) -> str:
-        """Return the text that the tokens of ``output`` add after those of ``prompt``."""
+        """Return the text that the tokens of ``output`` add after those of ``prompt``.
+
+        A character at its end that is not complete is left out.
+        """
         before = self.decode(prompt, skip_special_tokens)
         whole = self.decode(prompt + output, skip_special_tokens)
         if whole.startswith(before):
-            return whole[len(before) :]
+            return _without_incomplete(whole[len(before) :])
         # The last character of the prompt continues in the output.
         stream = TextStream(self, prompt, skip_special_tokens)
-        return "".join(map(stream.push, output)) + stream.finish()
+        return "".join(map(stream.push, output))
 
 
 class TextStream:
@@ -154,10 +169,13 @@ def _without_incomplete(text: str) -> str:
 
 
 def stop_tokens(folder: Path) -> set[int]:
-    """Return ``eos_token_id`` of generation_config.json, else of config.json, else nothing.
+    """Return ``eos_token_id`` of generation_config.json and of config.json: all that either has.
+
+    A fine-tune may change one of them only. The tokenizer has an end token of its own.
 
     Raises ``CheckpointFormatError`` if a file is not a JSON object, or the entry is not integers.
     """
+    found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if is_there(path):
@@ -169,5 +187,5 @@ def stop_tokens(folder: Path) -> set[int]:
                         f"{printable(path)}: eos_token_id should be a token or a list of tokens, "
                         f"and is {shorten(eos)}"
                     )
-                return set(tokens)
-    return set()
+                found.update(tokens)
+    return found
