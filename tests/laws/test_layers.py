@@ -28,26 +28,14 @@ SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
 LAYERS = SUBJECTS["LAYERS"]
 
 
-# How many cases of a law, and of subjects with many tensors each; "make laws" tries all of them as
-# often as is asked.
-CASES = 8
-LARGE = {
-    "quantized to NF4 while loading": 8,
-    "packed": 8,
-    "packed while loading": 6,
-    "packed experts": 6,
-    "packed by bitsandbytes": 8,
-    "experts packed by bitsandbytes": 4,
-    "quantized mamba2": 6,
-    "gated delta net": 10,
-}
+CASES = 6  # of a law for one subject; "make laws" tries as many as are asked for
 
 
 @pytest.fixture
-def fewer_cases(name: str) -> Iterator[None]:
-    """Try fewer cases, above all of large subjects."""
+def fewer_cases() -> Iterator[None]:
+    """Try fewer cases than of a property."""
     before = settings.get_current_profile_name()
-    few = min(LARGE.get(name, CASES), settings.default.max_examples)
+    few = min(CASES, settings.default.max_examples)
     settings.register_profile("few", settings.get_profile(before), max_examples=few)
     settings.load_profile("few")
     yield

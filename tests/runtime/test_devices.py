@@ -236,6 +236,9 @@ class Aborted:
     def tell(self, message: object) -> None:
         """Send nothing."""
 
+    def say_who_hangs(self) -> None:
+        """Log nothing."""
+
     def query(self) -> bool:
         self.aborted = self.aborts
         return True
