@@ -214,7 +214,8 @@ class LoadConfig(_Closed):
             the page cache shares local files already. Ranks of a sharded state never do, because
             each has files of its own.
         allow_nan: load weights that are NaN, and let updates bring them. By default they are
-            refused by name, because a model that has one answers every request with an error.
+            refused by name, in tensors in memory and in what is read onto a GPU: a model that has
+            one answers every request with an error.
 
     """
 

@@ -51,7 +51,8 @@ class vLLMModule(nn.Module):
             other numbers are refused.
         conversions: from a parameter's name to what converts the checkpoint's tensor for it.
         allow_nan: whether weights may be NaN, when this is the module that is loaded or updated.
-            By default they are refused by name.
+            By default they are refused by name, in tensors in memory and in what is read onto a
+            GPU.
 
     """
 
