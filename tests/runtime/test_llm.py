@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams, WeightLoadError
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, RankError
+from vllm_module.runtime import worker as workers
 from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.tokenizer import Tokenizer
@@ -1118,3 +1119,37 @@ def test_it_ends_at_what_any_file_calls_an_end(folder: Path, tmp_path: Path) -> 
             params = greedy(6, logit_bias={token: 100.0}, ignore_eos=True)
             (output,) = llm.generate("once", params, False)[0].outputs
             assert output.token_ids == [token] * 6
+
+
+def test_weights_of_a_device_sleep_in_host_memory(
+    folder: Path, theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come back with their updates, also after a sleep for which there was no room."""
+    head = theirs.lm_head.weight.detach().flip(0).contiguous()
+
+    def no_room(nbytes: int, ranks: int) -> None:
+        raise MemoryError
+
+    with LLM(folder, **SMALL) as llm:
+        llm.update_weights({"lm_head.weight": head})
+        updated = first_tokens(llm)
+        model = llm.executor.worker.model
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.executor.worker, "device", torch.device("cuda"))
+            patch.setattr(workers, "_check_host_memory", no_room)
+            with pytest.raises(MemoryError):
+                llm.sleep()
+        assert first_tokens(llm) == updated
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.executor.worker, "device", torch.device("cuda"))
+            llm.sleep()
+        assert all(parameter.is_meta for parameter in model.parameters())
+        llm.wake_up()
+        assert first_tokens(llm) == updated
+
+
+def test_what_does_not_fit_into_host_memory_is_named() -> None:
+    """The sizes of all ranks, what is available, and the level that needs nothing."""
+    workers._check_host_memory(1 << 10, 2)
+    with pytest.raises(MemoryError, match=r"2 ranks take 1048576\.0 GiB .* sleep\(level=2\) drops"):
+        workers._check_host_memory(1 << 49, 2)
