@@ -85,21 +85,28 @@ def touched_pages(handle: FileHandle) -> int:
 def test_a_cold_shard_reads_little_more_than_the_pages_it_touches(
     path: Path, tensors, name, leased, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's count of bytes from the disk stays below 1.3 times the OS pages touched."""
+    """The kernel's count of bytes from the disk stays below 1.3 times the OS pages touched.
+
+    The count is of the whole process: code whose pages were evicted is read from the disk as
+    well. So the smallest of three counts is compared.
+    """
     if not leased:
         monkeypatch.setattr(ReadLease, "_take", lambda _: False)
     with open_checkpoint(path) as checkpoint:
         part = shard(checkpoint[name], SHARDS[name])
         touched = touched_pages(part) * PAGE
-        evict(path)
-        if cached_pages(path) > path.stat().st_size // PAGE // 10:
-            pytest.skip("the page cache keeps the file: eviction did not take")
-        before = bytes_from_disk()
-        read = part.read()
-        from_disk = bytes_from_disk() - before
-        if from_disk == 0:
-            pytest.skip("this file system counts no bytes from a disk")
-    assert torch.equal(read, shard(tensors[name], SHARDS[name]))
+        counts = []
+        for _ in range(3):
+            evict(path)
+            if cached_pages(path) > path.stat().st_size // PAGE // 10:
+                pytest.skip("the page cache keeps the file: eviction did not take")
+            before = bytes_from_disk()
+            read = part.read()
+            counts.append(bytes_from_disk() - before)
+            assert torch.equal(read, shard(tensors[name], SHARDS[name]))
+    from_disk = min(counts)
+    if from_disk == 0:
+        pytest.skip("this file system counts no bytes from a disk")
     assert touched * 0.9 < from_disk < touched * 1.3 + 32 * PAGE
 
 
