@@ -20,11 +20,18 @@ from vllm_module import layers
 PUBLIC = [
     "LLM",
     "BasevLLMParameter",
+    "BeamSearchParams",
+    "CompletionOutput",
     "DeviceConfig",
+    "EngineArgs",
     "LoadConfig",
     "ModelConfig",
+    "PoolingParams",
     "QuantizationConfig",
+    "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "WeightLoadError",
     "get_model",
     "register_model",
@@ -46,25 +53,44 @@ vLLMModule.process_weights_after_loading(self)
 LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None,
     hf_overrides=None, model_code=None, download_dir=None, hf_token=None,
     enable_expert_parallel=False, model_impl='auto', trust_remote_code=False, tokenizer=None,
-    tokenizer_revision=None, skip_tokenizer_init=False, seed=None, max_logprobs=-1,
-    generation_config='auto', device='auto', load_format=None, load_config=None, **engine)
+    tokenizer_revision=None, skip_tokenizer_init=False, chat_template=None, seed=0,
+    max_logprobs=20, generation_config='auto', override_generation_config=None, device='auto',
+    load_format=None, load_config=None, **engine)
+LLM.from_engine_args(engine_args)
 LLM.get_tokenizer(self)
 LLM.get_default_sampling_params(self)
-LLM.generate(self, prompts, sampling_params=None, use_tqdm=True)
+LLM.generate(self, prompts, sampling_params=None, use_tqdm=True, *, tokenization_kwargs=None,
+    **options)
 LLM.chat(self, messages, sampling_params=None, use_tqdm=True, *, chat_template=None,
-    add_generation_prompt=True, tools=None, chat_template_kwargs=None,
-    chat_template_content_format='auto')
+    add_generation_prompt=True, continue_final_message=False, tools=None,
+    chat_template_kwargs=None, chat_template_content_format='auto', **options)
+LLM.beam_search(self, prompts, params, *, use_tqdm=False, **options)
+LLM.get_metrics(self)
 LLM.stream(self, prompt, sampling_params=None)
-LLM.embed(self, prompts, *, normalize=True, pooling=None, truncate=False, use_tqdm=True)
+LLM.embed(self, prompts, *, normalize=True, pooling=None, truncate=False, use_tqdm=True,
+    pooling_params=None, **options)
+LLM.encode(self, prompts, pooling_params=None, *, pooling_task=None, truncate=False,
+    use_tqdm=True, **options)
+LLM.classify(self, prompts, *, pooling_params=None, truncate=False, use_tqdm=True, **options)
+LLM.score(self, data_1, data_2, /, *, pooling_params=None, truncate=False, use_tqdm=True,
+    **options)
+LLM.rerank(self, query, documents, *, top_n=None, **options)
+LLM.apply_model(self, func)
+LLM.reset_prefix_cache(self, reset_running_requests=False, reset_connector=False)
 LLM.update_weights(self, weights)
-LLM.sleep(self, level=1)
-LLM.wake_up(self)
+LLM.sleep(self, level=1, **options)
+LLM.wake_up(self, tags=None)
 LLM.reload_weights(self)
 LLM.close(self)
-SamplingParams(*, n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
-    presence_penalty=0.0, frequency_penalty=0.0, seed=None, stop=None, stop_token_ids=<factory>,
-    ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None,
-    logit_bias=None, skip_special_tokens=True, include_stop_str_in_output=False)
+SamplingParams(*positional, n=1, presence_penalty=0.0, frequency_penalty=0.0,
+    repetition_penalty=1.0, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None,
+    stop=<factory>, stop_token_ids=<factory>, ignore_eos=False, max_tokens=16, min_tokens=0,
+    logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True,
+    spaces_between_special_tokens=True, include_stop_str_in_output=False, logit_bias=None,
+    allowed_token_ids=None, extra_args=None, bad_words=<factory>)
+PoolingParams(use_activation=None, dimensions=None)
+BeamSearchParams(beam_width, max_tokens, ignore_eos=False, temperature=0.0, length_penalty=1.0,
+    include_stop_str_in_output=False, skip_special_tokens=True)
 """
 
 LAYERS = """

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from vllm_module.module import vLLMModule
     from vllm_module.parameters import BasevLLMParameter
     from vllm_module.registry import register_model
+    from vllm_module.runtime.beam_search import BeamSearchParams
+    from vllm_module.runtime.engine_args import EngineArgs
     from vllm_module.runtime.llm import LLM
+    from vllm_module.runtime.outputs import CompletionOutput, RequestOutput
+    from vllm_module.runtime.pooling_params import PoolingParams
+    from vllm_module.runtime.prompts import TextPrompt, TokensPrompt
     from vllm_module.runtime.sampling_params import SamplingParams
     from vllm_module.version import __version__ as __version__
     from vllm_module.weights.source import register_source
@@ -23,12 +28,19 @@ else:
         __name__,
         {
             "BasevLLMParameter": "vllm_module.parameters",
+            "BeamSearchParams": "vllm_module.runtime.beam_search",
+            "CompletionOutput": "vllm_module.runtime.outputs",
             "DeviceConfig": "vllm_module.config",
+            "EngineArgs": "vllm_module.runtime.engine_args",
             "LLM": "vllm_module.runtime.llm",
             "LoadConfig": "vllm_module.config",
             "ModelConfig": "vllm_module.config",
+            "PoolingParams": "vllm_module.runtime.pooling_params",
             "QuantizationConfig": "vllm_module.config",
+            "RequestOutput": "vllm_module.runtime.outputs",
             "SamplingParams": "vllm_module.runtime.sampling_params",
+            "TextPrompt": "vllm_module.runtime.prompts",
+            "TokensPrompt": "vllm_module.runtime.prompts",
             "WeightLoadError": "vllm_module.errors",
             "__version__": "vllm_module.version",
             "get_model": "vllm_module.loader",
@@ -42,11 +54,18 @@ else:
 __all__ = [
     "LLM",
     "BasevLLMParameter",
+    "BeamSearchParams",
+    "CompletionOutput",
     "DeviceConfig",
+    "EngineArgs",
     "LoadConfig",
     "ModelConfig",
+    "PoolingParams",
     "QuantizationConfig",
+    "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "WeightLoadError",
     "get_model",
     "register_model",

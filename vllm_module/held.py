@@ -8,6 +8,7 @@ and processed. Names are no checkpoint's, so no ``load_weights`` of a model is c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> Lo
         return other
     held = weights.of_rank(rank)
     with_own = [each._replace(weight=held[each.name]) for each in other.assignments]
-    return other._replace(assignments=with_own)
+    return replace(other, assignments=with_own)
 
 
 def _rank(model: vLLMModule, state: ShardedState) -> int:

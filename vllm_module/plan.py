@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import nn
 from vllm_module.assignment import Assignment
 from vllm_module.parameters import Reordered
 from vllm_module.report import LoadReport
+from vllm_module.summary import Summarized, mebibytes
 from vllm_module.tree import Location, Node, is_typed
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
 
@@ -42,7 +44,8 @@ class PlannedMemory(NamedTuple):
     quantizing: int
 
 
-class LoadPlan(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class LoadPlan(Summarized):
     """What ``module.load_weights`` would do with some weights.
 
     Attributes:
@@ -55,6 +58,20 @@ class LoadPlan(NamedTuple):
     module: nn.Module
     report: LoadReport
     assignments: list[Assignment]
+
+    def _facts(self) -> list[tuple[str, str]]:
+        memory, report = self.memory(), self.report
+        problems = ("missing", "unexpected", "duplicated", "misshapen")
+        counts = {kind: len(getattr(report, kind)) for kind in ("skipped", *problems)}
+        reads = [read.source for read in self.reads()]
+        size = mebibytes(sum(each.shape.numel() * each.dtype.itemsize for each in reads))
+        return [
+            ("model", type(self.module).__name__),
+            ("reads", f"{len(reads)} parts of {len(self.assignments)} tensors, {size}"),
+            ("memory of the model", mebibytes(memory.model)),
+            ("beside it while loading", mebibytes(memory.staging + memory.quantizing)),
+            *((kind, str(count)) for kind, count in counts.items() if count),
+        ]
 
     def of_rank(self, rank: int) -> LoadPlan:
         """Return the plan of another rank, found from the dimensions of this rank's parameters.

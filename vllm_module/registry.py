@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _OURS = {
     "BambaForCausalLM": "vllm_module.models.bamba:BambaForCausalLM",
     "BertForMaskedLM": "vllm_module.models.bert:BertModel",
+    "BertForSequenceClassification": "vllm_module.models.classifiers:BertForSequenceClassification",
     "BertModel": "vllm_module.models.bert:BertModel",
     "Cohere2ForCausalLM": "vllm_module.models.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "vllm_module.models.cohere:CohereForCausalLM",
@@ -69,9 +70,15 @@ _OURS = {
     "Qwen3MoeForCausalLM": "vllm_module.models.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": "vllm_module.models.qwen3_next:Qwen3NextForCausalLM",
     "RobertaForMaskedLM": "vllm_module.models.roberta:RobertaModel",
+    "RobertaForSequenceClassification": (
+        "vllm_module.models.classifiers:RobertaForSequenceClassification"
+    ),
     "RobertaModel": "vllm_module.models.roberta:RobertaModel",
     "Starcoder2ForCausalLM": "vllm_module.models.starcoder2:Starcoder2ForCausalLM",
     "XLMRobertaForMaskedLM": "vllm_module.models.roberta:RobertaModel",
+    "XLMRobertaForSequenceClassification": (
+        "vllm_module.models.classifiers:RobertaForSequenceClassification"
+    ),
     "XLMRobertaModel": "vllm_module.models.roberta:RobertaModel",
 }
 _WRAPPER = "vllm_module.wrapped.model:TransformersForCausalLM"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm_module.models.bert import BertModel
+from vllm_module.models.classifiers import BertForSequenceClassification
 from vllm_module.testing import LAWS, model_configs
 
 
@@ -13,3 +14,11 @@ def test_bert_keeps_the_law(law) -> None:
     ids = torch.zeros(5, dtype=torch.int64)
     inputs = (ids, torch.arange(5), [2, 3])
     law(BertModel, model_configs("BertModel"), inputs=lambda model: inputs)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_bert_with_a_head_keeps_the_law(law) -> None:
+    """The same of a classifier, whose head every rank has whole."""
+    ids = torch.zeros(5, dtype=torch.int64)
+    kw = {"inputs": lambda model: (ids, torch.arange(5), [2, 3])}
+    law(BertForSequenceClassification, model_configs("BertForSequenceClassification"), **kw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def figures(plan: LoadPlan) -> Iterator[object]:
 def folded(plan: LoadPlan) -> tuple[LoadPlan, list[int]]:
     """Return the plan with one tensor of those that are cut alike, and how many they are."""
     groups = plan.alike()
-    return plan._replace(assignments=[each[0] for each in groups]), [len(each) for each in groups]
+    first = [each[0] for each in groups]
+    return replace(plan, assignments=first), [len(each) for each in groups]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

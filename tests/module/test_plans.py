@@ -93,3 +93,17 @@ def test_a_plan_says_how_much_memory_the_load_takes() -> None:
     few, many = (sum(sizes[-reader_threads(torch.device(on)) :]) for on in ("cpu", "cuda"))
     assert plan.memory("cpu") == (whole, few, 0)
     assert plan.memory("cuda") == (whole, buffers * PIECE_BYTES, many)
+
+
+def test_a_plan_is_shown_as_a_table() -> None:
+    """``repr`` and a notebook show counts and sizes, and no module tree."""
+    tensors = tree.checkpoint()
+    del tensors["head.weight"]
+    plan = tree.Model().plan_weights(unreadable(tensors | {"<b>": torch.ones(1)}))
+    lines = repr(plan).splitlines()
+    assert lines[0] == "LoadPlan"
+    assert {"missing": "1", "unexpected": "1"}.items() <= dict(
+        line.split(maxsplit=1) for line in lines[1:]
+    ).items()
+    assert "<th style='text-align:left'>missing</th>" in plan._repr_html_()
+    assert "Model" in plan._repr_html_()

@@ -149,13 +149,11 @@ def test_a_prompt_longer_than_a_batch_is_computed_alone(folder: Path, theirs: An
     ("prompt", "message"),
     [
         ("a" * 23, "the prompt has 25 tokens, and the model takes at most 24: .* truncate=True"),
-        ("", "the prompt has no text"),
-        (" \n", "the prompt has no text"),
         ({"prompt_token_ids": []}, "the prompt has no tokens"),
         ({"prompt_token_ids": [130]}, "token 130 is outside of the vocabulary of 130"),
         ({"prompt_token_ids": [-1]}, "token -1 is outside of the vocabulary of 130"),
-        ({"prompt_token_ids": "abc"}, "a prompt should be text or"),
-        (3, "a prompt should be text or"),
+        ({"prompt_token_ids": "abc"}, "a prompt should be text, a list of"),
+        (None, "a prompt should be text, a list of"),
     ],
 )
 def test_a_refused_prompt_has_an_error_and_changes_no_other(
@@ -214,7 +212,7 @@ def test_an_encoder_generates_nothing_and_has_no_cache(
     assert not hasattr(llm.executor.worker, "cache")
     assert llm.engine.scheduler.pool.num_pages == 0
     with caplog.at_level(logging.INFO, "vllm_module"), LLM(folder, device="cpu"):
-        assert "MiB of weights and no KV cache in" in caplog.text
+        assert "cache of a rank: none" in caplog.text
 
 
 def test_a_decoder_embeds_nothing(model: Any, tmp_path: Path) -> None:
@@ -259,9 +257,9 @@ def test_weights_are_updated_and_sleep(folder: Path, theirs: Any) -> None:
 def test_two_ranks_give_the_same_embeddings(llm: LLM, folder: Path) -> None:
     """Ranks in processes compute what one computes, and a refused prompt ends nothing."""
     with LLM(folder, device="cpu", tensor_parallel_size=2) as two:
-        with pytest.raises(ValueError, match="no text"):
-            embed(two, "")
-        outputs = embed(two, [*TEXTS, ""])
+        with pytest.raises(ValueError, match="no tokens"):
+            embed(two, {"prompt_token_ids": []})
+        outputs = embed(two, [*TEXTS, {"prompt_token_ids": []}])
         torch.testing.assert_close(
             vectors(outputs[:-1]), vectors(embed(llm, TEXTS)), rtol=0, atol=1e-5
         )

@@ -353,7 +353,8 @@ def test_chat_by_another_template_and_its_variables(
     assert empty.prompt == "?"
     with pytest.raises(ValueError, match=r"cannot format the messages: TypeError: "):
         llm.chat([{"role": "user", "content": 3}], chat_template=source)
-    for wrong in (None, "hi", [], 5):
+    assert llm.chat([]) == []
+    for wrong in (None, "hi", 5):
         with pytest.raises(ValueError, match="messages should be"):
             llm.chat(wrong)  # type: ignore[arg-type]
     for wrong_format in ("text", None, 3):
@@ -454,14 +455,14 @@ def test_special_tokens_that_are_no_text_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [5, None, [1, 2], b"abc", {"prompt": 3}, {"prompt_token_ids": [1], "image": 0}, "\ud83d"],
+    [5, None, [1, True], b"abc", {"prompt": 3}, {"prompt_token_ids": [1], "image": 0}, "\ud83d"],
 )
 def test_an_invalid_prompt_changes_no_other(llm: LLM, prompt: Any) -> None:
     """Its own output has the error, and no request is left in the engine."""
     outputs = llm.generate(["fine", prompt, "too"], greedy(3), use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 0, 3]
     assert outputs[1].error is not None
-    assert "surrogate" in outputs[1].error or "a prompt should be text or" in outputs[1].error
+    assert "surrogate" in outputs[1].error or "a prompt should be text, a list" in outputs[1].error
     with pytest.raises(ValueError, match=r"a prompt should be|surrogate"):
         next(llm.stream(prompt))
     assert not llm.engine.requests
@@ -523,8 +524,8 @@ def test_a_prompt_that_cannot_be_served_has_an_error(llm: LLM) -> None:
         "the prompt has no tokens",
         "128 tokens, and with one more a sequence has at most 128",
         "token 500 is outside of the vocabulary of 130",
-        "should be text or",
-        "should be text or",
+        "should be text, a list",
+        "should be text, a list",
     ]
     assert len(outputs[0].outputs[0].token_ids) == 3
     for output, message in zip(outputs[1:], messages, strict=True):
@@ -1020,8 +1021,9 @@ def test_loading_logs_three_lines(folder: Path, caplog: pytest.LogCaptureFixture
     assert found.getMessage() == f"weights in {folder}: safetensors"
     assert whose.getMessage() == "model_impl of Qwen3ForCausalLM: native"
     assert re.fullmatch(
-        rf"loaded {folder} \(Qwen3ForCausalLM, float32\) on cpu: 1 rank with 0\.3 MiB of weights "
-        r"and 128 KV pages of 16 tokens \(2048 tokens, 1\.0 MiB\) in \d+\.\d s",
+        rf"loaded in \d+\.\d s: model: {folder}; architecture: Qwen3ForCausalLM, float32; "
+        r"device: cpu, ranks: 1; weights of a rank: 0\.3 MiB; cache of a rank: 128 pages of 16 "
+        r"tokens, 2048 in all, 1\.0 MiB; sequences: at most 128 tokens",
         record.getMessage(),
     )
 

@@ -25,14 +25,18 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
     "seed": st.none() | st.integers(-(2**63), 2**64 - 1),
-    "stop": st.none() | TEXT | st.lists(TEXT, max_size=3),
-    "stop_token_ids": st.lists(NATURAL, max_size=3),
+    "stop": st.none() | TEXT | st.lists(TEXT, max_size=3, unique=True),
+    "stop_token_ids": st.lists(NATURAL, max_size=3, unique=True),
     "ignore_eos": st.booleans(),
     "max_tokens": st.none() | st.integers(10, 100),
     "min_tokens": st.integers(0, 10),
-    "logprobs": st.none() | NATURAL,
-    "prompt_logprobs": st.none() | NATURAL,
-    "logit_bias": st.none() | st.dictionaries(NATURAL, st.floats(-100, 100), max_size=3),
+    "logprobs": st.none() | st.integers(-1, 10**6),
+    "prompt_logprobs": st.none() | st.integers(-1, 10**6),
+    "logit_bias": st.none() | st.dictionaries(NATURAL, st.floats(-1e30, 1e30), max_size=3),
+    "allowed_token_ids": st.none() | st.lists(NATURAL, min_size=1, max_size=3),
+    "bad_words": st.lists(TEXT, max_size=3, unique=True),
+    "spaces_between_special_tokens": st.booleans(),
+    "extra_args": st.none() | st.dictionaries(TEXT, NATURAL, max_size=2),
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
 }
@@ -48,6 +52,7 @@ def outside(low: float, high: float = math.inf) -> st.SearchStrategy[float]:
 
 OTHER_TYPES = st.sampled_from([True, "1", [], {}, 1j, object])
 NOT_BOOL = st.sampled_from([0, 1, None, "yes", 1.0])
+BELOW_MINUS_1 = st.integers(max_value=-2) | st.sampled_from([0.5, math.nan]) | OTHER_TYPES
 BELOW_0 = st.integers(max_value=-1) | st.sampled_from([0.5, math.nan]) | OTHER_TYPES
 
 INVALID: dict[str, st.SearchStrategy[Any]] = {
@@ -65,10 +70,14 @@ INVALID: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": NOT_BOOL,
     "max_tokens": st.integers(max_value=0) | OTHER_TYPES,
     "min_tokens": st.none() | BELOW_0,
-    "logprobs": BELOW_0,
-    "prompt_logprobs": BELOW_0,
+    "logprobs": BELOW_MINUS_1,
+    "prompt_logprobs": BELOW_MINUS_1,
+    "allowed_token_ids": st.sampled_from([[], [-1], ["1"], [True], 3]),
+    "bad_words": st.sampled_from([[""], ["a", 3], 3, {}]),
+    "spaces_between_special_tokens": NOT_BOOL,
+    "extra_args": st.sampled_from([[], 3, {1: 2}]),
     "logit_bias": st.one_of(
-        st.dictionaries(NATURAL, outside(-100, 100), min_size=1, max_size=2),
+        st.dictionaries(NATURAL, NOT_FINITE, min_size=1, max_size=2),
         st.sampled_from([{-1: 0.0}, {2**31: 0.0}, {"1": 0.0}, {True: 0.0}, {1: "1"}, [1]]),
     ),
     "skip_special_tokens": NOT_BOOL,
@@ -82,9 +91,9 @@ def test_valid_values_are_kept_as_they_were_given(values: dict[str, Any]) -> Non
     """Any combination of valid values is kept, and all other parameters have their defaults."""
     params = SamplingParams(**values)
     expected = SamplingParams().model_dump() | values
+    stop = expected["stop"]
+    expected["stop"] = [] if stop is None else [stop] if isinstance(stop, str) else stop
     assert params.model_dump() == expected
-    stop = values.get("stop")
-    assert params.stops == (() if stop is None else (stop,) if isinstance(stop, str) else (*stop,))
     assert params.greedy == (params.temperature == 0)
 
 
@@ -112,13 +121,61 @@ def test_min_tokens_above_max_tokens_is_refused(most: int, more: int) -> None:
     assert SamplingParams(max_tokens=None, min_tokens=most + more).max_tokens is None
 
 
-def test_unknown_names_and_changes_are_refused() -> None:
-    """The error of a misspelt name has that name, and parameters are frozen."""
+def test_unknown_names_are_refused() -> None:
+    """The error of a misspelt name has that name, also where it is assigned."""
     with pytest.raises(ValueError, match="best_of"):
         SamplingParams(best_of=3)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="no argument 'temprature': did you mean 'temperature'"):
+        SamplingParams().temprature = 0.5  # type: ignore[attr-defined]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_what_is_assigned_is_checked_as_what_is_given(data: st.DataObject) -> None:
+    """A valid value is kept; an invalid one is refused by name and changes nothing."""
     params = SamplingParams()
-    with pytest.raises(ValueError, match="frozen"):
-        params.temperature = 0.5  # type: ignore[misc]
+    name = data.draw(st.sampled_from(sorted(VALID)))
+    value = data.draw(VALID[name])
+    setattr(params, name, value)
+    assert params == SamplingParams(**{name: value})
+    before = params.model_dump()
+    with pytest.raises(ValueError, match=rf"^{name}(\[-?\d+\])? should "):
+        setattr(params, name, data.draw(INVALID[name]))
+    assert params.model_dump() == before
+
+
+def test_what_fits_alone_and_not_together_is_refused() -> None:
+    """A limit below another, and stop strings without text, are refused where they are assigned."""
+    params = SamplingParams(max_tokens=5, stop="a")
+    with pytest.raises(ValueError, match="min_tokens should be at most max_tokens, which is 5"):
+        params.min_tokens = 6
+    with pytest.raises(ValueError, match="leave out detokenize=False"):
+        params.detokenize = False
+    assert (params.min_tokens, params.detokenize) == (0, True)
+
+
+def test_places_are_those_that_all_versions_of_vllm_have() -> None:
+    """The first five arguments may be given by position; more, or one twice, are refused."""
+    params = SamplingParams(2, 0.1, 0.2, 1.5, 0.7)  # type: ignore[misc]
+    assert (params.n, params.presence_penalty, params.frequency_penalty) == (2, 0.1, 0.2)
+    assert (params.repetition_penalty, params.temperature) == (1.5, 0.7)
+    with pytest.raises(ValueError, match=r"at most n, .* by position: name the others"):
+        SamplingParams(1, 0.0, 0.0, 1.0, 1.0, 0.5)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="n by position and by name"):
+        SamplingParams(1, n=1)  # type: ignore[misc]
+
+
+def test_from_optional_reads_what_servers_get() -> None:
+    """None is the default but for max_tokens, and a bias is bounded, whatever its token's type."""
+    given: dict[str, Any] = dict.fromkeys(VALID) | {"logit_bias": {"3": 500, 4: -1000, 5: 1.5}}
+    params = SamplingParams.from_optional(**given)
+    assert params.logit_bias == {3: 100.0, 4: -100.0, 5: 1.5}
+    assert params.max_tokens is None
+    assert params.model_dump(exclude={"logit_bias", "max_tokens"}) == SamplingParams().model_dump(
+        exclude={"logit_bias", "max_tokens"}
+    )
+    with pytest.raises(ValueError, match="logit_bias"):
+        SamplingParams.from_optional(logit_bias={"x": 1.0})
 
 
 def test_the_parameters_are_copies() -> None:
@@ -129,4 +186,7 @@ def test_the_parameters_are_copies() -> None:
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (["a"], [1], {1: 2.0})
     lenient: dict[str, Any] = {"temperature": 1, "stop": ("a",), "stop_token_ids": None}
     params = SamplingParams(**lenient)
-    assert (params.temperature, params.stops, params.stop_token_ids) == (1.0, ("a",), [])
+    assert (params.temperature, params.stop, params.stop_token_ids) == (1.0, ["a"], [])
+    clone = params.clone()
+    clone.stop.append("b")
+    assert params.stop == ["a"]

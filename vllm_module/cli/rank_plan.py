@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter, mul
 from typing import NamedTuple
 
@@ -164,7 +164,7 @@ def plan_ranks(
         paths.setdefault(tensor, []).append(path)
     plan = plan_from(model, checkpoint)
     groups = plan.alike()
-    plan = plan._replace(assignments=[group[0] for group in groups])
+    plan = replace(plan, assignments=[group[0] for group in groups])
     plans: list[TensorPlan] = []
     kept: list[list[tuple[KeptPiece, ...]]] = []  # by rank and group
     ranks = []
@@ -174,7 +174,7 @@ def plan_ranks(
         read = [index for index, pieces in enumerate(kept[-1]) if pieces]
         counts = [len(groups[index]) for index in read]
         nbytes = [sum(piece.bytes for piece in kept[-1][index]) for index in read]
-        of_rank = of_rank._replace(assignments=[of_rank.assignments[each] for each in read])
+        of_rank = replace(of_rank, assignments=[of_rank.assignments[each] for each in read])
         memory = {device: of_rank.memory(device, counts) for device in ("cpu", "cuda")}
         ranks.append(
             RankPlan(

@@ -1,4 +1,4 @@
-"""Biases, penalties and bans: what changes logits before a token is chosen."""
+"""Biases, penalties, bans and allowances: what changes logits before a token is chosen."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Adjustments:
         self._counts = counts
         self._update = counts.plan([row for row in rows if row.penalized], vocab)
         starts, penalties = array("q"), array("d")
-        biased, biases, banned = array("q"), array("d"), array("q")
-        self._ends = [_Ends(0, 0, 0)]
+        biased, biases, banned, allowed = array("q"), array("d"), array("q"), array("q")
+        self._ends = [_Ends(0, 0, 0, 0)]
+        self._limited: list[int] = []  # rows that may have few tokens only
         for start, row in zip(range(0, len(rows) * vocab, vocab), rows, strict=True):
             params = row.params
             if row.penalized:
@@ -49,19 +50,24 @@ class Adjustments:
                 biases.extend(params.logit_bias.values())
             check_tokens(row.banned, vocab)
             banned.extend(start + token for token in row.banned)
-            self._ends.append(_Ends(len(starts), len(biased), len(banned)))
+            if params.allowed_token_ids is not None:
+                check_tokens(params.allowed_token_ids, vocab)
+                self._limited.append(start // vocab)
+                allowed.extend(start + token for token in params.allowed_token_ids)
+            self._ends.append(_Ends(len(starts), len(biased), len(banned), len(allowed)))
         self.arrays: tuple[Numbers, ...] = (
             starts,
             penalties,
             biased,
             biases,
             banned,
+            allowed,
             *self._update.arrays,
         )
 
     def place(self, sent: Sequence[Tensor]) -> None:
         """Take the arrays, on the device."""
-        starts, penalties, self._biased, biases, self._banned, *update = sent
+        starts, penalties, self._biased, biases, self._banned, self._allowed, *update = sent
         self._biases = biases.float()
         if len(starts):
             ids, self._times = self._counts.apply(self._update, update)
@@ -86,14 +92,22 @@ class Adjustments:
         if last.banned > first.banned:
             index = self._banned[first.banned : last.banned] - offset
             flat.index_fill_(0, index, -torch.inf)
+        if last.allowed > first.allowed:
+            index = self._allowed[first.allowed : last.allowed] - offset
+            kept = flat.index_select(0, index)
+            for row in self._limited:
+                if start <= row < start + len(x):
+                    x[row - start].fill_(-torch.inf)
+            flat.index_copy_(0, index, kept)
 
 
 class _Ends(NamedTuple):
-    """How many penalized rows, biased tokens and banned tokens come before a row."""
+    """How many penalized rows, and biased, banned and allowed tokens, come before a row."""
 
     penalized: int
     biased: int
     banned: int
+    allowed: int
 
 
 def _penalize(x: Tensor, times: Tensor, penalties: Tensor) -> Tensor:

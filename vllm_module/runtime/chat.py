@@ -21,6 +21,23 @@ _FORMATS = {"string": (True, False), "openai": (False, True)}
 _PROBE = "Is this message shown?"
 
 
+def template_text(template: str | Path) -> str:
+    """Return a template that is given as text, or as the path of its file, as in vLLM.
+
+    Raises ``ValueError`` for a path without a file. Text has a brace or a line break.
+    """
+    text = str(template)
+    if isinstance(template, str) and any(each in text for each in "{}\n"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the chat template {shorten(text)} is no file that can be read, and no template, "
+            f"which would have a brace: {error}"
+        ) from None
+
+
 class ChatTemplate:
     """Formats messages as the text of a prompt, by a checkpoint's own chat template.
 
@@ -97,6 +114,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         *,
         content_format: ContentFormat = "auto",
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the text of a prompt for the next message.
@@ -109,6 +127,7 @@ class ChatTemplate:
             content_format: what the template gets as content: ``"string"``, where texts of a list
                 are joined by line breaks; ``"openai"``, a list of such mappings; or ``"auto"``,
                 what it shows of a message that is tried first, and text if it shows both.
+            continue_final_message: end with the text of the last message, so that it is continued.
             variables: other variables of the template, such as ``enable_thinking``. The log has
                 those that it does not read.
 
@@ -137,14 +156,39 @@ class ChatTemplate:
             if name.endswith("_token") and value is not None
         }
         strings, lists = self._takes() if content_format == "auto" else _FORMATS[content_format]
+        formatted = [_formatted(message, strings, lists) for message in listed]
         own = {
-            "messages": [_formatted(message, strings, lists) for message in listed],
+            "messages": formatted,
             "add_generation_prompt": add_generation_prompt,
         }
         if twice := own.keys() & variables.keys():
             raise ValueError(f"the chat template got multiple values for {', '.join(twice)}")
         unset = {"tools": None, "documents": None}
-        return self._process.render(self._source, {**special_tokens, **unset, **variables, **own})
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message continues the last message, and add_generation_prompt "
+                "begins a new one: give add_generation_prompt=False"
+            )
+        text = self._process.render(self._source, {**special_tokens, **unset, **variables, **own})
+        return _cut_after(text, formatted[-1]) if continue_final_message else text
+
+
+def _cut_after(text: str, message: Mapping[str, Any]) -> str:
+    """Return a prompt up to the end of its last message's text, which a template may strip.
+
+    Raises ``ValueError`` if the template does not show the text.
+    """
+    content = message["content"]
+    if isinstance(content, list):
+        content = content[-1]["text"] if content else ""
+    stripped = str(content).strip()
+    at = text.rfind(stripped) if stripped else -1
+    if at < 0:
+        raise ValueError(
+            "continue_final_message needs a last message whose text the chat template shows"
+        )
+    kept = str(content).lstrip()
+    return text[: at + len(kept if text.startswith(kept, at) else stripped)]
 
 
 def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mapping[str, Any]:

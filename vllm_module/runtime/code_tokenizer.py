@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,32 +80,64 @@ class CodeTokenizer(Tokenizer):
             ) from error
 
     @property
-    def eos_token_id(self) -> int | None:  # noqa: D102 # of Tokenizer
-        found = getattr(self._library, "eos_token_id", None)
+    def folder(self) -> Path:  # noqa: D102 # of Tokenizer
+        return self._path
+
+    def _special_token(self, name: str) -> str | None:
+        found = getattr(self._library, name, None)
+        return found if isinstance(found, str) else None
+
+    def _special_id(self, name: str) -> int | None:
+        found = getattr(self._library, f"{name}_id", None)
         return found if type(found) is int else None
+
+    def get_vocab(self) -> dict[str, int]:  # noqa: D102 # of Tokenizer
+        return dict(self._library.get_vocab())
+
+    @property
+    def vocab_size(self) -> int:  # noqa: D102 # of Tokenizer
+        return int(self._library.vocab_size)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:  # noqa: D102 # of Tokenizer
+        return self._library.convert_tokens_to_ids(tokens)
+
+    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:  # noqa: D102 # of Tokenizer
+        return self._library.convert_ids_to_tokens(ids)
+
+    def encode_pair(  # noqa: D102 # of Tokenizer
+        self, first: str, second: str, most: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        cut = {} if most is None else {"truncation": "longest_first", "max_length": most}
+        with self._refusing(ValueError, f"cannot encode {shorten(first)}"):
+            (first + second).encode()
+            found = self._library(first, second, **cut)
+            ids = [*map(int, found["input_ids"])]
+            return ids, [*map(int, found.get("token_type_ids") or [0] * len(ids))]
 
     def encode(  # noqa: D102 # of Tokenizer
         self, text: str, add_special_tokens: bool = True, *, most: int | None = None
     ) -> list[int]:
         cut = {} if most is None else {"truncation": True, "max_length": most}
-        try:
+        with self._refusing(ValueError, f"cannot encode {shorten(text)}"):
             text.encode()
             ids = self._library.encode(text, add_special_tokens=add_special_tokens, **cut)
-        except Exception as error:  # code from outside, or half of a surrogate pair
-            raise ValueError(
-                f"the tokenizer of {printable(self._path)} cannot encode {shorten(text)}: "
-                f"{describe_error(error)}"
-            ) from None
         return [*map(int, ids)]
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:  # noqa: D102
-        try:
+    def decode(  # noqa: D102 # of Tokenizer
+        self, ids: int | list[int], skip_special_tokens: bool = False
+    ) -> str:
+        with self._refusing(CheckpointFormatError, "cannot decode tokens"):
             text: str = self._library.decode(
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
-        except Exception as error:  # code from outside
-            raise CheckpointFormatError(
-                f"the tokenizer of {printable(self._path)} cannot decode tokens: "
-                f"{describe_error(error)}"
-            ) from None
         return text
+
+    @contextmanager
+    def _refusing(self, kind: type[ValueError], what: str) -> Iterator[None]:
+        """Raise what code from outside raises as ``kind``, and half of a surrogate pair."""
+        try:
+            yield
+        except Exception as error:
+            raise kind(
+                f"the tokenizer of {printable(self._path)} {what}: {describe_error(error)}"
+            ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ import torch
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error
+from vllm_module.runtime.bad_words import completing_tokens, encode_bad_words
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.downloading import Wait, synchronize
 from vllm_module.runtime.launched import Execute, Launched
+from vllm_module.runtime.metrics import Totals
 from vllm_module.runtime.prompts import check_vocabulary
 from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -57,6 +60,7 @@ class Engine:
 
     Attributes:
         requests: those that have not ended, by id.
+        totals: sums over all requests.
 
     """
 
@@ -88,6 +92,7 @@ class Engine:
         self.cache_tokens = scheduler.pool.num_pages * scheduler.pool.page_size
         self.max_model_len = min(max_model_len, self.cache_tokens)
         self.requests: dict[str, Request] = {}
+        self.totals = Totals()
         self.token_counts = TokenCounts()
         self.refusal: str | None = None  # why no requests are accepted
         self._pid = os.getpid()
@@ -301,6 +306,7 @@ class Engine:
         Requests with broken logits end instead.
         """
         tokens = sampled.read(self.wait)
+        now = time.monotonic()
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None and sequence.finish_reason is None:
                 self._end_request(sequence.request, "error", _BROKEN_LOGITS)
@@ -308,6 +314,7 @@ class Engine:
             if token is None or sequence.finish_reason is not None:
                 continue
             sequence.tokens.append(token.token_id)
+            self._count(sequence.request, now)
             if token.logprobs is not None:
                 sequence.logprobs.append(token.logprobs)
                 sequence.cumulative_logprob += token.logprob or 0.0
@@ -321,11 +328,23 @@ class Engine:
             if reason is not None:
                 self._finish(sequence, reason)
 
+    def _count(self, request: Request, now: float) -> None:
+        """Count a token of a request that became known ``now``."""
+        totals, metrics = self.totals, request.metrics
+        if not metrics.num_generation_tokens:
+            totals.prompt_tokens += request.prompt_len
+            totals.cached_tokens += request.num_cached_tokens or 0
+        totals.generation_tokens += 1
+        metrics.add_token(now)
+
     def _row(self, sequence: Sequence) -> Row:
         params = sequence.request.params
         banned: Collection[int] = ()
         if params.min_tokens and len(sequence.output) < params.min_tokens:
             banned = self.stop_token_ids | set(params.stop_token_ids)
+        if sequence.request.bad_words:
+            words = completing_tokens(sequence.request.bad_words, sequence.output)
+            banned = words.union(banned)
         uniform = 0.0 if params.greedy else sequence.uniform.random()
         request = sequence.request
         key = (request.arrival, sequence.index)
@@ -339,17 +358,31 @@ class Engine:
         prompt: str | None = None,
         *,
         streamed: bool = False,
+        cache_salt: str | None = None,
     ) -> Request:
         """Accept a request; with ``streamed``, its text is updated at every step.
+
+        It reuses cached pages of requests with the same ``cache_salt`` only. Its parameters are
+        copied.
 
         Raises ``ValueError`` for a request that cannot be served; nothing changes then.
         """
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
+            every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+            update = {name: self.vocab_size for name, count in every.items() if count == -1}
+            params = params.model_copy(update=update, deep=True)
             most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
             max_len = min(most, self.max_model_len)
             request = Request(request_id, prompt_token_ids, params, self._arrivals, max_len, prompt)
-            request.streamed = self.tokenizer is not None and (streamed or bool(params.stops))
+            shows_text = self.tokenizer is not None and params.detokenize
+            request.streamed = shows_text and (streamed or bool(params.stop))
+            request.cache_salt = cache_salt
+            if params.bad_words:
+                assert self.tokenizer is not None, "as _check made sure"
+                request.bad_words = encode_bad_words(params.bad_words, self.tokenizer)
+            request.metrics.arrival_time = time.time()
+            request.metrics.queued_ts = time.monotonic()
             self._arrivals += 1
             self.requests[request_id] = request
             try:
@@ -366,8 +399,8 @@ class Engine:
             raise ValueError(f"request {request_id!r} exists already: choose another id")
         if not prompt:
             raise ValueError("the prompt has no tokens")
-        token_ids = [*prompt, *(params.logit_bias or ()), *params.stop_token_ids]
-        check_vocabulary(token_ids, self.vocab_size)
+        named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
+        check_vocabulary([*prompt, *params.stop_token_ids, *named], self.vocab_size)
         if len(prompt) >= self.max_model_len:
             limited_by_cache = self.max_model_len == self.cache_tokens
             limit = "the cache has room for" if limited_by_cache else "a sequence has"
@@ -380,8 +413,9 @@ class Engine:
                 f"n={params.n} samples are more than the {self.scheduler.max_num_seqs} sequences "
                 "of a step (max_num_seqs)"
             )
-        if params.stops and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the checkpoint has none")
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            what = "stop strings" if params.stop else "bad words"
+            raise ValueError(f"{what} need a tokenizer, and the checkpoint has none")
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request and free its pages; do nothing if it has ended.
@@ -474,6 +508,8 @@ class Engine:
         sequence.finish_reason = reason
         complete_text(sequence, self.tokenizer)
         if sequence.request.finished:
+            ended = self.totals.requests
+            ended[reason] = ended.get(reason, 0) + 1
             del self.requests[sequence.request.request_id]
             if not self.requests:
                 self._next = None

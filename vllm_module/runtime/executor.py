@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
@@ -248,6 +249,23 @@ class Executor:
         with self._or_refuse():
             self._everywhere("reload_weights")
         self.asleep, self._updated = 0, False
+
+    def apply_model(self, func: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        """Call a function with every rank's model and return all results, by rank.
+
+        Raises ``ValueError`` for a function that cannot be sent to other ranks.
+        """
+        if self.size == 1:
+            with current(self._ranks.device):
+                return [func(self.worker.model)]
+        try:
+            sent = pickle.dumps(func)
+        except Exception as error:
+            raise ValueError(
+                "func should be a function that a module defines, which other ranks can import: "
+                f"{describe_error(error)}"
+            ) from None
+        return self._everywhere("apply_model", sent)
 
     @property
     def can_run(self) -> bool:

@@ -4,7 +4,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,30 +20,48 @@ from vllm_module.config import (
     ModelImpl,
 )
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
-from vllm_module.messages import describe_error, shorten
-from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
-from vllm_module.runtime.chat import ChatTemplate, ContentFormat, Messages
+from vllm_module.hf_config import HFConfig
+from vllm_module.messages import shorten
+from vllm_module.runtime.arguments import (
+    LLM_ARGUMENTS,
+    REQUEST_ARGUMENTS,
+    check_type,
+    known_arguments,
+)
+from vllm_module.runtime.beam_search import BeamSearchOutput, BeamSearchParams, search
+from vllm_module.runtime.chat import ChatTemplate, ContentFormat, Messages, template_text
+from vllm_module.runtime.classifier_config import classifier_activation
 from vllm_module.runtime.code_tokenizer import read_tokenizer
-from vllm_module.runtime.embedder import Embedder
-from vllm_module.runtime.embedding import Pooling
+from vllm_module.runtime.encoder_methods import EncoderMethods
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.executor import Executor
 from vllm_module.runtime.generation_config import default_sampling_params
-from vllm_module.runtime.outputs import (
-    EmbeddingRequestOutput,
-    RequestOutput,
-    decode_logprobs,
-    request_output,
-)
+from vllm_module.runtime.metrics import Metric, engine_metrics
+from vllm_module.runtime.outputs import RequestOutput, decode_logprobs, request_output
 from vllm_module.runtime.page_pool import PagePool
-from vllm_module.runtime.prompts import Prompt, as_list, refused, report_refused, token_ids
+from vllm_module.runtime.pooler import Pooler
+from vllm_module.runtime.prompts import (
+    Prompt,
+    as_list,
+    as_prompts,
+    cache_salt,
+    encoder,
+    prompt_text,
+    refused,
+    report_refused,
+    token_ids,
+)
+from vllm_module.runtime.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.template_process import TemplateProcess
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
 from vllm_module.runtime.warm_up import warm_up_batches
-from vllm_module.weights import Weight, resolve
+from vllm_module.runtime.weight_methods import WeightMethods
+from vllm_module.summary import Summarized, mebibytes
+from vllm_module.weights import resolve
+from vllm_module.weights.regular_file import is_there
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +72,38 @@ _DTYPES: dict[Any, str] = {"half": "float16", "float": "float32"}  # vLLM's othe
 _CLOSE_TIMEOUT = 30.0  # seconds that close() waits for a step to end
 
 
-class LLM:
+@dataclass(frozen=True)
+class ServedModelConfig:
+    """What a model is and how it is served, by vLLM's names.
+
+    Attributes:
+        model, revision, trust_remote_code, seed: as they were given.
+        tokenizer: where it is read.
+        dtype: of the parameters.
+        max_model_len: most tokens of a sequence.
+        hf_config: config.json, with its entries as attributes.
+
+    """
+
+    model: str
+    tokenizer: str
+    dtype: torch.dtype
+    max_model_len: int
+    hf_config: HFConfig
+    revision: str | None
+    trust_remote_code: bool
+    seed: int | None
+
+    def get_vocab_size(self) -> int:
+        """Return the number of tokens that the model knows."""
+        return self.hf_config.vocab_size
+
+    def get_hidden_size(self) -> int:
+        """Return the length of a hidden state."""
+        return self.hf_config.hidden_size
+
+
+class LLM(EncoderMethods, WeightMethods, Summarized):
     """A loaded model that turns prompts into text, or an encoder that turns them into vectors.
 
     ``LLM("folder").generate("Once upon a time")[0].outputs[0].text``
@@ -67,9 +117,12 @@ class LLM:
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,
             instead of the model's.
         skip_tokenizer_init: read no tokenizer; prompts are token ids.
+        chat_template: a template, or the path of one, instead of the checkpoint's.
         seed: of requests that have none; ``None`` for random seeds.
         max_logprobs: most ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
-        generation_config: ``"vllm"`` ignores the sampling parameters of generation_config.json.
+        generation_config: ``"vllm"`` ignores the sampling parameters of generation_config.json,
+            ``"auto"`` reads those of the model's, a folder those of its own.
+        override_generation_config: entries that replace those of generation_config.json.
         device: a device string of torch, or ``"auto"`` for CUDA if there is one.
         load_format: the format of the weights, instead of that of ``load_config``.
         load_config: how weights are loaded.
@@ -90,6 +143,7 @@ class LLM:
         no_tokenizer: why there is no tokenizer.
         no_chat_template: why there is no chat template.
         no_text: why the model generates no text; empty if it does.
+        model_config: what the model is and how it is served, by vLLM's names.
 
     Raises:
         WeightLoadError: the checkpoint is refused.
@@ -115,9 +169,11 @@ class LLM:
         tokenizer: str | None = None,
         tokenizer_revision: str | None = None,
         skip_tokenizer_init: bool = False,
-        seed: int | None = None,
-        max_logprobs: int = -1,
-        generation_config: Literal["auto", "vllm"] = "auto",
+        chat_template: str | Path | None = None,
+        seed: int | None = 0,
+        max_logprobs: int = 20,
+        generation_config: str | Path = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         device: str = "auto",
         load_format: LoadFormat | None = None,
         load_config: LoadConfig | None = None,
@@ -130,12 +186,19 @@ class LLM:
             "return",
         }
         engine = known_arguments("LLM", engine, own, LLM_ARGUMENTS)
-        check_type("generation_config", generation_config, "'auto' or 'vllm'", str)
-        if generation_config not in ("auto", "vllm"):
+        engine = {name: value for name, value in engine.items() if value is not None}
+        check_type("generation_config", generation_config, "'auto', 'vllm' or a folder", str, Path)
+        own_generation_config = str(generation_config) not in ("auto", "vllm")
+        if own_generation_config and not is_there(
+            Path(generation_config, "generation_config.json")
+        ):
             raise ValueError(
-                "generation_config should be 'auto', for the model's own file, or 'vllm', for "
-                f"none, and is {shorten(generation_config)}"
+                "generation_config should be 'auto', for the model's own file, 'vllm', for none, "
+                "or a folder that has a generation_config.json, and is "
+                f"{shorten(generation_config)}"
             )
+        override = override_generation_config or {}
+        check_type("override_generation_config", override, "a mapping or None", Mapping)
         check_type("seed", seed, "an integer or None", int, type(None))
         check_type("max_logprobs", max_logprobs, "an integer from -1", int)
         if max_logprobs < -1:
@@ -155,7 +218,6 @@ class LLM:
             "model_impl": model_impl,
             "trust_remote_code": trust_remote_code,
         }
-        self._defaults = SamplingParams()
         self.tokenizer: Tokenizer | None = None
         self.no_tokenizer = "skip_tokenizer_init is set" if skip_tokenizer_init else ""
         self.no_chat_template = ""
@@ -187,18 +249,31 @@ class LLM:
             raise SystemExit(0)
         try:
             self.source = self.executor.worker.source
-            self._read_tokenizer(text_folder or self.source.folder)
+            self._read_tokenizer(text_folder or self.source.folder, chat_template)
             if self.no_tokenizer and text_folder is not None and not skip_tokenizer_init:
                 raise CheckpointFormatError(self.no_tokenizer)
-            if generation_config == "auto":
-                self._defaults = default_sampling_params(self.source.folder)
-            self._prepare(config)
+            folder = Path(generation_config) if own_generation_config else self.source.folder
+            read = None if generation_config == "vllm" else folder
+            self._defaults = default_sampling_params(read, override)
+            ends = stop_tokens(self.source.folder, folder, override)
+            self._prepare(config, ends)
+            self.model_config = ServedModelConfig(
+                model_config.model,
+                str(tokenizer or model_config.model),
+                self.source.dtype,
+                self.engine.max_model_len,
+                self.source.config,
+                model_config.revision,
+                model_config.trust_remote_code,
+                seed,
+            )
         except BaseException:
             self.close()
             raise
-        _log.info("%s in %.1f s", self._describe(config), time.monotonic() - begin)
+        facts = "; ".join(f"{name}: {value}" for name, value in self._facts()[:-1])
+        _log.info("loaded in %.1f s: %s", time.monotonic() - begin, facts)
 
-    def _read_tokenizer(self, folder: Path) -> None:
+    def _read_tokenizer(self, folder: Path, template: str | Path | None) -> None:
         """Read the tokenizer and the chat template, or the reasons why there are none."""
         try:
             if not self.no_tokenizer:
@@ -206,11 +281,12 @@ class LLM:
         except CheckpointFormatError as error:
             self.no_tokenizer = str(error)
         try:
-            self._template = ChatTemplate(folder, None, self._templates)
+            given = None if template is None else template_text(template)
+            self._template = ChatTemplate(folder, given, self._templates)
         except CheckpointFormatError as error:
             self.no_chat_template = str(error)
 
-    def _prepare(self, config: EngineConfig) -> None:
+    def _prepare(self, config: EngineConfig, end_tokens: set[int]) -> None:
         hf_config = self.source.config
         length = hf_config.max_model_len or MAX_MODEL_LEN
         worker, size = self.executor.worker, config.block_size
@@ -234,7 +310,7 @@ class LLM:
             hf_config.vocab_size,
             length,
             self.tokenizer,
-            stop_tokens(self.source.folder) | ({eos} if eos is not None else set()),
+            end_tokens | ({eos} if eos is not None else set()),
             eos,
             repeatable=self.executor.size == 1,
             wait=self.executor.wait,
@@ -242,44 +318,58 @@ class LLM:
             stream=torch.cuda.current_stream(worker.device) if on_gpu else None,
         )
         self._ids = itertools.count()
-        self._embedder: Embedder | None = None
+        self._pooler = None
         if worker.is_encoder:
             self.no_text = (
                 f"{hf_config.architectures[0]} is an encoder and generates no text: "
                 "LLM.embed returns embeddings of prompts"
             )
-            self._embedder = Embedder(
+            has_head = hasattr(worker.model, "classify")
+            self._pooler = Pooler(
                 self.executor.embed,
                 self.source.folder,
-                hf_config.vocab_size,
+                hf_config,
                 length,
                 config,
                 self.get_tokenizer,
+                classifier_activation(hf_config) if has_head else None,
             )
             if on_gpu:
                 tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
                 for inputs in warm_up_batches(tokens, sequences, length):
                     self.executor.embed(inputs)
 
-    def _describe(self, config: EngineConfig) -> str:
-        """Return what was loaded, and the memory that it takes, as one line."""
+    def _facts(self) -> list[tuple[str, str]]:
+        if not hasattr(self, "engine"):
+            return [("state", "not loaded")]
         worker, pool = self.executor.worker, self.engine.scheduler.pool
         tensors = (*worker.model.parameters(), *worker.model.buffers())
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        ranks = "1 rank" if self.executor.size == 1 else f"{self.executor.size} ranks, each with"
-        cache = (
-            f"{pool.num_pages} KV pages of {config.block_size} tokens ({self.engine.cache_tokens} "
-            f"tokens, {pool.num_pages * worker.page_bytes / 2**20:.1f} MiB)"
-        )
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        dtype = str(self.source.dtype).removeprefix("torch.")
+        cache = "none"
+        if pool.num_pages:
+            cache = (
+                f"{pool.num_pages} pages of {pool.page_size} tokens, {self.engine.cache_tokens} in "
+                f"all, {mebibytes(pool.num_pages * worker.page_bytes)}"
+            )
         if worker.state_bytes:
             states = worker.num_states * worker.state_bytes
-            cache += f" and {worker.describe_states()} ({states / 2**20:.1f} MiB)"
-        return (
-            f"loaded {self.source.name} ({self.source.config.architectures[0]}, "
-            f"{str(self.source.dtype).removeprefix('torch.')}) on {worker.device}: {ranks}"
-            f"{' with' if self.executor.size == 1 else ''} {nbytes / 2**20:.1f} MiB of weights and "
-            f"{cache if pool.num_pages else 'no KV cache'}"
-        )
+            cache += f"; {worker.describe_states()}, {mebibytes(states)}"
+        state = self.engine.refusal or "ready"
+        return [
+            ("model", self.source.name),
+            ("architecture", f"{self.source.config.architectures[0]}, {dtype}"),
+            ("device", f"{worker.device}, ranks: {self.executor.size}"),
+            ("weights of a rank", mebibytes(weights)),
+            ("cache of a rank", cache),
+            ("sequences", f"at most {self.engine.max_model_len} tokens"),
+            ("state", state),
+        ]
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """Make an engine of :class:`~vllm_module.EngineArgs`."""
+        return cls(**vars(engine_args))
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises ``CheckpointFormatError`` if there is none."""
@@ -299,16 +389,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Continue prompts in one batch, and return an output for each, in their order.
 
         Args:
-            prompts: text, ``{"prompt_token_ids": [...]}``, or a sequence of these.
+            prompts: text, a list of token ids, :class:`TextPrompt`, :class:`TokensPrompt`, or a
+                sequence of these. A ``cache_salt`` of a prompt keeps its cached pages from prompts
+                with another one.
             sampling_params: one for all prompts, or a sequence with one for each prompt; without,
                 :meth:`get_default_sampling_params`.
             use_tqdm: draw a progress bar on standard error.
+            tokenization_kwargs: ``add_special_tokens``, or ``truncation`` and ``max_length``, for
+                prompts that are text.
+            options: others of vLLM, with the values that change nothing.
 
-        A prompt that is refused has an ``error`` in its output; the others are not affected.
+        A prompt that is refused has an ``error`` in its output, and the others are not affected;
+        if it is the only one, that is raised.
 
         Raises:
             ValueError: every prompt is refused, ``prompts`` is of another type, or the number of
@@ -319,26 +418,40 @@ class LLM:
                 step get the reason as their ``error``.
 
         """
-        return self._generate(as_list(prompts, "prompts"), sampling_params, use_tqdm)
+        known_arguments("LLM.generate", options, (), REQUEST_ARGUMENTS)
+        encode = encoder(self.get_tokenizer, tokenization_kwargs)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, encode)
 
     def _generate(
-        self, prompts: Sequence[Prompt | ValueError], sampling_params: Params, use_tqdm: bool
+        self,
+        prompts: Sequence[Prompt | ValueError],
+        sampling_params: Params,
+        use_tqdm: bool,
+        encode: Callable[[str], list[int]] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; one that is an error is refused with it."""
         self._check("generate")
         params_list = self._params(sampling_params, len(prompts))
         requests: list[Request | RequestOutput] = []
-        bar = None
         try:
             for prompt, params in zip(prompts, params_list, strict=True):
-                requests.append(self._add(prompt, params))
+                requests.append(self._add(prompt, params, encode))
             report_refused(requests)
-            running = {each.request_id for each in requests if isinstance(each, Request)}
-            if use_tqdm:
-                from tqdm.auto import tqdm
+        except BaseException:
+            self._abort(requests)
+            raise
+        self._run(requests, use_tqdm)
+        return [self._output(each) if isinstance(each, Request) else each for each in requests]
 
-                refused = len(requests) - len(running)
-                bar = tqdm(total=len(requests), initial=refused, desc="prompts")
+    def _run(self, requests: Sequence[Request | RequestOutput], use_tqdm: bool = False) -> None:
+        """Step until all requests have ended; abort them if that raises."""
+        running = {each.request_id for each in requests if isinstance(each, Request)}
+        bar = None
+        if use_tqdm:
+            from tqdm.auto import tqdm
+
+            bar = tqdm(total=len(requests), initial=len(requests) - len(running), desc="prompts")
+        try:
             while running:
                 self.engine.step()
                 for request_id in [each for each in running if each not in self.engine.requests]:
@@ -346,12 +459,14 @@ class LLM:
                     if bar is not None:
                         bar.update()
         finally:
-            for each in requests:
-                if isinstance(each, Request):
-                    self.engine.abort(each.request_id)  # does nothing for a finished request
+            self._abort(requests)
             if bar is not None:
                 bar.close()
-        return [self._output(each) if isinstance(each, Request) else each for each in requests]
+
+    def _abort(self, requests: Sequence[Request | RequestOutput]) -> None:
+        for each in requests:
+            if isinstance(each, Request):
+                self.engine.abort(each.request_id)  # does nothing for a finished request
 
     def chat(
         self,
@@ -361,9 +476,11 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: ContentFormat = "auto",
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answer one or more conversations, formatted by the checkpoint's chat template.
 
@@ -372,10 +489,13 @@ class LLM:
             sampling_params, use_tqdm: as for :meth:`generate`.
             chat_template: a template to use instead of the checkpoint's.
             add_generation_prompt: end the prompt with the beginning of the assistant's message.
+            continue_final_message: have the last message continued, instead of a new one begun;
+                then ``add_generation_prompt`` has to be ``False``.
             tools: descriptions of tools, in the form that the template expects.
             chat_template_kwargs: other variables of the template, such as ``enable_thinking``.
             chat_template_content_format: what the template gets as content: ``"string"``,
                 ``"openai"`` (a list of parts), or by default what it shows.
+            options: others of vLLM, with the values that change nothing.
 
         Raises:
             CheckpointFormatError: the checkpoint has no chat template, or no tokenizer.
@@ -385,10 +505,14 @@ class LLM:
 
         """
         self._check("generate")
+        known_arguments("LLM.chat", options, (), REQUEST_ARGUMENTS)
         items = as_list(messages, "messages")
-        is_one = not items or any(isinstance(each, Mapping) for each in items)
+        is_one = any(isinstance(each, Mapping) for each in items)
         conversations = [items] if is_one else items
-        variables: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        variables: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         if tools is not None:
             variables["tools"] = tools
         if chat_template_kwargs is not None:
@@ -470,118 +594,60 @@ class LLM:
         finally:
             self.engine.abort(request.request_id)
 
-    def embed(
+    def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
         *,
-        normalize: bool = True,
-        pooling: Pooling | None = None,
-        truncate: bool = False,
-        use_tqdm: bool = True,
-    ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding for each prompt, in their order; the model has to be an encoder.
+        use_tqdm: bool = False,
+        **options: Any,
+    ) -> list[BeamSearchOutput]:
+        """Return the most probable continuations of each prompt that a search of beams finds.
 
         Args:
             prompts: as for :meth:`generate`.
-            normalize: divide each embedding by its Euclidean norm.
-            pooling: ``"cls"`` for the first token's hidden state, ``"last"`` for the last one's,
-                ``"mean"`` for the mean; without, what the files of sentence-transformers in the
-                checkpoint say, and the mean if there are none.
-            truncate: leave out the end of a prompt that is too long, and keep the special tokens of
-                a text; else the prompt is refused.
+            params: of the search.
             use_tqdm: draw a progress bar on standard error.
+            options: others of vLLM, with the values that change nothing.
 
-        A prompt that is refused, or whose embedding is not finite, has an ``error`` in its output;
-        the others are not affected.
-
-        Raises:
-            UnsupportedModelError: the model generates text, or the checkpoint asks for a pooling
-                that is not implemented.
-
-        Otherwise as :meth:`generate`.
+        Raises what :meth:`generate` raises, and ``ValueError`` if one prompt is refused.
 
         """
-        items = as_list(prompts, "prompts")
-        for name, value in (("normalize", normalize), ("truncate", truncate)):
-            check_type(name, value, "True or False", bool)
-        with self.engine.alone():
-            self._check("embed")
-            assert self._embedder is not None
-            return self._embedder.embed(items, pooling, normalize, truncate, use_tqdm)
+        known_arguments("LLM.beam_search", options, (), REQUEST_ARGUMENTS)
+        self._check("generate")
+        encode = encoder(self.get_tokenizer, None)
+        starts = [token_ids(prompt, encode) for prompt in as_prompts(prompts)]
+        ends = self.engine.stop_token_ids
+        found = search(self._next_logprobs, starts, params, ends, use_tqdm)
+        for sequence in itertools.chain.from_iterable(each.sequences for each in found):
+            if self.tokenizer is not None:
+                text = self.tokenizer.decode(sequence.tokens, params.skip_special_tokens)
+                sequence.text = text
+        return found
 
-    def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
-        """Update weights of the running model in place, between two steps.
+    def _next_logprobs(self, sequences: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+        """Return the logprobs of ``count`` most probable tokens after each sequence."""
+        params = SamplingParams(max_tokens=1, logprobs=count, temperature=0, detokenize=False)
+        requests = [self.engine.add(str(next(self._ids)), each, params) for each in sequences]
+        self._run(requests)
+        for request in requests:
+            if request.error is not None:
+                raise RuntimeError(request.error)
+        return [request.sequences[0].logprobs[0] for request in requests]
 
-        Running requests keep the keys and values that are computed already. An update that is
-        refused before anything was written changes nothing: requests go on. If it fails later,
-        they end with the reason as their ``error``, and new requests are refused until an update
-        brings a whole checkpoint, or :meth:`reload_weights` succeeds.
-
-        An engine that sleeps at level 2 takes a whole checkpoint, and is awake then.
-
-        Raises:
-            WeightLoadError: the model refuses the weights.
-            RuntimeError: the engine sleeps, and has its weights in host memory.
-
-        """
-        with self.engine.alone():
-            self.executor.check()
-            if self.executor.asleep == 1:
-                raise RuntimeError("the engine sleeps: wake_up() first")
-            self._change("an update of the weights", self.executor.update_weights, weights)
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the memory of the weights and the KV cache, until :meth:`wake_up`.
-
-        Args:
-            level: 1 copies the weights to host memory, so that the engine wakes up with them; on a
-                CPU they stay where they are. 2 drops them.
-
-        Raises:
-            RuntimeError: there are requests.
-            MemoryError: host memory has no room for the weights.
-            ModelNotReadyError: an update of the weights broke midway, and the level is 1.
-
-        """
-        if isinstance(level, bool) or level not in (1, 2):
-            raise ValueError(f"level should be 1 or 2, got {shorten(level)}")
-        with self.engine.alone():
-            self.executor.check()
-            if self.engine.requests:
-                raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
-            if self.executor.asleep:
-                raise RuntimeError("the engine sleeps already: wake_up() first")
-            self.executor.sleep(level)
-            self.engine.fail("the engine sleeps: wake_up() first")
-
-    def wake_up(self) -> None:
-        """Give the engine the weights that it slept with, and accept requests.
-
-        Those of level 2 are loaded from the model's folder again, if no update had changed them and
-        the folder has not changed since. Does nothing if the engine is awake.
-
-        Raises ``ModelNotReadyError`` if the weights that slept are nowhere any more, or if an
-        update of the weights broke midway.
-        """
-        with self.engine.alone():
-            self.executor.check()
-            if self.executor.asleep:
-                self._change("waking up", self.executor.wake_up)
-            elif self.executor.refusal is not None:
-                raise ModelNotReadyError(
-                    "waking up repairs no update: update_weights with a whole checkpoint, or "
-                    f"reload_weights(): {self.executor.refusal}"
-                )
-
-    def reload_weights(self) -> None:
-        """Load the weights of the model's folder again, as they are there now.
-
-        Updates since the first load are lost. A sleeping engine wakes up, and one whose update
-        broke is repaired. Raises what loading raises.
-        """
-        with self.engine.alone():
-            self.executor.check()
-            self._change("reloading the weights", self.executor.reload_weights)
+    def get_metrics(self) -> list[Metric]:
+        """Return what the engine has done so far and does now, by vLLM's names."""
+        with self.engine.reading():
+            scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
+            totals = replace(self.engine.totals, preemptions=scheduler.preemptions)
+            used = 1 - pool.free_pages / pool.num_pages if pool.num_pages else 0.0
+            return engine_metrics(
+                totals,
+                {"model_name": self.source.name},
+                num_requests_running=len(scheduler.running),
+                num_requests_waiting=len(scheduler.waiting),
+                kv_cache_usage_perc=used,
+            )
 
     def close(self) -> None:
         """End the other ranks and free the KV cache. May be called more than once."""
@@ -601,27 +667,23 @@ class LLM:
                 if engine is not None and locked:
                     engine.lock.release()
 
+    def _check_encoder(self) -> Pooler:
+        self._check("embed")
+        assert self._pooler is not None, "as _check made sure"
+        return self._pooler
+
     def _check(self, method: Literal["generate", "embed"]) -> None:
         """Raise if no request is served, whatever it is, or if the model is for another method."""
         self.executor.check()
         if method == "generate" and self.no_text:
             raise UnsupportedModelError(self.no_text)
-        if method == "embed" and self._embedder is None:
+        if method == "embed" and self._pooler is None:
             raise UnsupportedModelError(
                 f"{self.source.config.architectures[0]} generates text, and only an encoder such "
                 "as BertModel embeds prompts: call generate, or load an encoder"
             )
         if self.engine.refusal is not None:
             raise ModelNotReadyError(f"the engine takes no more requests: {self.engine.refusal}")
-
-    def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
-        try:
-            change(*arguments)
-        except BaseException as error:
-            if not self.executor.can_run:
-                self.engine.fail(f"{what} failed: {describe_error(error)}")
-            raise
-        self.engine.resume()
 
     def __enter__(self) -> LLM:
         return self
@@ -640,29 +702,40 @@ class LLM:
         return [each or self._defaults for each in listed]
 
     def _add(
-        self, prompt: Prompt | ValueError, params: SamplingParams, *, streamed: bool = False
+        self,
+        prompt: Prompt | ValueError,
+        params: SamplingParams,
+        encode: Callable[[str], list[int]] | None = None,
+        *,
+        streamed: bool = False,
     ) -> Request | RequestOutput:
         """Add a prompt to the engine; return its request, or an output with its ``error``."""
         request_id = str(next(self._ids))
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        text = text if isinstance(text, str) else None
+        text = prompt_text(prompt)
         ids: list[int] = []
         try:
             if isinstance(prompt, ValueError):
                 raise prompt
-            ids = token_ids(prompt, lambda text: self.get_tokenizer().encode(text))
-            most = max(params.logprobs or 0, params.prompt_logprobs or 0)
+            ids = token_ids(prompt, encode or (lambda text: self.get_tokenizer().encode(text)))
+            counts = [params.logprobs or 0, params.prompt_logprobs or 0]
+            most = self.engine.vocab_size if -1 in counts else max(counts)
             if 0 <= self._max_logprobs < most:
-                raise ValueError(f"{most} logprobs are more than max_logprobs={self._max_logprobs}")
+                raise ValueError(
+                    f"{most} logprobs are more than max_logprobs={self._max_logprobs}: ask for "
+                    "fewer, or give LLM(max_logprobs=-1)"
+                )
             if self._seeds is not None and params.seed is None:
                 params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
-            return self.engine.add(request_id, ids, params, text, streamed=streamed)
+            salt = cache_salt(prompt)
+            return self.engine.add(
+                request_id, ids, params, text, streamed=streamed, cache_salt=salt
+            )
         except ValueError as error:
             return refused(request_id, text, ids, error)
 
     def _output(self, request: Request) -> RequestOutput:
         with self.engine.reading():
             output = request_output(request)
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and request.params.detokenize:
             decode_logprobs(output, self.tokenizer)
         return output

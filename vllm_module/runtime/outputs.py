@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from torch import Tensor
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.metrics import RequestStateStats
 from vllm_module.runtime.sampler import Logprob
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.tokenizer import Tokenizer
@@ -26,6 +30,7 @@ class CompletionOutput:
             end.
         stop_reason: the token id or string of the request's parameters that ended it; ``None`` for
             the model's own end token.
+        lora_request: always ``None``.
 
     """
 
@@ -36,6 +41,11 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        """Return whether the sample has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass
@@ -51,6 +61,8 @@ class RequestOutput:
         error: why the request was refused or failed; a refused one has no tokens.
         num_cached_tokens: first tokens of the prompt that were not computed, because the cache had
             them of earlier requests; ``None`` before the prompt is begun.
+        metrics: when the request did what.
+        lora_request: always ``None``.
 
     """
 
@@ -62,6 +74,15 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     num_cached_tokens: int | None = None
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
+    lora_request: None = None
+
+
+@dataclass
+class PoolingOutput:
+    """What was pooled of a prompt: ``[numbers]``, or ``[tokens, hidden_size]`` for each token."""
+
+    data: Tensor
 
 
 @dataclass
@@ -70,24 +91,74 @@ class EmbeddingOutput:
 
     embedding: list[float]
 
+    @property
+    def hidden_size(self) -> int:
+        """The number of numbers."""
+        return len(self.embedding)
+
 
 @dataclass
-class EmbeddingRequestOutput:
-    """A prompt and its embedding.
+class ClassificationOutput:
+    """The probabilities of a prompt's classes; empty if the prompt has an error."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """How well two texts fit; NaN if they have an error."""
+
+    score: float
+
+
+_Output = TypeVar("_Output")
+
+
+@dataclass
+class PoolingRequestOutput(Generic[_Output]):
+    """A prompt and what was pooled of it.
 
     Attributes:
         request_id: the number of the prompt in its call.
-        prompt_token_ids: those that were embedded.
+        prompt_token_ids: those that were computed.
+        num_cached_tokens: always 0: an encoder has no cache.
         finished: always true.
         error: why the prompt was refused or failed.
 
     """
 
     request_id: str
-    outputs: EmbeddingOutput
+    outputs: _Output
     prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
     finished: bool = True
     error: str | None = None
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """A prompt and its embedding."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """A prompt and its classes' probabilities."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """A pair of texts and their score."""
+
+
+@dataclass
+class RerankResult:
+    """A document, its place among those that were given, and its score for the query."""
+
+    index: int
+    document: str
+    relevance_score: float
 
 
 def request_output(request: Request) -> RequestOutput:
@@ -101,6 +172,7 @@ def request_output(request: Request) -> RequestOutput:
         request.prompt_logprobs,
         request.error,
         request.num_cached_tokens,
+        replace(request.metrics),
     )
 
 
@@ -120,9 +192,9 @@ def _completion_output(sequence: Sequence) -> CompletionOutput:
     params = sequence.request.params
     has_logprobs = params.logprobs is not None
     text = sequence.text
-    if params.stops and sequence.finish_reason is None and not params.include_stop_str_in_output:
+    if params.stop and sequence.finish_reason is None and not params.include_stop_str_in_output:
         # The end of the text may be the beginning of a stop string, which will be cut off.
-        text = text[: max(0, len(text) + 1 - max(map(len, params.stops)))]
+        text = text[: max(0, len(text) + 1 - max(map(len, params.stop)))]
     return CompletionOutput(
         sequence.index,
         text,

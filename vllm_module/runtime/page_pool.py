@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 ROOT = 0  # the prefix of no tokens, with which every sequence starts
+_Tokens = tuple[int | str, ...]  # of a page; a first page's may end with a salt
 
 
 class PagePool:
@@ -45,8 +46,8 @@ class PagePool:
         # In order of allocation. Sharing takes pages out of the middle, and to find the first key
         # of a dict takes the longer the more were deleted before it.
         self._free = OrderedDict.fromkeys(range(self.num_pages))
-        self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of cached pages
+        self._cached: dict[tuple[int, _Tokens], tuple[int, int]] = {}
+        self._keys: dict[int, tuple[int, _Tokens]] = {}  # of cached pages
         self._last_prefix = ROOT
 
     @property
@@ -100,12 +101,13 @@ class PagePool:
             if not self._reference_counts[page]:
                 self._free[page] = None
 
-    def cache(self, page: int, prefix: int, tokens: Sequence[int]) -> int:
+    def cache(self, page: int, prefix: int, tokens: Sequence[int], salt: str | None = None) -> int:
         """Cache ``page``, which holds ``tokens`` after ``prefix``; return the prefix with them.
 
-        If another page is cached with the same tokens, that page stays in the index.
+        A sequence's first page is found with the same ``salt`` only. If another page is cached with
+        the same tokens, that page stays in the index.
         """
-        key = (prefix, tuple(tokens))
+        key = (prefix, _salted(tokens, salt))
         if (cached := self._cached.get(key)) is not None:
             return cached[1]
         extended = self.new_prefix()
@@ -113,17 +115,20 @@ class PagePool:
         self._keys[page] = key
         return extended
 
-    def find_cached(self, tokens: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    def find_cached(
+        self, tokens: Sequence[int], limit: int, salt: str | None = None
+    ) -> list[tuple[int, int]]:
         """Return at most ``limit`` cached pages that hold the first of ``tokens``.
 
-        Each comes with the prefix that ends with it. Call :meth:`share` on the pages before
-        anything is allocated, which could evict them.
+        They are of sequences with the same ``salt``. Each comes with the prefix that ends with it.
+        Call :meth:`share` on the pages before anything is allocated, which could evict them.
         """
         found: list[tuple[int, int]] = []
         prefix, size = ROOT, self.page_size
         while len(found) < limit:
             start = len(found) * size
-            cached = self._cached.get((prefix, tuple(tokens[start : start + size])))
+            page_tokens = _salted(tokens[start : start + size], None if found else salt)
+            cached = self._cached.get((prefix, page_tokens))
             if cached is None:
                 break
             found.append(cached)
@@ -139,3 +144,8 @@ class PagePool:
         """Remove all pages from the index; references stay."""
         self._cached.clear()
         self._keys.clear()
+
+
+def _salted(tokens: Sequence[int], salt: str | None) -> _Tokens:
+    """Return the tokens of a page as a key, which no page with another salt has."""
+    return tuple(tokens) if salt is None else (*tokens, salt)

@@ -1,18 +1,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from vllm_module.config import Settings
 from vllm_module.messages import shorten
 from vllm_module.runtime.arguments import SAMPLING_ARGUMENTS, known_arguments
 
+_T = TypeVar("_T")
 _Natural = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=-1)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
+_List = Annotated[list[_T], Field(strict=False)]  # or a tuple
+_MOST_BIAS = 100.0  # that from_optional lets a token's bias be
+_POSITIONAL = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature")
+
+
+def _listed(value: Any) -> Any:
+    """Return several as a list without repetitions; one text as a list; None as an empty list."""
+    if value is None or isinstance(value, str):
+        return [] if value is None else [value]
+    hashable = isinstance(value, (list, tuple)) and all(isinstance(v, (str, int)) for v in value)
+    # Pairs with the type, because True equals 1 and is no token.
+    return [each for _, each in dict.fromkeys((type(v), v) for v in value)] if hashable else value
+
+
+_Listed = BeforeValidator(_listed)
 
 
 class SamplingParams(Settings):
@@ -37,50 +54,109 @@ class SamplingParams(Settings):
         frequency_penalty: in [-2, 2]; the same, once for each occurrence.
         seed: of the random draws, from -2**63 to 2**64 - 1. The same seed and logits give the
             same tokens, whatever else is in the batch. None for a random seed.
-        stop: a string, or several, none of them empty; the output ends at the first that occurs.
+        stop: strings, none of them empty; the output ends at the first that occurs. One string
+            becomes a list, and None an empty one.
         stop_token_ids: tokens that end the output, besides the checkpoint's own; None for none.
         ignore_eos: do not end at the checkpoint's own end tokens.
         max_tokens: most tokens of the output, at least 1; None for as many as the context holds.
         min_tokens: nothing but the context's length ends the output before it has this many.
         logprobs: return, for each token of the output, the logprobs of it and of this many of the
-            most probable ones, from the model's logits before any parameter changes them.
+            most probable ones, from the model's logits before any parameter changes them; -1 for
+            all tokens.
         prompt_logprobs: the same for the tokens of the prompt.
-        logit_bias: added to the logits of these tokens; in [-100, 100].
+        logit_bias: added to the logits of these tokens.
+        allowed_token_ids: the only tokens that may be chosen; None for all.
+        bad_words: texts that may not be generated: where the output ends with all tokens of one but
+            the last, that one is not chosen. Each counts with and without a space before it.
+        detokenize: return text; without, token ids only.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: changes nothing, as in vLLM with tokenizers of this kind.
         include_stop_str_in_output: keep the stop string at the end of the text.
+        extra_args: of a caller's own; nothing here reads them.
 
-    Other arguments of vLLM are accepted with the values that change nothing.
+    The first five of vLLM's may be given by position: ``n``, ``presence_penalty``,
+    ``frequency_penalty``, ``repetition_penalty``, ``temperature``. What is assigned later is
+    checked as well; a request keeps the parameters that it was added with. Other arguments of vLLM
+    are accepted with the values that change nothing, and can be read.
 
     Raises:
         ValueError: a value is outside of its range, NaN or infinite, or of another type; or
-            ``min_tokens`` is above ``max_tokens``.
+            ``min_tokens`` is above ``max_tokens``; or there are stop strings without
+            ``detokenize``.
 
     """
 
     # Strict: True is not a temperature and "5" is not a seed; integers are accepted as floats.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     n: int = Field(default=1, ge=1)
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0)
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: _Count = 0
+    min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: _Text | Annotated[list[_Text], Field(strict=False)] | None = None  # or a tuple
-    stop_token_ids: Annotated[
-        list[_Token], Field(strict=False), BeforeValidator(lambda ids: [] if ids is None else ids)
-    ] = Field(default_factory=list)
+    stop: Annotated[_List[_Text], _Listed] = Field(default_factory=list)
+    stop_token_ids: Annotated[_List[_Token], _Listed] = Field(default_factory=list)
     ignore_eos: bool = False
     max_tokens: int | None = Field(default=16, ge=1)
     min_tokens: _Natural = 0
-    logprobs: _Natural | None = None
-    prompt_logprobs: _Natural | None = None
-    logit_bias: dict[_Token, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logprobs: _Count | None = None
+    prompt_logprobs: _Count | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    logit_bias: dict[_Token, float] | None = None
+    allowed_token_ids: Annotated[_List[_Token], Field(min_length=1)] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: Annotated[_List[_Text], _Listed] = Field(default_factory=list)
+
+    _others: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    if not TYPE_CHECKING:  # type checkers know the arguments from the fields
+
+        def __init__(self, /, *positional: Any, **given: Any) -> None:
+            if len(positional) > len(_POSITIONAL):
+                raise ValueError(
+                    f"SamplingParams takes at most {', '.join(_POSITIONAL)} by position: name the "
+                    "others, whose order differs between versions of vLLM"
+                )
+            placed = dict(zip(_POSITIONAL, positional, strict=False))
+            if twice := placed.keys() & given.keys():
+                raise ValueError(f"SamplingParams got {', '.join(twice)} by position and by name")
+            super().__init__(**placed, **given)
+            self._others = {name: given[name] for name in given.keys() & SAMPLING_ARGUMENTS.keys()}
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                super().__setattr__(name, value)
+                return
+            given = {each: getattr(self, each) for each in self.model_fields_set}
+            # All together: what fits alone may not fit the others.
+            checked = type(self)(**{**given, **self._others, name: value})
+            self.__dict__.update(checked.__dict__)
+            self.__pydantic_fields_set__ = checked.model_fields_set
+            self._others = checked._others
+
+        def __getattr__(self, name: str) -> Any:
+            if name in SAMPLING_ARGUMENTS:
+                values = [each for each in SAMPLING_ARGUMENTS[name] if each is not ...]
+                return self._others.get(name, values[0] if values else None)
+            return super().__getattr__(name)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Return parameters as a server gets them: ``None`` is the default, but for ``max_tokens``.
+
+        Keys of ``logit_bias`` may be text, and its values are bounded to [-100, 100].
+        """
+        given = {k: v for k, v in given.items() if v is not None or k == "max_tokens"}
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            given["logit_bias"] = {_token(key): _bounded(each) for key, each in bias.items()}
+        return cls(**given)
 
     @model_validator(mode="before")
     @classmethod
@@ -93,12 +169,14 @@ class SamplingParams(Settings):
         return known_arguments("SamplingParams", given, fields, SAMPLING_ARGUMENTS)
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> SamplingParams:
+    def _check_together(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens should be at most max_tokens, which is {self.max_tokens}, and is "
                 f"{self.min_tokens}"
             )
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings are found in text: leave out detokenize=False")
         return self
 
     def clone(self) -> SamplingParams:
@@ -110,7 +188,10 @@ class SamplingParams(Settings):
         """Whether the most probable token is always taken."""
         return self.temperature == 0
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """``stop`` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+def _token(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def _bounded(bias: Any) -> Any:
+    return min(_MOST_BIAS, max(-_MOST_BIAS, bias)) if isinstance(bias, (int, float)) else bias

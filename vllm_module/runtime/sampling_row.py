@@ -53,5 +53,6 @@ class Row:
 
     @property
     def adjusted(self) -> bool:
-        """Whether a bias, a penalty or a ban changes the logits."""
-        return bool(self.params.logit_bias or self.banned) or self.penalized
+        """Whether a bias, a penalty, a ban or an allowance changes the logits."""
+        params = self.params
+        return bool(params.logit_bias or params.allowed_token_ids or self.banned) or self.penalized

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from heapq import heappop, heappush
 
@@ -177,7 +178,8 @@ class Scheduler:
                 index = sequence.num_cached_pages
                 tokens = sequence.tokens[index * size : (index + 1) * size]
                 page = sequence.pages[index]
-                sequence.prefix = self.pool.cache(page, sequence.prefix, tokens)
+                salt = sequence.request.cache_salt if index == 0 else None
+                sequence.prefix = self.pool.cache(page, sequence.prefix, tokens, salt)
                 sequence.num_cached_pages += 1
             if sequence.saved_at and sequence.num_computed == sequence.saved_at[0]:
                 self.saved.save(sequence.prefix, sequence.row)
@@ -276,6 +278,8 @@ class Scheduler:
         elif self.has_states and sequence.num_computed:
             step.saved.append((self.saved.use(sequence.prefix), sequence.row))
         step.scheduled.append((sequence, count))
+        metrics = sequence.request.metrics
+        metrics.scheduled_ts = metrics.scheduled_ts or time.monotonic()
         return count
 
     def _admit(self, sequence: Sequence, step: Step, *, reuse: bool) -> bool:
@@ -312,7 +316,7 @@ class Scheduler:
         if self.prefix_caching and reuse and sequence.request.params.prompt_logprobs is None:
             # The last token is always computed: its logits give the next one.
             limit = (len(sequence.tokens) - 1) // pool.page_size
-            found = pool.find_cached(sequence.tokens, limit)
+            found = pool.find_cached(sequence.tokens, limit, sequence.request.cache_salt)
         num_known = len(found)
         while found and self.has_states and found[-1][1] not in self.saved:
             found.pop()
@@ -369,6 +373,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Move a running sequence back to those that wait; swap its pages out if the host can."""
         self.preemptions += 1
+        sequence.request.metrics.num_preemptions += 1
         self.running.remove(sequence)
         pages = [page for page in sequence.pages if page >= 0]
         stateless = not self.has_states

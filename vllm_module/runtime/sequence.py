@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_module.runtime.metrics import RequestStateStats
 from vllm_module.runtime.page_pool import ROOT
 from vllm_module.runtime.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -92,6 +93,8 @@ class Request:
         streamed: whether the text is needed at every step, and not only at the end.
         num_cached_tokens: first tokens of the prompt that were not computed, because pages of
             earlier requests held them; ``None`` before the prompt is begun.
+        bad_words: the tokens of each text that may not be generated.
+        cache_salt: pages are reused among prompts with the same one only.
 
     """
 
@@ -106,6 +109,9 @@ class Request:
     error: str | None = None
     streamed: bool = False
     num_cached_tokens: int | None = None
+    bad_words: list[list[int]] = field(default_factory=list)
+    cache_salt: str | None = None
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)

@@ -56,7 +56,7 @@ def _next_text(sequence: Sequence, token: int, tokenizer: Tokenizer | None) -> s
 def _cut_at_stop_string(sequence: Sequence, start: int) -> bool:
     """Cut the text at a stop string that ends after ``start``; return whether there is one."""
     params = sequence.request.params
-    for stop in params.stops:
+    for stop in params.stop:
         index = sequence.text.find(stop, max(0, start - len(stop) + 1))
         if index >= 0:
             end = index + len(stop) if params.include_stop_str_in_output else index
@@ -69,11 +69,12 @@ def _cut_at_stop_string(sequence: Sequence, start: int) -> bool:
 def complete_text(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
     """Decode a sequence that has ended as a whole, unless a stop string has cut its text.
 
-    A token that has ended it is in its tokens, and not in its text unless the request wants that.
-    If the tokenizer fails, the request gets its error.
+    Without ``detokenize`` it has no text. A token that has ended it is in its tokens, and not in
+    its text unless the request wants that. If the tokenizer fails, the request gets its error.
     """
-    if tokenizer is not None and not isinstance(sequence.stop_reason, str):
-        request, output = sequence.request, sequence.output
+    request, output = sequence.request, sequence.output
+    wanted = request.params.detokenize
+    if tokenizer is not None and wanted and not isinstance(sequence.stop_reason, str):
         if sequence.finish_reason == "stop" and not request.params.include_stop_str_in_output:
             output = output[:-1]
         try:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,17 @@ def _refusing(kind: type[ValueError], what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise kind(f"{what}: {describe_error(error)}") from None
+
+
+def check_unicode(text: str) -> None:
+    """Raise ``ValueError`` for half of a surrogate pair; the library does not name the cause."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has {text[error.start]!a} at position {error.start}, which is half of a "
+            "surrogate pair and no Unicode: replace it"
+        ) from None
 
 
 class Tokenizer:
@@ -54,16 +65,32 @@ class Tokenizer:
         self._tokenizer.no_padding()
 
     @property
-    def eos_token_id(self) -> int | None:
-        """The token that ``eos_token`` of tokenizer_config.json names, if it names one."""
-        folder = self._path.parent
-        if not is_there(path := folder / "tokenizer_config.json"):
-            return None
-        token: Any = read_json(path, folder).get("eos_token")
-        if isinstance(token, Mapping):  # an AddedToken
-            token = token.get("content")
-        found: int | None = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
-        return found
+    def folder(self) -> Path:
+        """Where the tokenizer's files are."""
+        return self._path.parent
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return all tokens, added ones too, with their ids."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens without added ones; ``len`` has them all."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        return size
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        """Return the id of a token, or a list of ids; ``None`` where there is none."""
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
+        """Return the token of an id, or a list of tokens; ``None`` where there is none."""
+        if isinstance(ids, int):
+            return self._tokenizer.id_to_token(ids)
+        return [self._tokenizer.id_to_token(token) for token in ids]
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, most: int | None = None
@@ -76,13 +103,7 @@ class Tokenizer:
         Raises ``ValueError`` for text with half of a surrogate pair, which is not Unicode, and for
         text that the tokenizer fails on.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # the library's message does not name the cause
-            raise ValueError(
-                f"the text has {text[error.start]!a} at position {error.start}, which is half of a "
-                "surrogate pair and no Unicode: replace it"
-            ) from None
+        check_unicode(text)
         with _refusing(ValueError, f"{printable(self._path)} cannot encode {shorten(text)}"):
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             if most is not None and len(encoding.ids) > most:
@@ -95,14 +116,119 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``, by default without special tokens.
+    def encode_pair(
+        self, first: str, second: str, most: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids and token types of two texts, with special tokens.
+
+        Where that is more than ``most`` tokens, the end of the longer text is left out, token by
+        token. Raises what :meth:`encode` raises.
+        """
+        for text in (first, second):
+            check_unicode(text)
+        with _refusing(ValueError, f"{printable(self._path)} cannot encode {shorten(first)}"):
+            encoding = self._tokenizer.encode(first, second)
+            if most is not None and len(encoding.ids) > most:
+                special = self._tokenizer.num_special_tokens_to_add(True)
+                if most < special:
+                    raise ValueError(f"{most} tokens are fewer than the {special} special ones")
+                encode = partial(self._tokenizer.encode, add_special_tokens=False)
+                one, other = encode(first), encode(second)
+                lengths = [len(one.ids), len(other.ids)]
+                while sum(lengths) > most - special:
+                    lengths[lengths[0] < lengths[1]] -= 1
+                one.truncate(lengths[0])
+                other.truncate(lengths[1])
+                encoding = self._tokenizer.post_process(one, other, True)
+        names = self._settings().get("model_input_names")
+        if isinstance(names, list) and "token_type_ids" not in names:
+            return encoding.ids, [0] * len(encoding.ids)
+        return encoding.ids, encoding.type_ids
+
+    def decode(self, ids: int | list[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of a token or several, by default with special tokens.
 
         Raises ``CheckpointFormatError`` if the tokenizer fails on them.
         """
+        ids = [ids] if isinstance(ids, int) else ids
         with _refusing(CheckpointFormatError, f"{printable(self._path)} cannot decode tokens"):
             text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _settings(self) -> Mapping[str, Any]:
+        """Return the entries of tokenizer_config.json, none without the file."""
+        path = self.folder / "tokenizer_config.json"
+        return read_json(path, self.folder) if is_there(path) else {}
+
+    def _special_token(self, name: str) -> str | None:
+        """Return the token that an entry of tokenizer_config.json names, if it names one."""
+        token: Any = self._settings().get(name)
+        if isinstance(token, Mapping):  # an AddedToken
+            token = token.get("content")
+        return token if isinstance(token, str) else None
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_token(name)
+        found: int | None = None if token is None else self.convert_tokens_to_ids(token)
+        return found
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the end token, if tokenizer_config.json names one."""
+        return self._special_token("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ``eos_token`` of tokenizer_config.json names, if it names one."""
+        return self._special_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The same of ``bos_token``."""
+        return self._special_id("bos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The same of ``pad_token``."""
+        return self._special_id("pad_token")
+
+    def __len__(self) -> int:
+        return len(self.get_vocab())
+
+    def __call__(
+        self, text: str | list[str], add_special_tokens: bool = True
+    ) -> dict[str, list[int]] | dict[str, list[list[int]]]:
+        """Return ``input_ids`` and ``attention_mask`` of a text, or lists of them for a list."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        every = [self.encode(each, add_special_tokens) for each in text]
+        return {"input_ids": every, "attention_mask": [[1] * len(ids) for ids in every]}
+
+    def batch_decode(
+        self, sequences: list[list[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        """Return the text of each sequence of token ids."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        chat_template: str | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> Any:
+        """Format a conversation by the checkpoint's template, or one that is given.
+
+        Returns token ids, or text unless ``tokenize``. Raises what ``LLM.chat`` raises.
+        """
+        from vllm_module.runtime.chat import ChatTemplate
+
+        template = ChatTemplate(self.folder, chat_template)
+        text = template.render(conversation, add_generation_prompt, **variables)
+        return self.encode(text, False) if tokenize else text
 
     def continuation(
         self, prompt: list[int], output: list[int], skip_special_tokens: bool = True
@@ -168,18 +294,25 @@ def _without_incomplete(text: str) -> str:
     return text[: max(len(whole), len(text) - _MAX_INCOMPLETE)]
 
 
-def stop_tokens(folder: Path) -> set[int]:
+def stop_tokens(
+    folder: Path, generation: Path | None = None, override: Mapping[str, Any] | None = None
+) -> set[int]:
     """Return ``eos_token_id`` of generation_config.json and of config.json: all that either has.
 
-    A fine-tune may change one of them only. The tokenizer has an end token of its own.
+    A fine-tune may change one of them only. The tokenizer has an end token of its own. The first
+    file is in ``folder`` unless ``generation`` is another, and what ``override`` says replaces it.
 
     Raises ``CheckpointFormatError`` if a file is not a JSON object, or the entry is not integers.
     """
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if is_there(path):
-            eos: Any = read_json(path, folder).get("eos_token_id")
+    first = folder if generation is None else generation
+    for inside, name in ((first, "generation_config.json"), (folder, "config.json")):
+        path = inside / name
+        entries = read_json(path, inside) if is_there(path) else {}
+        if name == "generation_config.json":
+            entries = {**entries, **(override or {})}
+        if entries:
+            eos: Any = entries.get("eos_token_id")
             if eos is not None:
                 tokens = eos if isinstance(eos, list) else [eos]
                 if not all(type(token) is int for token in tokens):

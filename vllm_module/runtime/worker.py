@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -214,6 +216,10 @@ class Worker:
     def embed(self, inputs: EmbeddingInputs) -> torch.Tensor:
         """Return the embeddings of a batch, float32 ``[sequences, hidden_size]``."""
         return embed(self.model, self.device, inputs)
+
+    def apply_model(self, func: bytes) -> Any:
+        """Call a pickled function with the model and return its result."""
+        return pickle.loads(func)(self.model)  # of this engine's first rank
 
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], *, whole: bool = False

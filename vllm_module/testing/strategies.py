@@ -398,6 +398,10 @@ _BERT: Mapping[str, st.SearchStrategy[Any]] = {
     "type_vocab_size": st.integers(1, 3),
 }
 
+_LABELS: st.SearchStrategy[Any] = st.none() | st.integers(1, 4).map(
+    lambda count: {str(number): f"LABEL_{number}" for number in range(count)}
+)
+
 _LATENT: Mapping[str, st.SearchStrategy[Any]] = {
     "head_dim": st.just(4),  # the same entry as qk_rope_head_dim
     "qk_rope_head_dim": st.just(4),
@@ -442,6 +446,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM,
     "BertForMaskedLM": _BERT,
+    "BertForSequenceClassification": {**_BERT, "id2label": _LABELS},
     "BertModel": _BERT,
     "DeepseekV2ForCausalLM": {
         **_LATENT,
@@ -516,8 +521,10 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
     },
     "Starcoder2ForCausalLM": {"attention_bias": st.booleans(), "sliding_window": _WINDOWS},
     "RobertaForMaskedLM": _BERT,
+    "RobertaForSequenceClassification": {**_BERT, "id2label": _LABELS},
     "RobertaModel": _BERT,
     "XLMRobertaForMaskedLM": _BERT,
+    "XLMRobertaForSequenceClassification": {**_BERT, "id2label": _LABELS},
     "XLMRobertaModel": _BERT,
 }
 

@@ -47,7 +47,7 @@ class Prompt:
         """Return the prompt and the tokens after it, as text or token ids."""
         if self.tokenizer is None:
             return f"{self.ids} is continued by {tokens}"
-        return self.tokenizer.decode(self.ids + tokens)
+        return self.tokenizer.decode(self.ids + tokens, skip_special_tokens=True)
 
 
 def show_plan(transcript: Transcript, source: ModelSource) -> list[int]:

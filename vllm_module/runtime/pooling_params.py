@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass
+class PoolingParams:
+    """How the answer of an encoder is finished; names and defaults are vLLM's.
+
+    Attributes:
+        use_activation: whether an embedding is divided by its norm, and logits of classes become
+            probabilities; ``None`` is ``True``.
+        dimensions: how many first numbers of an embedding are kept; ``None`` for all.
+
+    Raises ``ValueError`` for a value of another type.
+
+    """
+
+    use_activation: bool | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.use_activation not in (None, True, False):
+            raise ValueError(f"use_activation should be a bool, got {self.use_activation!r}")
+        most = self.dimensions
+        if most is not None and (type(most) is not int or most < 1):
+            raise ValueError(f"dimensions should be an integer from 1, got {most!r}")
+
+    def clone(self) -> PoolingParams:
+        """Return a copy."""
+        return replace(self)
