@@ -138,6 +138,28 @@ def test_an_installed_package_announces_models(monkeypatch: pytest.MonkeyPatch) 
         model_class(["OutsideForCausalLM"])
 
 
+def test_an_announcement_is_read_as_python_reads_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may name a class in a class, and extras; replacing a model of ours is a warning."""
+    monkeypatch.setattr(LlamaForCausalLM, "Nested", LlamaForCausalLM, raising=False)
+    for value in ("{}.Nested", "{} [extra]", "{}.Nested [a,b]"):
+        announce(monkeypatch, value.format("vllm_module.models.llama:LlamaForCausalLM"))
+        assert model_class(["OutsideForCausalLM"]) is LlamaForCausalLM
+    for value in ("vllm_module.models.llama", "vllm_module.models.llama:", "no name"):
+        announce(monkeypatch, value)
+        with pytest.raises(UnsupportedModelError, match=r"should be named package\.module:Class"):
+            model_class(["OutsideForCausalLM"])
+    point = EntryPoint("GemmaForCausalLM", "vllm_module.models.llama:LlamaForCausalLM", "x")
+    own = EntryPoint("LlamaForCausalLM", "vllm_module.models.llama:LlamaForCausalLM", "x")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point, own])
+    registry._announced.cache_clear()
+    with caplog.at_level("INFO", "vllm_module"):
+        assert model_class(["LlamaForCausalLM"]) is LlamaForCausalLM
+    levels = {record.args[0]: record.levelname for record in caplog.records if record.args}
+    assert levels["LlamaForCausalLM"] == "WARNING"
+
+
 def test_a_source_takes_registrations_along(folder: Path, code: Path) -> None:
     """A pickled source restores the file's classes where they are not known."""
     import pickle  # the protocol that ranks in other processes get it by

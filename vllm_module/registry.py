@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import entry_points
+from functools import cache, reduce
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb, walk_tb
@@ -331,18 +331,28 @@ def _announced() -> dict[str, list[str]]:
     targets: dict[str, list[str]] = {}
     for point in entry_points(group=_GROUP):
         if point.value not in targets.setdefault(point.name, []):
-            logger.info("the model %s is %s of an installed package", point.name, point.value)
+            # One that replaces a model of ours is more than news.
+            level = logging.WARNING if point.name in _OURS else logging.INFO
+            instead = " instead of ours" if point.name in _OURS else ""
+            text = "the model %s is %s of an installed package%s"
+            logger.log(level, text, point.name, point.value, instead)
             targets[point.name].append(point.value)
     return targets
 
 
 def _import(architecture: str, target: str) -> type[vLLMModule]:
-    module, _, name = target.partition(":")
+    # Of an installed package it may name a class in a class, and extras.
+    point = EntryPoint(architecture, target, _GROUP)
+    matched = point.pattern.match(target)
+    if matched is None or not matched["attr"]:
+        raise UnsupportedModelError(
+            f"the model {shorten(target)} of {architecture} should be named package.module:Class"
+        )
     # Another error of our modules is a bug.
-    ours = module.startswith("vllm_module.")
+    ours = target.startswith("vllm_module.")
     failures = (ImportError, AttributeError) if ours else _FAILURES
     try:
-        cls: Any = getattr(importlib.import_module(module), name)
+        cls: Any = reduce(getattr, point.attr.split("."), importlib.import_module(point.module))
     except failures as error:
         raise UnsupportedModelError(
             f"the model {target} of {architecture} cannot be imported: {describe_error(error)}"

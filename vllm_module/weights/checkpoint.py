@@ -39,6 +39,14 @@ class Checkpoint(Mapping[str, "FileHandle"]):
         self._owner: dict[str, WeightFile] = {}
         for file in files:
             for name in self._owner.keys() & file.entries.keys():
+                if "DCP_SHARDING_INFO" in getattr(file, "metadata", ()):
+                    raise CheckpointFormatError(
+                        f"{printable(file.path)}: a trainer's rank wrote its part of "
+                        f"{shorten(name)} and others (HuggingFaceStorageWriter with "
+                        "save_distributed=True): save with enable_consolidation=True, or put the "
+                        "parts together with consolidate_safetensors_files of "
+                        "torch.distributed.checkpoint._consolidate_hf_safetensors"
+                    )
                 raise CheckpointFormatError(
                     f"{printable(file.path)}: tensor {shorten(name)} is in "
                     f"{printable(self._owner[name].path)} too; keep one of the two files, or add "

@@ -1,7 +1,8 @@
 """Folders of torch.distributed.checkpoint, as trainers write them, read by slice.
 
 A tensor is stored in chunks, cut as the trainer's ranks held it. Each chunk is what ``torch.save``
-writes of a tensor, somewhere in a file of many. Layout: torch/distributed/checkpoint/filesystem.py.
+writes of a tensor, somewhere in a file of many; or a whole file is safetensors
+(``SerializationFormat.SAFETENSORS``). Layout: torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -22,13 +23,14 @@ from vllm_module.weights.dcp_metadata import Chunk, Tensor, read_metadata
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
-from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry
+from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, DType, Entry, read_header
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.saved_tensors import SavedTensor
 from vllm_module.weights.torch_file import unpickled
-from vllm_module.weights.weight_file import WeightFile
+from vllm_module.weights.weight_file import WeightFile, as_torch
 
 METADATA = ".metadata"
+Refuse = Callable[[str], NoReturn]
 
 
 def open_dcp(files: FolderFiles) -> Checkpoint:
@@ -49,6 +51,7 @@ class _Chunked(WeightFile):
             self._refuse(f"it has {size} bytes: expected at most {MAX_HEADER_BYTES}")
         self._tensors = read_metadata(self._bytes.read_bytes(0, size), self._refuse)
         self._files: dict[str, FileBytes] = {}
+        self._headers: dict[str, dict[str, Entry]] = {}  # of files that are safetensors
         self._parts: dict[tuple[str, Chunk], FileHandle] = {}
         self.entries = {}
         try:
@@ -109,7 +112,6 @@ class _Chunked(WeightFile):
 
     def _part(self, name: str, tensor: Tensor, chunk: Chunk) -> FileHandle:
         file = self._files[chunk.file]
-        window = _Window(file, chunk.begin, chunk.length)
 
         def refuse(problem: str) -> NoReturn:
             raise WeightReadError(
@@ -117,26 +119,48 @@ class _Chunked(WeightFile):
                 f"saved from byte {chunk.begin} on: {problem}"
             )
 
+        if file.size > 8 and file.read_bytes(8, 1) == b"{":
+            return self._part_of_safetensors(file, name, tensor, chunk, refuse)
+        window = _Window(file, chunk.begin, chunk.length)
         held, _ = unpickled(window, refuse)
         if not isinstance(held, SavedTensor):
             refuse(f"it is a {type(held).__name__}: expected a tensor")
         if held.entry is None:
             refuse(held.problem)
         dtype, shape, begin, _, strides = held.entry
-        if (dtype, shape) != (tensor.dtype, chunk.shape):
-            refuse(
-                f"it is {dtype.name} of shape {list(shape)}, and .metadata says "
-                f"{tensor.dtype.name} of shape {list(chunk.shape)}. {DAMAGED}"
-            )
-        assert strides is not None, "a chunk has elements"
-        as_torch = getattr(torch, dtype.name), torch.Size(shape)
-        return FileHandle(file, name, *as_torch, strides, chunk.begin + begin, cut=True)
+        _compare(dtype, shape, tensor, chunk, refuse)
+        described = as_torch(dtype, tuple(shape), strides)
+        return FileHandle(file, name, *described, chunk.begin + begin, cut=True)
+
+    def _part_of_safetensors(
+        self, file: FileBytes, name: str, tensor: Tensor, chunk: Chunk, refuse: Refuse
+    ) -> FileHandle:
+        """Return a handle of a chunk in a file whose header says where it is."""
+        if chunk.file not in self._headers:
+            self._headers[chunk.file] = read_header(file.path, file.size, file.read_bytes).entries
+        entry = self._headers[chunk.file].get(tensor.key)
+        if entry is None:
+            refuse(f"the file is safetensors and has no tensor {shorten(tensor.key)}. {DAMAGED}")
+        _compare(entry.dtype, entry.shape, tensor, chunk, refuse)
+        described = as_torch(entry.dtype, entry.shape, entry.strides)
+        return FileHandle(file, name, *described, entry.begin, cut=True)
 
     def _described(self) -> list[tuple[int, int]]:
         return [(0, self._bytes.size)]
 
     def _refuse(self, problem: str) -> NoReturn:
         raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
+
+
+def _compare(
+    dtype: DType, shape: tuple[int, ...], tensor: Tensor, chunk: Chunk, refuse: Refuse
+) -> None:
+    """Refuse what was saved if it is not what ``.metadata`` says of the chunk."""
+    if (dtype, tuple(shape)) != (tensor.dtype, tuple(chunk.shape)):
+        refuse(
+            f"it is {dtype.name} of shape {list(shape)}, and .metadata says "
+            f"{tensor.dtype.name} of shape {list(chunk.shape)}. {DAMAGED}"
+        )
 
 
 class _Window:

@@ -61,11 +61,12 @@ class Chunk(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor whose chunks cover it, each element once."""
+    """A tensor whose chunks cover it, each element once; ``key`` is its name in the files."""
 
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    key: str
 
 
 def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, Tensor]:
@@ -171,7 +172,7 @@ def _tensor(
             f"the chunks of {what} hold {elements} elements and should cover each of "
             f"{math.prod(shape)} once. {DAMAGED}"
         )
-    return Tensor(dtype, shape, tuple(chunks))
+    return Tensor(dtype, shape, tuple(chunks), str(key))
 
 
 def _cover(chunks: list[Chunk], shape: tuple[int, ...]) -> bool:

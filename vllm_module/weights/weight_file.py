@@ -101,8 +101,7 @@ class WeightFile(Mapping[str, "FileHandle"]):
         from vllm_module.weights.handle import FileHandle
 
         dtype, shape, begin, _, strides = self.entries[name]
-        as_torch = _as_torch(dtype, shape, strides)
-        return FileHandle(self._bytes, name, *as_torch, begin)
+        return FileHandle(self._bytes, name, *as_torch(dtype, shape, strides), begin)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries  # a Mapping's own makes a handle
@@ -115,7 +114,7 @@ class WeightFile(Mapping[str, "FileHandle"]):
 
 
 @lru_cache(maxsize=256)  # tensors of the same dtype and shape have all of it in common
-def _as_torch(
+def as_torch(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...] | None
 ) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     """Return the dtype and shape, as torch has them, and the strides in bytes."""
