@@ -225,3 +225,17 @@ def test_names_are_sorted_by_number() -> None:
     """Layer 2 comes before layer 10."""
     names = ["layers.10.w", "layers.2.w", "layers.2.a", "embed.w"]
     assert sorted(names, key=by_number) == ["embed.w", "layers.2.a", "layers.2.w", "layers.10.w"]
+
+
+@pytest.mark.parametrize("command", ["load", "plan", "generate", "inspect"])
+def test_a_path_without_a_folder_is_refused_before_torch_is_imported(command: str) -> None:
+    """The import takes seconds; a misspelt path need not wait for it."""
+    script = (
+        "import sys; from vllm_module.cli.entry import main; "
+        f"code = main([{command!r}, '/not/there']); print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1", "False"]
+    assert "the folder /not/there does not exist; check the path" in done.stderr

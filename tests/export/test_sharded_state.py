@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import subprocess
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,21 @@ def test_files_hold_what_a_rank_holds_and_tied_tensors_once(
     assert stored.keys() == held.keys()
     assert stored["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
     assert all(torch.equal(t.float(), stored[name].float()) for name, t in held.items())
+
+
+def test_digests_find_a_bit_that_no_load_looks_at(copied: Written) -> None:
+    """``sha256sum -c`` accepts what was written, and names the file of a bit that is another."""
+    command = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(command, cwd=copied.folder, check=False).returncode == 0
+    listed = (copied.folder / "SHA256SUMS").read_text().split()[1::2]
+    assert listed == sorted(path.name for path in copied.folder.glob("*.safetensors"))
+    path = copied.folder / listed[-1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = subprocess.run(command, cwd=copied.folder, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{listed[-1]}: FAILED" in done.stdout
 
 
 def test_a_rank_reads_its_files_once_and_in_order(

@@ -83,10 +83,23 @@ def _listed(choices: Iterable[Enum]) -> str:
     return ", ".join(choice.value for choice in choices)
 
 
+def _there(source: str) -> str:
+    """Return a path that is there, or what is no path; before torch is imported, which takes long.
+
+    Raises ``CheckpointFormatError`` for a path without a file or folder.
+    """
+    from vllm_module.weights.hub import demand_path
+
+    if "://" not in source:
+        demand_path(source)
+    return source
+
+
 Source = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
+        callback=_there,
         help="A folder, a .gguf file, a hub id (owner/name), or a URL: s3://, gs://, az://, "
         "https://, hf://.",
         show_default=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -29,7 +30,8 @@ class FolderExistsError(ValueError, FileExistsError):
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``out``, which is renamed to ``out`` if the block succeeds.
 
-    If it fails, nothing is left. Raises ``FolderExistsError`` if ``out`` exists and is no empty
+    ``SHA256SUMS`` gets digests of its safetensors files, as ``sha256sum -c`` reads them. If the
+    block fails, nothing is left. Raises ``FolderExistsError`` if ``out`` exists and is no empty
     folder, before the block or after it.
     """
     demand_free(out)
@@ -38,6 +40,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield temporary
+        _write_digests(temporary)
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o777 & ~mask)  # mkdtemp made it for this user alone
@@ -52,6 +55,19 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # which it is not called any more if renamed
+
+
+def _write_digests(folder: Path) -> None:
+    """Write the SHA-256 of each safetensors file, which no load computes: that would slow it."""
+    lines = []
+    for path in sorted(folder.glob("*.safetensors")):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while data := file.read(1 << 20):
+                digest.update(data)
+        lines.append(f"{digest.hexdigest()}  {path.name}\n")
+    if lines:
+        (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
 
 def demand_free(out: Path) -> None:

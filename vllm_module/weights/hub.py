@@ -72,12 +72,19 @@ def resolve(
     downloaded, or has several models in GGUF files.
     """
     path = Path(os.path.expanduser(model))
+    demand_path(model)
     if is_there(path, follow_links=True):
         return path
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
     patterns = _patterns(load_format) if weights and load_format != "dummy" else []
     return download(model, revision, patterns, download_dir=download_dir, token=token, code=code)
+
+
+def demand_path(model: str) -> None:
+    """Raise ``CheckpointFormatError`` if ``model`` can only be a path, and nothing is there."""
+    path = Path(os.path.expanduser(model))
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if is_path and not is_there(path, follow_links=True):
+        raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
 
 
 def download(
