@@ -127,7 +127,7 @@ ParallelLMHead(num_embeddings, embedding_dim, bias=False, params_dtype=None, pad
 PerHeadLayerNorm(slot, head_size, eps=1e-05, params_dtype=None)
 QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True,
     skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'),
-    stored_rotary_pairs=False)
+    stored_rotary_pairs=False, groups=None)
 RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
 RecurrentLayer()
 ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None, *,

@@ -215,3 +215,16 @@ def test_in_a_browser(folder: Path, tmp_path: Path) -> None:
         assert "byte range" in shown["tip"]
         assert shown["title"].startswith("<\u2215script>")  # and is not what the hostile name sets
     assert "CONSOLE" not in done.stderr
+
+
+def test_a_cache_for_more_than_a_sequence_is_said_to_be_for_several(folder: Path) -> None:
+    """A sequence has no more tokens than the model has positions; neither has the page's field."""
+    ranks = planned(folder, 1)
+    positions = ModelSource.find(ModelConfig(model=str(folder))).config.max_model_len
+    assert positions is not None
+    page = page_of(ranks, folder, "/model")
+    tokens = ranks[0].kv_cache_tokens(24_000_000_000)
+    assert tokens > positions
+    assert f"of {tokens:,} tokens, {tokens / positions:,.1f} sequences of {positions:,}" in page
+    (field,) = re.findall(r'<input id="context"[^>]*>', page)
+    assert f'max="{positions}"' in field

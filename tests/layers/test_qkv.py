@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError
 from vllm_module.layers import QKVParallelLinear
+from vllm_module.parameters import Slot
 
 HIDDEN, HEAD = 10, 6  # heads times head size is not the hidden size
 SHARED = [
@@ -106,3 +109,54 @@ def test_heads_that_cannot_be_shared(heads: int, kv_heads: int, size: int, messa
     """Heads that cannot be divided evenly are refused when the layer is built, with the numbers."""
     with tensor_parallel(rank=0, size=size), pytest.raises(ShardingError, match=message):
         QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sizes"),
+    [(8, 2, (1, 2, 4)), (8, 4, (1, 2, 4, 8)), (4, 4, (1, 2, 4)), (6, 3, (1, 3))],
+)
+def test_groups_of_heads_are_those_of_falcon(
+    heads: int, kv_heads: int, sizes: tuple[int, ...]
+) -> None:
+    """transformers' Falcon decides which rows of its one tensor are whose."""
+    from types import SimpleNamespace
+
+    from transformers.models.falcon.modeling_falcon import FalconAttention
+
+    falcon: Any = SimpleNamespace(
+        new_decoder_architecture=True, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD
+    )
+    fused = torch.randint(-9, 10, ((heads + 2 * kv_heads) * HEAD, HIDDEN)).float()
+    x = torch.randint(-9, 10, (5, HIDDEN)).float()
+    parts = FalconAttention._split_heads(falcon, F.linear(x, fused)[None])
+    q, k, v = (part[0] for part in parts)  # k and v are repeated for each query head
+
+    def rank_fn(rank: int) -> None:
+        layer = QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads, bias=False, groups=kv_heads)
+        layer.load_weights({"weight": fused})
+        ours = [part.unflatten(-1, (-1, HEAD)) for part in layer(x).split(layer.output_sizes, -1)]
+        own = slice(rank * layer.num_heads, (rank + 1) * layer.num_heads)
+        assert torch.equal(ours[0], q[:, own])
+        repeats = layer.num_heads // layer.num_kv_heads
+        for mine, theirs in zip(ours[1:], (k, v), strict=True):
+            assert torch.equal(mine.repeat_interleave(repeats, 1), theirs[:, own])
+
+    for size in sizes:
+        run_ranks(size, rank_fn)
+
+
+def test_groups_that_have_no_whole_heads_are_refused() -> None:
+    """The message has both numbers."""
+    with pytest.raises(ShardingError, match="3 key-value heads cannot be stored in 2 equal groups"):
+        QKVParallelLinear(HIDDEN, HEAD, 6, 3, groups=2)
+
+
+def test_a_slot_may_say_what_is_never_on_two_ranks() -> None:
+    """A rank that would hold half of a head is refused; without the unit, it is not seen."""
+    assert Slot("q", 3 * HEAD, 3, unit=HEAD).parts == 3
+    assert Slot("q", 4 * HEAD, 2, unit=2 * HEAD).parts == 2
+    assert Slot("q", 3 * HEAD, 2).parts == 2
+    with pytest.raises(ShardingError, match="end inside a unit of 6, .* divides its 3 units"):
+        Slot("q", 3 * HEAD, 2, unit=HEAD)
+    with pytest.raises(ShardingError, match="end inside a unit of 0"):
+        Slot("q", 3 * HEAD, 2, unit=0)

@@ -222,6 +222,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         stored_rotary_pairs: the checkpoint stores the two halves of each head of q and of k in
             turns, feature by feature, as rotary embeddings that rotate neighbours want them. Names
             tell the orders apart: the first two of ``shard_names`` end with ``_pairs`` then.
+        groups: the checkpoint stores one tensor in so many equal groups, each of which has its
+            share of the heads of q, k and v, in this order: as Falcon does for each key-value head.
 
     Attributes:
         num_heads, num_kv_heads: number of heads on this rank.
@@ -245,6 +247,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         *,
         shard_names: Sequence[str] | None = ("q_proj", "k_proj", "v_proj"),
         stored_rotary_pairs: bool = False,
+        groups: int | None = None,
     ) -> None:
         size = tensor_parallel_group().size
         total_num_kv_heads = total_num_kv_heads or total_num_heads
@@ -270,7 +273,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         if pairs and shard_names is not None:
             query, key, value = shard_names
             shard_names = (f"{query}_pairs", f"{key}_pairs", value)
-        output = fused(shard_names, [q, kv, kv], [pairs, pairs, 0])
+        if groups is not None and total_num_kv_heads % groups:
+            raise ShardingError(
+                f"{total_num_kv_heads} key-value heads cannot be stored in {groups} equal groups"
+            )
+        shard_names = None if groups is not None else shard_names
+        output = fused(shard_names, [q, kv, kv], [pairs, pairs, 0], groups or 1)
         super().__init__(
             hidden_size,
             output.size,
@@ -338,15 +346,16 @@ def fused(
     shard_names: Sequence[str] | None,
     sizes: Sequence[tuple[int, int]],
     pairs: Sequence[int] | None = None,
+    groups: int = 1,
 ) -> Dim:
     """Return a dimension with the slots ``shard_names``, or of slots that are stored together only.
 
     ``sizes`` has the features of each slot and the number of parts that the slot is cut into;
-    ``pairs`` is that of each :class:`Slot`.
+    ``pairs`` is that of each :class:`Slot`, and ``groups`` how they are stored together.
     """
-    groups = None
+    together = None
     if shard_names is None:
-        shard_names, groups = [str(slot) for slot in range(len(sizes))], 1
+        shard_names, together = [str(slot) for slot in range(len(sizes))], groups
     if isinstance(shard_names, str) or len(shard_names) != len(sizes):
         raise ValueError(
             f"shard_names must name each of the {len(sizes)} fused layers, got {shard_names!r}"
@@ -359,4 +368,4 @@ def fused(
             shard_names, sizes, pairs or [0] * len(sizes), strict=True
         )
     )
-    return Dim(tuple(slots), groups)
+    return Dim(tuple(slots), together)

@@ -33,9 +33,11 @@ class Slot:
         pairs: the size of the runs (attention heads) whose two halves alternate in the checkpoint,
             feature by feature, as rotary embeddings that rotate neighbours want them. The parameter
             holds one half after the other. With 0 both have the same order.
+        unit: features that are never on two ranks, such as those of an attention head.
 
     Raises:
-        ShardingError: ``padded`` cannot be divided into ``parts``, or a part into ``pairs``.
+        ShardingError: ``padded`` cannot be divided into ``parts``, or a part into ``pairs`` or
+            units.
 
     """
 
@@ -44,6 +46,7 @@ class Slot:
     parts: int = 1
     padded: int = -1
     pairs: int = 0
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if self.padded == -1:
@@ -57,6 +60,12 @@ class Slot:
                 "choose a tensor-parallel size that divides it"
             )
         part = self.padded // self.parts
+        if self.unit < 1 or part % self.unit:
+            raise ShardingError(
+                f"{self.label} of {self.padded} features is cut into {self.parts} parts of {part}, "
+                f"which end inside a unit of {self.unit}, such as an attention head: choose a "
+                f"tensor-parallel size that divides its {self.padded // max(1, self.unit)} units"
+            )
         if self.pairs and (self.pairs % 2 or self.padded != self.size or part % self.pairs):
             raise ShardingError(
                 f"{self.label}: its part of {part} features is no number of whole runs of "

@@ -59,7 +59,9 @@ function* squarify(items, x, y, width, height) {
 }
 
 function entered(id) {
-  return Math.max(0, Math.floor(Number(document.getElementById(id).value)) || 0);
+  const input = document.getElementById(id);
+  const number = Math.max(0, Math.floor(Number(input.value)) || 0);
+  return input.max ? Math.min(number, Number(input.max)) : number;
 }
 
 function cacheBytes(rank) {

@@ -33,6 +33,7 @@ def plan_page(plan: ModelPlan) -> str:
     tiles = tiles_of(ranks)
     needed = [rank.device_bytes + rank.kv_cache_bytes(plan.tokens) for rank in ranks]
     end = 1.04 * max(*needed, MEMORY_LINES[-1] * 1e9)  # of the scale of memory, in bytes
+    positions = plan.source.config.max_model_len or 0
     header, reads = tensor_rows(ranks[0].plans, every=False)
     return environment.from_string(page).render(
         name=printable_name(plan.source.name.rpartition("/")[2]),
@@ -46,7 +47,8 @@ def plan_page(plan: ModelPlan) -> str:
         lines=MEMORY_LINES,
         kinds=_kinds_used(tiles),
         by_kind=[_bytes_by_kind(each) for each in tiles],
-        fits=[_fit(gigabytes, ranks) for gigabytes in MEMORY_LINES],
+        positions=positions,
+        fits=[_fit(gigabytes, ranks, positions) for gigabytes in MEMORY_LINES],
         header=header,
         reads=reads,
         problems="" if report.ok else str(report),
@@ -72,14 +74,19 @@ def _kinds_used(tiles: Sequence[Sequence[Tile]]) -> dict[str, str]:
     return labels
 
 
-def _fit(gigabytes: int, ranks: Sequence[RankPlan]) -> tuple[str, str]:
-    """Say what remains of a GPU's memory beside the weights of the rank with the largest."""
+def _fit(gigabytes: int, ranks: Sequence[RankPlan], positions: int) -> tuple[str, str]:
+    """Say what remains of a GPU's memory beside the weights of the rank with the largest.
+
+    A cache with room for more tokens than the ``positions`` of a sequence is for several.
+    """
     fullest = max(ranks, key=lambda rank: rank.device_bytes)
     rest = int(gigabytes * 1e9) - fullest.device_bytes
     if rest < 0:
         return f"{gigabytes} GB", f"the weights of rank {fullest.rank} do not fit"
     tokens = fullest.kv_cache_tokens(int(gigabytes * 1e9)) if fullest.kv_page_bytes else 0
     cache = f": the KV cache of {tokens:,} tokens" if tokens else ""
+    if tokens > positions > 0:
+        cache += f", {tokens / positions:,.1f} sequences of {positions:,}"
     return f"{gigabytes} GB", f"{size(rest)} left{cache}"
 
 
