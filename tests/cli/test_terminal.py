@@ -258,8 +258,6 @@ def test_odd_arguments(run: Run, arguments: list[str]) -> None:
     assert result.code in (1, 2)
     assert result.out == "" or arguments[0] == "demo"  # which prints a title first
     lines = result.err.removesuffix("\n").split("\n")
-    if arguments[0] == "bench":
-        assert lines.pop(0).startswith("loading ")
     assert lines.pop(0).startswith("error: ")
     assert len(lines) == (result.code == 2)
     assert all(line.startswith("Try: ") for line in lines)

@@ -121,9 +121,7 @@ def test_fp8_and_new_weights_in_place(saved: Saved, tmp_path: Path) -> None:
         parameters = llm.executor.worker.model.named_parameters()
         quantized = {path.split(".")[-2] for path, each in parameters if each.itemsize == 1}
         assert quantized == QUANTIZED[saved.name]
-        assert "4 states of sequences and as many saved ones" in llm._describe(
-            llm.executor.worker.config
-        )
+        assert "4 states of sequences and as many saved ones" in repr(llm)
         before = run(llm, prompts, count=count)
         assert len(llm.engine.scheduler.saved)
         llm.update_weights(new)

@@ -135,7 +135,9 @@ UNSAFE_LOADS = {"np.load", "numpy.load", "np.fromfile", "torch.jit.load", "torch
 ELSEWHERE = {
     ("vllm_module/distributed/exchange.py", "pickle"),
     ("vllm_module/model_source.py", "pickle"),
+    ("vllm_module/runtime/executor.py", "pickle"),
     ("vllm_module/runtime/ranks.py", "pickle"),
+    ("vllm_module/runtime/worker.py", "pickle"),
 }
 
 
