@@ -156,7 +156,7 @@ def test_a_slot_may_say_what_is_never_on_two_ranks() -> None:
     assert Slot("q", 3 * HEAD, 3, unit=HEAD).parts == 3
     assert Slot("q", 4 * HEAD, 2, unit=2 * HEAD).parts == 2
     assert Slot("q", 3 * HEAD, 2).parts == 2
-    with pytest.raises(ShardingError, match="end inside a unit of 6, .* divides its 3 units"):
+    with pytest.raises(ShardingError, match=r"end inside a unit of 6, .* divides its 3 units"):
         Slot("q", 3 * HEAD, 2, unit=HEAD)
     with pytest.raises(ShardingError, match="end inside a unit of 0"):
         Slot("q", 3 * HEAD, 2, unit=0)
