@@ -63,17 +63,19 @@ LLM.generate(self, prompts, sampling_params=None, use_tqdm=True, *, tokenization
     **options)
 LLM.chat(self, messages, sampling_params=None, use_tqdm=True, *, chat_template=None,
     add_generation_prompt=True, continue_final_message=False, tools=None,
-    chat_template_kwargs=None, chat_template_content_format='auto', **options)
+    chat_template_kwargs=None, chat_template_content_format='auto', tokenization_kwargs=None,
+    **options)
 LLM.beam_search(self, prompts, params, *, use_tqdm=False, **options)
 LLM.get_metrics(self)
 LLM.stream(self, prompt, sampling_params=None)
 LLM.embed(self, prompts, *, normalize=True, pooling=None, truncate=False, use_tqdm=True,
-    pooling_params=None, **options)
+    pooling_params=None, tokenization_kwargs=None, **options)
 LLM.encode(self, prompts, pooling_params=None, *, pooling_task=None, truncate=False,
-    use_tqdm=True, **options)
-LLM.classify(self, prompts, *, pooling_params=None, truncate=False, use_tqdm=True, **options)
+    use_tqdm=True, tokenization_kwargs=None, **options)
+LLM.classify(self, prompts, *, pooling_params=None, truncate=False, use_tqdm=True,
+    tokenization_kwargs=None, **options)
 LLM.score(self, data_1, data_2, /, *, pooling_params=None, truncate=False, use_tqdm=True,
-    **options)
+    tokenization_kwargs=None, **options)
 LLM.rerank(self, query, documents, *, top_n=None, **options)
 LLM.apply_model(self, func)
 LLM.reset_prefix_cache(self, reset_running_requests=False, reset_connector=False)

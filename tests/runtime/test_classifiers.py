@@ -207,6 +207,13 @@ def test_an_encoder_without_a_head_scores_by_cosine(folders: dict[str, Path], ba
         assert math.isclose(scores[0], 1, abs_tol=1e-5)
         with pytest.raises(UnsupportedModelError, match="no head that gives classes"):
             llm.classify("a", use_tqdm=False)
+        ranked = llm.rerank(TEXTS[0], iter(TEXTS), top_n=1, use_tqdm=False)  # type: ignore[arg-type]
+        assert [each.document for each in ranked] == TEXTS[:1]
+        for wrong in (-1, True, 1.0):
+            with pytest.raises(ValueError, match="top_n should be an integer from 0, or None"):
+                llm.rerank(TEXTS[0], TEXTS, top_n=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="dimensions should be left out"):
+            llm.score("a", "b", pooling_params=PoolingParams(dimensions=16), use_tqdm=False)
         (empty,) = llm.embed("", use_tqdm=False)
         assert empty.prompt_token_ids == [128, 129]
         assert (empty.outputs.hidden_size, empty.num_cached_tokens) == (64, 0)
@@ -229,6 +236,7 @@ def test_dimensions_are_those_that_embeddings_were_trained_for(bare: Path) -> No
         pytest.raises(ValueError, match="dimensions should be left out"),
     ):
         llm.embed("abc", pooling_params=PoolingParams(dimensions=16), use_tqdm=False)
-    for wrong in ({"dimensions": 0}, {"dimensions": True}, {"use_activation": "x"}):
+    wrongs: list[Any] = [{"dimensions": 0}, {"dimensions": True}, {"use_activation": 1}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="should be"):
             PoolingParams(**wrong)

@@ -178,6 +178,17 @@ def test_truncation_is_that_of_transformers(llm: LLM, folder: Path, extra: int) 
     assert output.prompt_token_ids == reference(text, truncation=True, max_length=LONGEST).input_ids
     (output,) = embed(llm, {"prompt_token_ids": [*range(60)]}, truncate=True)
     assert output.prompt_token_ids == [*range(LONGEST)]
+    options: list[dict[str, Any]] = [{"truncation": True}, {"truncate_prompt_tokens": -1}]
+    for given in options:
+        (output,) = embed(llm, text, tokenization_kwargs=given)
+        assert len(output.prompt_token_ids) == min(len(text) + 2, LONGEST)
+    given = {"truncation": True, "max_length": 5}
+    (output,) = embed(llm, text, tokenization_kwargs=given)
+    assert output.prompt_token_ids == reference(text, **given).input_ids
+    (output,) = embed(llm, "abc", tokenization_kwargs={"add_special_tokens": False})
+    assert output.prompt_token_ids == reference("abc", add_special_tokens=False).input_ids
+    assert llm.model_config.max_model_len == LONGEST
+    assert f"at most {LONGEST} tokens" in repr(llm)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from vllm_module import LLM, SamplingParams, WeightLoadError
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, RankError
@@ -373,6 +373,12 @@ EITHER = (
     "{% else %}{% for c in m['content'] %}<{{ c['text'] }}>{% endfor %}{% endif %}{% endfor %}"
 )
 TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+OTHERS = [
+    {"type": "input_text", "text": "a"},
+    {"type": "output_text", "text": "b"},
+    {"type": "refusal", "refusal": "c"},
+    {"type": "thinking", "thinking": "d"},
+]
 
 
 @pytest.mark.parametrize(
@@ -390,6 +396,12 @@ TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         (EITHER, TEXTS, "auto", "<a><b>"),
         (EITHER, "a", "openai", "<a>"),
         (EITHER, TEXTS, "string", "[a\nb]"),
+        (PARTS, [*TEXTS, {"type": "text", "text": None}], "auto", "<a><b>"),
+        (PARTS, tuple(TEXTS), "auto", "<a><b>"),
+        (STRING, OTHERS, "auto", "<a\nb\nc\nd>"),
+        (PARTS.replace("c.text", "c.text[:1]"), "ab", "auto", "<a>"),
+        (PARTS.replace("c.text", "c.text|upper"), "a", "auto", "<A>"),
+        (STRING.replace("m.content", "m.content|upper"), TEXTS, "auto", "<A\nB>"),
         ("{% if messages|length < 2 %}{{ raise_exception('two') }}{% endif %}", "a", "auto", ""),
     ],
 )
@@ -402,6 +414,36 @@ def test_a_template_gets_the_content_that_it_shows(
         messages *= 2
     rendered = ChatTemplate(tmp_path, template).render(messages, content_format=given)
     assert rendered == text
+
+
+@pytest.mark.parametrize("refusal", ["{{ raise_exception('no system') }}", ""])
+def test_a_template_that_begins_with_the_system_gets_the_content_that_it_shows(
+    tmp_path: Path, refusal: str
+) -> None:
+    """It shows nothing of a user's message alone, and is tried with another before."""
+    check = f"{{% if messages[0].role != 'system' %}}{refusal}{{% endif %}}"
+    template = ChatTemplate(tmp_path, check + PARTS.replace("in messages", "in messages[1:]"))
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    assert template.render(messages) == "<a>"
+
+
+@pytest.mark.parametrize("source", [STRING, STRING.replace("m.content", "m.content|trim"), PARTS])
+@pytest.mark.parametrize("text", ["b", "", " ", "  b \n ", "a"])
+def test_a_message_is_continued_as_by_transformers(
+    folder: Path, tmp_path: Path, source: str, text: str
+) -> None:
+    """The prompt ends with the message's text, as the template shows it; an empty one too."""
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    messages: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+    if source is PARTS:
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    expected = theirs.apply_chat_template(
+        messages, chat_template=source, tokenize=False, continue_final_message=True
+    )
+    template = ChatTemplate(tmp_path, source)
+    assert template.render(messages, False, continue_final_message=True) == expected
+    with pytest.raises(ValueError, match="whose text the chat template shows"):
+        ChatTemplate(tmp_path, "x").render(messages, False, continue_final_message=True)
 
 
 def test_messages_of_tools_are_rendered_as_elsewhere(tmp_path: Path) -> None:
@@ -419,8 +461,13 @@ def test_messages_of_tools_are_rendered_as_elsewhere(tmp_path: Path) -> None:
         message({"city": "Bern"}),
         message(""),
         message("no JSON"),
+        message(None),
+        {"role": "assistant", "tool_calls": (*message('{"city": "Oslo"}')["tool_calls"],)},
     ]
-    assert template.render(given) == "Rome;Bern;;;"
+    assert template.render(given) == "Rome;Bern;;;;Oslo;"
+    (first,) = given[0]["tool_calls"]
+    del first["function"]["name"]
+    assert template.render([message({}), {"role": "assistant", "tool_calls": [first]}]) == ";Rome;"
     assert given[0]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'  # unchanged
 
 

@@ -174,8 +174,12 @@ def test_from_optional_reads_what_servers_get() -> None:
     assert params.model_dump(exclude={"logit_bias", "max_tokens"}) == SamplingParams().model_dump(
         exclude={"logit_bias", "max_tokens"}
     )
-    with pytest.raises(ValueError, match="logit_bias"):
-        SamplingParams.from_optional(logit_bias={"x": 1.0})
+    assert SamplingParams.from_optional(2, None, 0.5) == SamplingParams(n=2, frequency_penalty=0.5)
+    for wrong in ({"x": 1.0}, {"3": float("nan")}, {"3": True}, {"-1": 1.0}):
+        with pytest.raises(ValueError, match="logit_bias"):
+            SamplingParams.from_optional(logit_bias=wrong)
+    with pytest.raises(ValueError, match="no argument 'temprature'"):
+        SamplingParams.from_optional(temprature=None)
 
 
 def test_the_parameters_are_copies() -> None:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.tokenizer import TextStream, Tokenizer, stop_tokens
+from vllm_module.runtime.generation_config import stop_tokens
+from vllm_module.runtime.tokenizer import TextStream, Tokenizer
 
 
 @pytest.fixture(scope="module")

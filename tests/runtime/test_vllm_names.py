@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import runpy
 from argparse import ArgumentParser
@@ -10,10 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from tqdm import tqdm
 
-from vllm_module import LLM, EngineArgs, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from vllm_module import (
+    LLM,
+    BeamSearchParams,
+    EngineArgs,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from vllm_module.config import EngineConfig, ModelConfig
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, known_arguments
@@ -61,12 +72,12 @@ def test_defaults_of_what_both_have_are_vllms(name: str) -> None:
 def test_every_parameter_of_vllm_is_accepted_and_read() -> None:
     """Sampling parameters at vLLM's defaults are ours, and each can be read."""
     given = dict(DEFAULTS["SamplingParams"])
-    del given["output_text_buffer_length"]  # vLLM's own
     params = SamplingParams(**given)
     assert params.model_dump() == SamplingParams().model_dump()
+    ours = {"stop": [], "stop_token_ids": [], "bad_words": []}  # as vLLM has them later
     for name, value in given.items():
-        found = getattr(params, name)
-        assert found == value or (value is None and found in ([], -1, 1, False)), name
+        for each in (params, SamplingParams()):
+            assert getattr(each, name) == ours.get(name, value), name
     assert SamplingParams(output_kind=2).output_kind == 2  # type: ignore[call-arg]
 
 
@@ -104,6 +115,7 @@ def test_engine_args_make_an_engine(folder: Path) -> None:
         with llm:
             assert llm.model_config.model == str(folder)
             assert (llm.model_config.max_model_len, llm.model_config.get_vocab_size()) == (64, 130)
+            assert llm.model_config.get_hidden_size() == 64
             assert llm.model_config.hf_config.num_hidden_layers == 2
             assert llm.model_config.dtype == torch.float32
     with pytest.raises(TypeError, match="modle"):
@@ -115,23 +127,86 @@ def test_prompts_of_every_form(llm: LLM) -> None:
     ids = [3, 4, 5]
     forms: list[Any] = [ids, [ids], tuple(ids), TokensPrompt(prompt_token_ids=ids), "def"]
     forms += [TextPrompt(prompt="def"), {"prompt_token_ids": ids, "multi_modal_data": None}]
+    forms += [{"prompt": "def", "multi_modal_data": {}, "mm_processor_kwargs": {}}]
     outputs = [llm.generate(form, greedy(4), use_tqdm=False) for form in forms]
     assert all(isinstance(each, RequestOutput) for (each,) in outputs)
     assert len({tuple(each.outputs[0].token_ids) for (each,) in outputs}) == 1
-    for wrong in ([3, True], {"prompt_token_ids": ids, "multi_modal_data": {"image": 1}}, [[]]):
+    wrongs: list[Any] = [[3, True], [[]], torch.tensor(ids), {"prompt_token_ids": "def"}, {}]
+    for wrong in (*wrongs, {"prompt_token_ids": ids, "multi_modal_data": {"image": 1}}):
         with pytest.raises(ValueError, match=r"prompt should be|multimodal|no tokens"):
             llm.generate(wrong, greedy(4), use_tqdm=False)
 
 
-def test_tokenization_is_that_of_transformers(llm: LLM) -> None:
-    """Truncation cuts the end; unknown options are refused."""
-    (output,) = llm.generate(
-        "abcdef", greedy(1), False, tokenization_kwargs={"truncation": True, "max_length": 3}
-    )
-    assert output.prompt_token_ids == [0, 1, 2]
-    for options in ({"padding": True}, {"max_length": 0}, {"truncation": 3}):
-        with pytest.raises(ValueError, match="tokenization_kwargs should"):
-            llm.generate("a", greedy(1), False, tokenization_kwargs=options)
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"truncation": True, "max_length": 3}, 3),
+        ({"truncation": "longest_first", "max_length": 3}, 3),
+        ({"truncation": False, "max_length": 3}, 100),
+        ({"truncation": "do_not_truncate"}, 100),
+        ({"truncation": True}, 63),  # of 64, which are the prompt's and a token of the output
+        ({"truncate_prompt_tokens": 4}, 4),
+        ({"truncate_prompt_tokens": -1}, 63),
+        ({"truncate_prompt_tokens": None, "truncation": None, "padding": False}, 100),
+    ],
+)
+def test_tokenization_is_that_of_transformers(llm: LLM, options: dict[str, Any], kept: int) -> None:
+    """Truncation cuts the end of texts, of token ids, and of conversations."""
+    text = ("abcdefghij" * 10)[: 100 if kept < 100 else 40]
+    ids = llm.get_tokenizer().encode(text)
+    given: dict[str, Any] = {"use_tqdm": False, "tokenization_kwargs": options}
+    for prompt in (text, {"prompt_token_ids": ids}):
+        (output,) = llm.generate(prompt, greedy(1), **given)
+        assert output.prompt_token_ids == ids[:kept]
+    (output,) = llm.chat([{"role": "user", "content": text}], greedy(1), **given)
+    assert output.prompt is not None
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)[:kept]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": True}, r"tokenization_kwargs\(padding=True\) of vLLM is not supported"),
+        ({"max_length": 0}, "tokenization_kwargs should keep at least 1 token"),
+        ({"truncate_prompt_tokens": -2}, "tokenization_kwargs should keep at least 1 token"),
+        ({"truncation": 3}, "truncation of tokenization_kwargs should be True or False, got 3"),
+        ({"max_length": True}, "max_length of tokenization_kwargs should be an integer"),
+        ({"add_special_tokens": 1}, "add_special_tokens of tokenization_kwargs should be True"),
+        ({"max_lenght": 3}, "no argument 'max_lenght': did you mean 'max_length'"),
+        ([3], r"tokenization_kwargs should be a mapping or None, got \[3\]"),
+    ],
+)
+def test_other_options_of_a_tokenizer_are_refused(llm: LLM, options: Any, message: str) -> None:
+    """The message names the option."""
+    with pytest.raises(ValueError, match=message):
+        llm.generate("a", greedy(1), False, tokenization_kwargs=options)
+
+
+def test_beams_end_at_the_contexts_end(llm: LLM) -> None:
+    """They have as many tokens as a request has there; parameters of another kind are refused."""
+    (found,) = llm.beam_search("a" * 60, BeamSearchParams(2, 100, ignore_eos=True))
+    assert [(len(each.tokens), each.finish_reason) for each in found.sequences] == [
+        (64, "length"),
+        (64, "length"),
+    ]
+    with pytest.raises(ValueError, match="params should be BeamSearchParams, got SamplingParams"):
+        llm.beam_search("a", greedy(1))  # type: ignore[arg-type]
+    for penalty in ("x", None, float("nan"), True):
+        with pytest.raises(ValueError, match="length_penalty should be a finite number"):
+            BeamSearchParams(2, 2, length_penalty=penalty)  # type: ignore[arg-type]
+
+
+def test_a_progress_bar_may_be_a_callers_own(llm: LLM) -> None:
+    """It is made with the number of prompts, and counts those that are refused as done."""
+    made: list[Any] = []
+
+    def make(**given: Any) -> Any:
+        made.append(tqdm(**given, file=io.StringIO()))
+        return made[-1]
+
+    llm.generate(["a", "b", ""], greedy(2), make)
+    llm.beam_search("a", BeamSearchParams(2, 3), use_tqdm=make)
+    assert [(bar.total, bar.initial, bar.n) for bar in made] == [(3, 1, 3), (3, 0, 3)]
 
 
 def test_a_salt_keeps_cached_pages_apart(llm: LLM) -> None:
@@ -256,6 +331,24 @@ def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM, folder: Path) -
     assert ours.convert_tokens_to_ids(["a", "</s>"]) == theirs.convert_tokens_to_ids(["a", "</s>"])
     assert ours.convert_tokens_to_ids("b") == theirs.convert_tokens_to_ids("b")
     assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    assert ours(text).input_ids == theirs(text).input_ids
+    cut: dict[str, Any] = {"truncation": True, "max_length": 3}
+    assert ours(text, **cut)["input_ids"] == theirs(text, **cut)["input_ids"]
+    for array in (torch.tensor(ids), numpy.array(ids), tuple(ids)):
+        assert ours.decode(array) == theirs.decode(ids)
+    assert ours.batch_decode(torch.tensor([ids])) == theirs.batch_decode([ids])
+    tokens = theirs.convert_ids_to_tokens(ids, skip_special_tokens=True)
+    assert ours.convert_ids_to_tokens(ids, skip_special_tokens=True) == tokens
+    assert ours.convert_tokens_to_string(tokens) == theirs.convert_tokens_to_string(tokens)
+    assert ours.tokenize(text) == theirs.tokenize(text)
+    for name in ("all_special_tokens", "all_special_ids"):
+        assert sorted(getattr(ours, name)) == sorted(getattr(theirs, name))
+    for name in ("unk_token", "unk_token_id", "sep_token", "mask_token_id", "chat_template"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    with pytest.raises(AttributeError, match="no 'nothing'"):
+        ours.nothing  # noqa: B018
+    with pytest.raises(ValueError, match="a text to encode should be a string, got 3"):
+        ours.encode(3)  # type: ignore[arg-type]
     messages = [{"role": "user", "content": "hi"}]
     given: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
     assert ours.apply_chat_template(messages, **given) == theirs.apply_chat_template(
@@ -264,6 +357,10 @@ def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM, folder: Path) -
     assert ours.apply_chat_template(messages) == theirs.encode(
         theirs.apply_chat_template(messages, tokenize=False), add_special_tokens=False
     )
+    both = [messages, [*messages, {"role": "assistant", "content": "a"}]]
+    assert ours.apply_chat_template(both, **given) == theirs.apply_chat_template(both, **given)
+    encoded = theirs.apply_chat_template(both, return_dict=True)
+    assert ours.apply_chat_template(both, return_dict=True) == dict(encoded)
 
 
 def test_model_config_is_frozen(llm: LLM) -> None:
@@ -284,6 +381,10 @@ def test_an_engine_is_shown_as_a_table(llm: LLM, folder: Path) -> None:
     with LLM(str(folder), kv_cache_memory_bytes=1 << 20) as other:
         other.sleep()
         assert "the engine sleeps: wake_up() first" in repr(other)
+    for shown in (repr(other), other._repr_html_()):
+        assert "it was closed" in shown
+    with pytest.raises(RuntimeError, match="it was closed"):
+        other.apply_model(count_parameters)
     assert repr(LLM.__new__(LLM)) == "LLM\n  state  not loaded"
 
 

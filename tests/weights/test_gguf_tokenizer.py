@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 from vllm_module import LLM, SamplingParams
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.chat import ChatTemplate
-from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
+from vllm_module.runtime.generation_config import stop_tokens
+from vllm_module.runtime.tokenizer import Tokenizer
 from vllm_module.weights import gguf_file
 from vllm_module.weights.source import find_source
 

@@ -43,11 +43,9 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "max_parallel_loading_workers": (...,),
     "max_seq_len_to_capture": (...,),
     "mm_processor_kwargs": ({},),
-    "model_impl": ("auto", "vllm"),
     "model_loader_extra_config": ({},),
     "num_gpu_blocks_override": (),
     "num_lookahead_slots": (0,),
-    "override_generation_config": ({},),
     "pipeline_parallel_size": (1,),
     "pooler_config": (),
     "preemption_mode": ("recompute",),
@@ -162,28 +160,30 @@ _DEFAULTS: tuple[tuple[Any, str], ...] = (
 )
 LLM_ARGUMENTS |= {name: (value,) for value, names in _DEFAULTS for name in names.split()}
 
+# The first value is vLLM's default, which is read where none is given.
 SAMPLING_ARGUMENTS: Accepted = {
-    "best_of": (1,),
+    "best_of": (None, 1),
     "early_stopping": (False,),
     "flat_logprobs": (False,),
-    "guided_decoding": (),
+    "guided_decoding": (None,),
     "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None, []),
     "output_kind": (0, 2),
-    "prompt_logprob_start": (),
-    "prompt_logprob_token_ids": ([],),
-    "repetition_detection": (),
+    "output_text_buffer_length": (0,),
+    "prompt_logprob_start": (None,),
+    "prompt_logprob_token_ids": (None, []),
+    "repetition_detection": (None,),
     "routed_experts_prompt_start": (0,),
-    "skip_clone": (...,),
-    "skip_reading_prefix_cache": (False,),
-    "stream_interval": (1,),
-    "structured_outputs": (),
-    "thinking_token_budget": (-1,),
-    "trace_decode_token_ids": ([],),
-    "truncate_prompt_tokens": (),
+    "skip_clone": (False, ...),
+    "skip_reading_prefix_cache": (None, False),
+    "stream_interval": (None, 1),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None, -1),
+    "trace_decode_token_ids": (None, []),
+    "truncate_prompt_tokens": (None,),
     "use_beam_search": (False,),
-    "watermarking": (False,),
+    "watermarking": (None, False),
 }
 
 REQUEST_ARGUMENTS: Accepted = {
@@ -193,7 +193,12 @@ REQUEST_ARGUMENTS: Accepted = {
     "mm_processor_kwargs": ({},),
     "pooling_params": (),
     "priority": (0,),
-    "tokenization_kwargs": ({},),
+}
+
+TOKENIZATION_ARGUMENTS: Accepted = {
+    "needs_detokenization": (...,),
+    "pad_prompt_tokens": (),
+    "padding": (False, "do_not_pad"),
 }
 
 
@@ -211,7 +216,7 @@ def known_arguments(
         elif name in accepted:
             values = accepted[name]
             if value is not None and ... not in values and not _is_among(value, values):
-                listed = " or ".join(map(repr, values))
+                listed = " or ".join(repr(each) for each in values if each is not None)
                 raise ValueError(
                     f"{what}({name}={shorten(value)}) of vLLM is not supported here: leave it out"
                     + (f", or give {listed}" if listed else "")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
 
+from vllm_module.messages import shorten
+from vllm_module.runtime.metrics import progress
 from vllm_module.runtime.sampler import Logprob
 
 # Returns, for each sequence of tokens, the logprobs of so many of the most probable next ones.
@@ -40,6 +44,9 @@ class BeamSearchParams:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} should be an integer from 1, got {value!r}")
+        power = self.length_penalty
+        if isinstance(power, bool) or not isinstance(power, (int, float)) or not isfinite(power):
+            raise ValueError(f"length_penalty should be a finite number, got {shorten(power)}")
         if self.temperature or self.include_stop_str_in_output:
             raise ValueError(
                 "a search of beams has a temperature of 0 and no stop strings: leave out "
@@ -81,50 +88,50 @@ def search(
     prompts: Sequence[list[int]],
     params: BeamSearchParams,
     end_tokens: Collection[int],
-    use_tqdm: bool = False,
+    max_model_len: int,
+    use_tqdm: bool | Callable[..., Any] = False,
 ) -> list[BeamSearchOutput]:
-    """Search all prompts together.
+    """Search all prompts together, until ``max_tokens`` or ``max_model_len`` with the prompt.
 
     As in vLLM and transformers, each beam has twice as many candidates as beams are kept.
     """
     ends = () if params.ignore_eos else end_tokens
     beams = [[BeamSearchSequence(list(prompt))] for prompt in prompts]
     complete: list[list[BeamSearchSequence]] = [[] for _ in prompts]
-    steps: Sequence[int] = range(params.max_tokens)
-    if use_tqdm:
-        from tqdm.auto import tqdm
-
-        steps = tqdm(steps, desc="tokens")
 
     def score(beam: BeamSearchSequence) -> float:
         length = len(beam.tokens) - (beam.finish_reason == "stop")
         return float(beam.cum_logprob / length**params.length_penalty)
 
-    for _ in steps:
-        every = [beam for of_prompt in beams for beam in of_prompt]
-        if not every:
-            break
-        logprobs = iter(next_logprobs([beam.tokens for beam in every], 2 * params.beam_width))
-        for place, of_prompt in enumerate(beams):
-            grown = []
-            for beam in of_prompt:
-                candidates = next(logprobs)
-                for token, each in candidates.items():
-                    longer = BeamSearchSequence(
-                        [*beam.tokens, token],
-                        [*beam.logprobs, candidates],
-                        beam.cum_logprob + each.logprob,
-                    )
-                    if token in ends:
-                        longer.finish_reason, longer.stop_reason = "stop", token
-                        complete[place].append(longer)
-                    else:
-                        grown.append(longer)
-            beams[place] = sorted(grown, key=score, reverse=True)[: params.beam_width]
-    for of_prompt in beams:
-        for beam in of_prompt:
-            beam.finish_reason = "length"
-    return [
-        BeamSearchOutput(sorted([*done, *left], key=score, reverse=True)[: params.beam_width])
-        for done, left in zip(complete, beams, strict=True)
-    ]
+    with progress(use_tqdm, params.max_tokens, "tokens") as count:
+        for _ in range(params.max_tokens):
+            every = [beam.tokens for of_prompt in beams for beam in of_prompt]
+            if not every:
+                break
+            logprobs = iter(next_logprobs(every, 2 * params.beam_width))
+            for place, of_prompt in enumerate(beams):
+                grown = []
+                for beam in of_prompt:
+                    candidates = next(logprobs)
+                    for token, each in candidates.items():
+                        longer = BeamSearchSequence(
+                            [*beam.tokens, token],
+                            [*beam.logprobs, candidates],
+                            beam.cum_logprob + each.logprob,
+                        )
+                        if token in ends:
+                            longer.finish_reason, longer.stop_reason = "stop", token
+                            complete[place].append(longer)
+                        elif len(longer.tokens) == max_model_len:
+                            complete[place].append(longer)
+                        else:
+                            grown.append(longer)
+                beams[place] = sorted(grown, key=score, reverse=True)[: params.beam_width]
+            count(1)
+    found = []
+    for done, left in zip(complete, beams, strict=True):
+        best = sorted([*done, *left], key=score, reverse=True)[: params.beam_width]
+        for beam in best:
+            beam.finish_reason = beam.finish_reason or "length"
+        found.append(BeamSearchOutput(best))
+    return found

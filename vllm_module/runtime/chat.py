@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,15 @@ ContentFormat = Literal["auto", "string", "openai"]
 _log = logging.getLogger(__name__)
 # Whether a template gets text, and lists.
 _FORMATS = {"string": (True, False), "openai": (False, True)}
-_PROBE = "Is this message shown?"
+# Two texts of the same length: what a template writes of each is another, if it shows them.
+_PROBES = ("first message", "other message")
+_UNSHOWN = "entry of a part that no template shows"
+_END = "the final message ends here"
+# The entry of a part of a message that is its text, by the part's type.
+_TEXTS = {
+    "text": "text", "input_text": "text", "output_text": "text",
+    "refusal": "refusal", "thinking": "thinking",
+}  # fmt: skip
 
 
 def template_text(template: str | Path) -> str:
@@ -42,9 +50,9 @@ class ChatTemplate:
     """Formats messages as the text of a prompt, by a checkpoint's own chat template.
 
     The template is ``chat_template.jinja`` or the entry of ``tokenizer_config.json``, unless it is
-    given as ``template``. It runs in a sandbox in a process of its own, for 5 seconds and in 512
-    MiB at most, and writes at most 1 MiB of text besides the messages. It cannot call functions of
-    this process, and cannot change the messages.
+    given as ``template``; ``source`` is its text. It runs in a sandbox in a process of its own, for
+    5 seconds and in 512 MiB at most, and writes at most 1 MiB of text besides the messages. It
+    cannot call functions of this process, and cannot change the messages.
 
     Raises ``CheckpointFormatError`` if the folder has none, or it cannot be compiled.
     """
@@ -58,11 +66,11 @@ class ChatTemplate:
         self._settings: dict[str, Any] = {}
         if is_there(path):
             self._settings = read_json(path, folder)
-        self._source = self._read() if template is None else template
+        self.source = self._read() if template is None else template
         self._shown: tuple[bool, bool] | None = None  # once it was tried
         self._unread: set[str] = set()  # variables that the log has
         try:
-            self._variables = self._process.names(self._source)
+            self._variables = self._process.names(self.source)
         except (SyntaxError, ValueError) as error:
             whose = f"of {printable(folder)}" if template is None else "that was given"
             raise CheckpointFormatError(
@@ -72,24 +80,31 @@ class ChatTemplate:
     def _takes(self) -> tuple[bool, bool]:
         """Return whether the template shows a message's text, and the texts of a list of parts.
 
-        Where it shows neither, such as one that refuses a first message alone, it gets text.
+        Where it shows neither, such as one that refuses a message of a user, it gets text.
         """
         if self._shown is None:
-            parts = [{"type": "text", "text": _PROBE}]
-            shown = [self._shows(content) for content in (_PROBE, parts)]
+            shown = [self._shows(as_content) for as_content in (str, _probing_parts)]
             self._shown = shown[0] or not shown[1], shown[1]
         return self._shown
 
-    def _shows(self, content: object) -> bool:
+    def _shows(self, as_content: Callable[[str], object]) -> bool:
+        """Tell whether a text makes a difference, alone or after what a system says.
+
+        A list that is written as such is not shown.
+        """
         names = [name for name in self._variables if name.endswith("_token")]
         given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
-        message = {"role": "user", "content": content}
-        try:
-            text = self._process.render(self._source, given | {"messages": [message]})
-        except ValueError:
-            return False
-        printed = f"'{_PROBE}'" in text or f'"{_PROBE}"' in text  # the list itself
-        return _PROBE in text and (isinstance(content, str) or not printed)
+        for before in ([], [{"role": "system", "content": as_content("a system")}]):
+            written = []
+            for text in _PROBES:
+                given["messages"] = [*before, {"role": "user", "content": as_content(text)}]
+                try:
+                    written.append(self._process.render(self.source, given))
+                except ValueError:
+                    break
+            if len(set(written)) == len(_PROBES):
+                return _UNSHOWN not in written[0].lower()
+        return False
 
     def _read(self) -> str:
         template: Any = self._settings.get("chat_template")
@@ -135,7 +150,8 @@ class ChatTemplate:
             ValueError: there are no messages, or the template refuses them or fails on them.
 
         """
-        if unread := variables.keys() - self._variables - self._unread:
+        given = {name for name, value in variables.items() if value is not None}
+        if unread := given - self._variables - self._unread:
             self._unread |= unread
             _log.warning(
                 "the chat template does not read %s: it reads %s",
@@ -156,7 +172,14 @@ class ChatTemplate:
             if name.endswith("_token") and value is not None
         }
         strings, lists = self._takes() if content_format == "auto" else _FORMATS[content_format]
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message continues the last message, and add_generation_prompt "
+                "begins a new one: give add_generation_prompt=False"
+            )
         formatted = [_formatted(message, strings, lists) for message in listed]
+        if continue_final_message:
+            formatted[-1] = _with_end(formatted[-1])
         own = {
             "messages": formatted,
             "add_generation_prompt": add_generation_prompt,
@@ -164,31 +187,36 @@ class ChatTemplate:
         if twice := own.keys() & variables.keys():
             raise ValueError(f"the chat template got multiple values for {', '.join(twice)}")
         unset = {"tools": None, "documents": None}
-        if continue_final_message and add_generation_prompt:
-            raise ValueError(
-                "continue_final_message continues the last message, and add_generation_prompt "
-                "begins a new one: give add_generation_prompt=False"
-            )
-        text = self._process.render(self._source, {**special_tokens, **unset, **variables, **own})
-        return _cut_after(text, formatted[-1]) if continue_final_message else text
+        text = self._process.render(self.source, {**special_tokens, **unset, **variables, **own})
+        return _cut_at_end(text) if continue_final_message else text
 
 
-def _cut_after(text: str, message: Mapping[str, Any]) -> str:
-    """Return a prompt up to the end of its last message's text, which a template may strip.
+def _probing_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text, _UNSHOWN: ""}]
 
-    Raises ``ValueError`` if the template does not show the text.
-    """
-    content = message["content"]
+
+def _with_end(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose text has a mark after it, which shows where a template puts it."""
+    content: Any = message["content"]
+    mark = f"{_END} "
     if isinstance(content, list):
-        content = content[-1]["text"] if content else ""
-    stripped = str(content).strip()
-    at = text.rfind(stripped) if stripped else -1
+        last = [{"type": "text", "text": (content[-1]["text"] if content else "") + mark}]
+        return {**message, "content": content[:-1] + last}
+    return {**message, "content": f"{content}{mark}"}
+
+
+def _cut_at_end(text: str) -> str:
+    """Return a prompt up to the mark of :func:`_with_end`.
+
+    A template that strips the message has stripped the mark's space. Raises ``ValueError`` if the
+    template does not show the mark.
+    """
+    at = text.rfind(_END)
     if at < 0:
         raise ValueError(
             "continue_final_message needs a last message whose text the chat template shows"
         )
-    kept = str(content).lstrip()
-    return text[: at + len(kept if text.startswith(kept, at) else stripped)]
+    return text[:at] if text.startswith(f"{_END} ", at) else text[:at].rstrip()
 
 
 def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mapping[str, Any]:
@@ -196,22 +224,25 @@ def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mappin
     content: Any = message.get("content")
     if content is None:
         content = "" if strings else []
-    elif isinstance(content, list):
-        texts = [*map(_text, content)]
+    elif isinstance(content, (list, tuple)):
+        texts = [text for text in map(_text, content) if text is not None]
         parts = [{"type": "text", "text": text} for text in texts]
         content = parts if lists else "\n".join(texts)
     elif isinstance(content, str) and not strings and lists:
         content = [{"type": "text", "text": content}]
     message = {**message, "content": content}
-    if isinstance(calls := message.get("tool_calls"), list):
+    if isinstance(calls := message.get("tool_calls"), (list, tuple)):
         message["tool_calls"] = [*map(_with_arguments, calls)]
     return message
 
 
-def _text(part: object) -> str:
-    """Return the text of a part of a message's content."""
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-    if not isinstance(text, str):
+def _text(part: object) -> str | None:
+    """Return the text of a part of a message's content; ``None`` for a part that has none."""
+    text = part
+    if isinstance(part, Mapping):
+        name = _TEXTS.get(str(part.get("type")))
+        text = part.get(name) if name is not None else part
+    if text is not None and not isinstance(text, str):
         raise ValueError(f"a part of a message's content should be text, got {shorten(part)}")
     return text
 
@@ -219,11 +250,11 @@ def _text(part: object) -> str:
 def _with_arguments(call: Any) -> Any:
     """Return the call of a tool with its arguments as templates take them: read, if JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(arguments, str) or not isinstance(function, Mapping):
+    if not isinstance(function, Mapping):
         return call
+    arguments = function.get("arguments")
     try:
-        read = json.loads(arguments or "{}")
+        read = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": read}}
+    return {**call, "function": {**function, "arguments": read or {}}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,18 @@ class CodeTokenizer(Tokenizer):
     def vocab_size(self) -> int:  # noqa: D102 # of Tokenizer
         return int(self._library.vocab_size)
 
-    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:  # noqa: D102 # of Tokenizer
+    def convert_tokens_to_ids(  # noqa: D102 # of Tokenizer
+        self, tokens: str | Sequence[str]
+    ) -> Any:
         return self._library.convert_tokens_to_ids(tokens)
 
-    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:  # noqa: D102 # of Tokenizer
-        return self._library.convert_ids_to_tokens(ids)
+    def convert_ids_to_tokens(  # noqa: D102 # of Tokenizer
+        self, ids: Any, skip_special_tokens: bool = False
+    ) -> Any:
+        return self._library.convert_ids_to_tokens(ids, skip_special_tokens)
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:  # noqa: D102 # of Tokenizer
+        return str(self._library.convert_tokens_to_string(tokens))
 
     def encode_pair(  # noqa: D102 # of Tokenizer
         self, first: str, second: str, most: int | None = None
@@ -124,7 +131,7 @@ class CodeTokenizer(Tokenizer):
         return [*map(int, ids)]
 
     def decode(  # noqa: D102 # of Tokenizer
-        self, ids: int | list[int], skip_special_tokens: bool = False
+        self, ids: Any, skip_special_tokens: bool = False
     ) -> str:
         with self._refusing(CheckpointFormatError, "cannot decode tokens"):
             text: str = self._library.decode(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -46,8 +46,9 @@ class EncoderMethods:
         normalize: bool = True,
         pooling: Pooling | None = None,
         truncate: bool = False,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: _Params = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding for each prompt, in their order; the model has to be an encoder.
@@ -60,8 +61,9 @@ class EncoderMethods:
                 checkpoint say, and the mean if there are none.
             truncate: leave out the end of a prompt that is too long, and keep the special tokens of
                 a text; else the prompt is refused.
-            use_tqdm: draw a progress bar on standard error.
+            use_tqdm: draw a progress bar on standard error; or what makes one, such as ``tqdm``.
             pooling_params: vLLM's way to say ``normalize``, and how long embeddings are.
+            tokenization_kwargs: as for :meth:`~vllm_module.LLM.generate`.
             options: others of vLLM, with the values that change nothing.
 
         A prompt that is refused, or whose embedding is not finite, has an ``error`` in its output;
@@ -75,12 +77,17 @@ class EncoderMethods:
 
         """
         known_arguments("LLM.embed", options, (), REQUEST_ARGUMENTS)
-        for name, value in (("normalize", normalize), ("truncate", truncate)):
-            check_type(name, value, "True or False", bool)
+        check_type("normalize", normalize, "True or False", bool)
         if pooling_params is None:
             pooling_params = PoolingParams(use_activation=normalize)
         pooled = self._pool(
-            as_prompts(prompts), "embed", pooling_params, pooling, truncate, use_tqdm
+            as_prompts(prompts),
+            "embed",
+            pooling_params,
+            pooling=pooling,
+            truncate=truncate,
+            use_tqdm=use_tqdm,
+            tokenization_kwargs=tokenization_kwargs,
         )
         return [
             EmbeddingRequestOutput(
@@ -99,13 +106,14 @@ class EncoderMethods:
         *,
         pooling_task: PoolingTask | None = None,
         truncate: bool = False,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[Pooled]:
         """Return a tensor for each prompt, in their order.
 
         Args:
-            prompts, truncate, use_tqdm, options: as for :meth:`embed`.
+            prompts, truncate, use_tqdm, tokenization_kwargs, options: as for :meth:`embed`.
             pooling_params: whether vectors are divided by their norm, and how long they are.
             pooling_task: ``"embed"`` for the embedding ``[hidden_size]``, ``"token_embed"`` for one
                 of each token ``[tokens, hidden_size]``, ``"classify"`` for the classes'
@@ -123,8 +131,14 @@ class EncoderMethods:
                 "pooling_task should be 'embed', 'token_embed' or 'classify', got "
                 f"{shorten(pooling_task)}"
             )
-        items = as_prompts(prompts)
-        return self._pool(items, pooling_task, pooling_params, None, truncate, use_tqdm)
+        return self._pool(
+            as_prompts(prompts),
+            pooling_task,
+            pooling_params,
+            truncate=truncate,
+            use_tqdm=use_tqdm,
+            tokenization_kwargs=tokenization_kwargs,
+        )
 
     def classify(
         self,
@@ -132,7 +146,8 @@ class EncoderMethods:
         *,
         pooling_params: _Params = None,
         truncate: bool = False,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of each prompt's classes, in the order of the prompts.
@@ -143,8 +158,14 @@ class EncoderMethods:
         Args and errors are those of :meth:`embed`.
         """
         known_arguments("LLM.classify", options, (), REQUEST_ARGUMENTS)
-        items = as_prompts(prompts)
-        pooled = self._pool(items, "classify", pooling_params, None, truncate, use_tqdm)
+        pooled = self._pool(
+            as_prompts(prompts),
+            "classify",
+            pooling_params,
+            truncate=truncate,
+            use_tqdm=use_tqdm,
+            tokenization_kwargs=tokenization_kwargs,
+        )
         return [
             ClassificationRequestOutput(
                 each.request_id,
@@ -163,7 +184,8 @@ class EncoderMethods:
         *,
         pooling_params: PoolingParams | None = None,
         truncate: bool = False,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit in pairs: one text and several others, or as many of both.
@@ -174,7 +196,7 @@ class EncoderMethods:
         Args:
             data_1: a text, or as many as ``data_2`` has.
             data_2: a text or several.
-            pooling_params, truncate, use_tqdm, options: as for :meth:`embed`.
+            pooling_params, truncate, use_tqdm, tokenization_kwargs, options: as for :meth:`embed`.
 
         Raises:
             UnsupportedModelError: the model generates text, or its head has several classes.
@@ -191,11 +213,15 @@ class EncoderMethods:
                 f"has {len(firsts)}"
             )
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-        pooler = self._check_encoder()
-        if pooler.activation is None:
-            return self._compare(firsts, seconds, truncate, use_tqdm)
+        how: dict[str, Any] = {
+            "truncate": truncate,
+            "use_tqdm": use_tqdm,
+            "tokenization_kwargs": tokenization_kwargs,
+        }
+        if self._check_encoder().activation is None:
+            return self._compare(firsts, seconds, pooling_params, how)
         pairs = [Pair(*each) for each in zip(firsts, seconds, strict=True)]
-        pooled = self._pool(pairs, "classify", pooling_params, None, truncate, use_tqdm)
+        pooled = self._pool(pairs, "classify", pooling_params, **how)
         sizes = {each.outputs.data.numel() for each in pooled if each.error is None}
         if sizes - {1}:
             raise UnsupportedModelError(
@@ -225,7 +251,10 @@ class EncoderMethods:
         Raises what :meth:`score` raises, and ``ValueError`` if one document is refused.
 
         """
-        check_type("top_n", top_n, "an integer or None", int, type(None))
+        check_type("top_n", top_n, "an integer from 0, or None", int, type(None))
+        if top_n is not None and top_n < 0:
+            raise ValueError(f"top_n should be an integer from 0, or None, got {top_n}")
+        documents = as_list(documents, "documents")
         scores = self.score(query, documents, **options)
         for number, each in enumerate(scores):
             if each.error is not None:
@@ -237,13 +266,15 @@ class EncoderMethods:
         return sorted(found, key=lambda each: -each.relevance_score)[:top_n]
 
     def _compare(
-        self, firsts: list[str], seconds: list[str], truncate: bool, use_tqdm: bool
+        self,
+        firsts: list[str],
+        seconds: list[str],
+        params: PoolingParams | None,
+        how: Mapping[str, Any],
     ) -> list[ScoringRequestOutput]:
         """Return the cosines between embeddings of texts, each text embedded once."""
         texts = list(dict.fromkeys((*firsts, *seconds)))
-        pooled = dict(
-            zip(texts, self._pool(texts, "embed", None, None, truncate, use_tqdm), strict=True)
-        )
+        pooled = dict(zip(texts, self._pool(texts, "embed", params, **how), strict=True))
         outputs = []
         for number, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
             pair = pooled[first], pooled[second]
@@ -261,9 +292,9 @@ class EncoderMethods:
         prompts: Sequence[Prompt | Pair],
         task: PoolingTask,
         params: _Params,
-        pooling: Pooling | None,
+        *,
         truncate: bool,
-        use_tqdm: bool,
+        **how: Any,
     ) -> list[Pooled]:
         check_type("truncate", truncate, "True or False", bool)
         with self.engine.alone(), torch.inference_mode():
@@ -278,6 +309,4 @@ class EncoderMethods:
                     "the model was trained to classify, and its hidden states are no embeddings: "
                     "use classify or score"
                 )
-            return pooler.pool(
-                prompts, task, params, pooling=pooling, truncate=truncate, use_tqdm=use_tqdm
-            )
+            return pooler.pool(prompts, task, params, truncate=truncate, **how)

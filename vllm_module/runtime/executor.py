@@ -255,6 +255,7 @@ class Executor:
 
         Raises ``ValueError`` for a function that cannot be sent to other ranks.
         """
+        self.check()
         if self.size == 1:
             with current(self._ranks.device):
                 return [func(self.worker.model)]
@@ -266,6 +267,11 @@ class Executor:
                 f"{describe_error(error)}"
             ) from None
         return self._everywhere("apply_model", sent)
+
+    @property
+    def end(self) -> str | None:
+        """Why the engine has ended; ``None`` before."""
+        return self._closed
 
     @property
     def can_run(self) -> bool:

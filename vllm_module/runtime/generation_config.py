@@ -1,4 +1,4 @@
-"""The sampling parameters that a checkpoint's ``generation_config.json`` recommends."""
+"""What ``generation_config.json`` says: sampling parameters, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable
+from vllm_module.messages import printable, shorten
+from vllm_module.runtime.arguments import check_type
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights import read_json
 from vllm_module.weights.regular_file import is_there
@@ -22,6 +23,22 @@ _NAMES = {  # the entries that vLLM reads too, and ours
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+
+
+def own_folder(given: str | Path) -> Path | None:
+    """Return the folder that is given as ``generation_config``; ``None`` for the model's.
+
+    Raises ``ValueError`` for one without the file.
+    """
+    check_type("generation_config", given, "'auto', 'vllm' or a folder", str, Path)
+    if str(given) in ("auto", "vllm"):
+        return None
+    if not is_there(Path(given, "generation_config.json")):
+        raise ValueError(
+            "generation_config should be 'auto', for the model's own file, 'vllm', for none, or a "
+            f"folder that has a generation_config.json, and is {shorten(given)}"
+        )
+    return Path(given)
 
 
 def default_sampling_params(
@@ -50,3 +67,33 @@ def default_sampling_params(
             f"{printable(path)}: {name}{problem}; correct the file, or pass "
             "generation_config='vllm', with which it is not read"
         ) from None
+
+
+def stop_tokens(
+    folder: Path, generation: Path | None = None, override: Mapping[str, Any] | None = None
+) -> set[int]:
+    """Return ``eos_token_id`` of generation_config.json and of config.json: all that either has.
+
+    A fine-tune may change one of them only. The tokenizer has an end token of its own. The first
+    file is in ``folder`` unless ``generation`` is another, and what ``override`` says replaces it.
+
+    Raises ``CheckpointFormatError`` if a file is not a JSON object, or the entry is not integers.
+    """
+    found: set[int] = set()
+    first = folder if generation is None else generation
+    for inside, name in ((first, "generation_config.json"), (folder, "config.json")):
+        path = inside / name
+        entries = read_json(path, inside) if is_there(path) else {}
+        if name == "generation_config.json":
+            entries = {**entries, **(override or {})}
+        if entries:
+            eos: Any = entries.get("eos_token_id")
+            if eos is not None:
+                tokens = eos if isinstance(eos, list) else [eos]
+                if not all(type(token) is int for token in tokens):
+                    raise CheckpointFormatError(
+                        f"{printable(path)}: eos_token_id should be a token or a list of tokens, "
+                        f"and is {shorten(eos)}"
+                    )
+                found.update(tokens)
+    return found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -95,3 +98,21 @@ def engine_metrics(totals: Totals, labels: dict[str, str], **now: float) -> list
         with_reason = {**labels, "finished_reason": reason}
         found.append(Counter("vllm:request_success", with_reason, count))
     return found + [Gauge(f"vllm:{k}", dict(labels), v) for k, v in now.items()]
+
+
+@contextmanager
+def progress(
+    use_tqdm: bool | Callable[..., Any], total: int, what: str, done: int = 0
+) -> Iterator[Callable[[int], object]]:
+    """Yield a function that counts on, and draw its progress bar on standard error if wanted.
+
+    ``use_tqdm`` is true for a bar of tqdm, or makes one, such as a class of tqdm's.
+    """
+    if not use_tqdm:
+        yield lambda _: None
+        return
+    from tqdm.auto import tqdm
+
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    with make(total=total, initial=done, desc=what) as bar:
+        yield bar.update

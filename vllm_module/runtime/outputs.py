@@ -1,4 +1,4 @@
-"""What callers get: a request, its samples, and how each one ended."""
+"""What callers get: what is served, a request, its samples, and how each one ended."""
 
 from __future__ import annotations
 
@@ -6,13 +6,46 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.hf_config import HFConfig
 from vllm_module.runtime.metrics import RequestStateStats
 from vllm_module.runtime.sampler import Logprob
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModelConfig:
+    """What a model is and how it is served, by vLLM's names.
+
+    Attributes:
+        model, revision, trust_remote_code, seed: as they were given.
+        tokenizer: where it is read.
+        dtype: of the parameters.
+        max_model_len: most tokens of a sequence.
+        hf_config: config.json, with its entries as attributes.
+
+    """
+
+    model: str
+    tokenizer: str
+    dtype: torch.dtype
+    max_model_len: int
+    hf_config: HFConfig
+    revision: str | None
+    trust_remote_code: bool
+    seed: int | None
+
+    def get_vocab_size(self) -> int:
+        """Return the number of tokens that the model knows."""
+        return self.hf_config.vocab_size
+
+    def get_hidden_size(self) -> int:
+        """Return the length of a hidden state."""
+        return self.hf_config.hidden_size
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,10 +14,12 @@ from vllm_module.config import EngineConfig
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.messages import shorten
 from vllm_module.runtime.embedding import EmbeddingInputs, Pooling
+from vllm_module.runtime.metrics import progress
 from vllm_module.runtime.outputs import PoolingOutput, PoolingRequestOutput
 from vllm_module.runtime.pooling_params import PoolingParams
 from vllm_module.runtime.prompts import (
     Prompt,
+    Tokenization,
     as_list,
     check_vocabulary,
     report_refused,
@@ -88,7 +90,8 @@ class Pooler:
         *,
         pooling: Pooling | None = None,
         truncate: bool = False,
-        use_tqdm: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[Pooled]:
         """Return what ``task`` wants of each prompt, in their order.
 
@@ -99,29 +102,26 @@ class Pooler:
         if how is None:
             how = self._pooling(pooling)
         given = self._params(params, len(prompts))
+        tokenization = Tokenization.of(
+            tokenization_kwargs, self.max_length, lower=self._sentences.lower_case
+        )
+        if truncate and tokenization.most is None:
+            tokenization = replace(tokenization, most=self.max_length)
         outputs: list[Pooled] = []
         accepted: list[_Accepted] = []
         for number, (prompt, each) in enumerate(zip(prompts, given, strict=True)):
             output: Pooled = PoolingRequestOutput(str(number), PoolingOutput(torch.empty(0)), [])
             outputs.append(output)
             try:
-                accepted.append(_Accepted(output, self._accept(output, prompt, truncate), each))
+                accepted.append(_Accepted(output, self._accept(output, prompt, tokenization), each))
             except ValueError as error:
                 output.error = str(error)
         report_refused(outputs)
-        bar = None
-        if use_tqdm:
-            from tqdm.auto import tqdm
-
-            bar = tqdm(total=len(outputs), initial=len(outputs) - len(accepted), desc="prompts")
-        try:
+        refused = len(outputs) - len(accepted)
+        with progress(use_tqdm, len(outputs), "prompts", refused) as count:
             for batch in self._batches(accepted):
                 self._compute(batch, how)
-                if bar is not None:
-                    bar.update(len(batch))
-        finally:
-            if bar is not None:
-                bar.close()
+                count(len(batch))
         return outputs
 
     def _compute(self, batch: list[_Accepted], how: Any) -> None:
@@ -183,31 +183,28 @@ class Pooler:
             )
         return pooling
 
-    def _accept(self, output: Pooled, prompt: Prompt | Pair, truncate: bool) -> list[int]:
+    def _accept(
+        self, output: Pooled, prompt: Prompt | Pair, tokenization: Tokenization
+    ) -> list[int]:
         """Give the output its tokens, and return their types; raise ``ValueError`` to refuse."""
-        most = self.max_length
         types: list[int] = []
         if isinstance(prompt, Pair):
-            texts = self._text(prompt.first), self._text(prompt.second)
-            ids, types = self._get_tokenizer().encode_pair(*texts, most if truncate else None)
+            if not tokenization.special:
+                raise ValueError("special tokens separate two texts: add_special_tokens is True")
+            texts = tokenization.text(prompt.first), tokenization.text(prompt.second)
+            ids, types = self._get_tokenizer().encode_pair(*texts, tokenization.most)
         else:
-            ids = token_ids(prompt, self._encode(most if truncate else None))
+            ids = token_ids(prompt, self._get_tokenizer, tokenization)
         if not ids:
             raise ValueError("the prompt has no tokens")
         check_vocabulary(ids, self._config.vocab_size)
-        output.prompt_token_ids = ids[:most] if truncate else ids
-        if len(output.prompt_token_ids) > most:
+        output.prompt_token_ids = ids
+        if len(ids) > self.max_length:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the model takes at most {most}: "
+                f"the prompt has {len(ids)} tokens, and the model takes at most {self.max_length}: "
                 "shorten it, or give truncate=True to leave out its end"
             )
-        return types or [0] * len(output.prompt_token_ids)
-
-    def _encode(self, most: int | None) -> Callable[[str], list[int]]:
-        return lambda text: self._get_tokenizer().encode(self._text(text), most=most)
-
-    def _text(self, text: str) -> str:
-        return text.lower() if self._sentences.lower_case else text
+        return types or [0] * len(ids)
 
     def _batches(self, accepted: list[_Accepted]) -> Iterator[list[_Accepted]]:
         """Yield the longest prompts first, as many as fit into a batch, and at least one."""

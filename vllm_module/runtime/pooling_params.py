@@ -20,7 +20,7 @@ class PoolingParams:
     dimensions: int | None = None
 
     def __post_init__(self) -> None:
-        if self.use_activation not in (None, True, False):
+        if not isinstance(self.use_activation, (bool, type(None))):
             raise ValueError(f"use_activation should be a bool, got {self.use_activation!r}")
         most = self.dimensions
         if most is not None and (type(most) is not int or most < 1):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeGuard
 
 from vllm_module.messages import shorten
+from vllm_module.runtime.arguments import TOKENIZATION_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from vllm_module.runtime.tokenizer import Tokenizer
 
@@ -41,6 +43,9 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 _log = logging.getLogger(__name__)
 _SHOWN = 3  # refused prompts whose reasons are in one message
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_TOKENIZATION = {
+    "add_special_tokens", "truncation", "max_length", "truncate_prompt_tokens", "do_lower_case",
+}  # fmt: skip
 _NONE = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds"}
 
 
@@ -55,10 +60,10 @@ def as_list(value: Any, name: str) -> list[Any]:
 
 def as_prompts(value: Any) -> list[Any]:
     """Return one prompt, or a sequence of them, as a list. Token ids are one prompt."""
-    return [value] if value and _is_ids(value) else as_list(value, "prompts")
+    return [value] if _is_ids(value) and value else as_list(value, "prompts")
 
 
-def _is_ids(value: object) -> bool:
+def _is_ids(value: object) -> TypeGuard[Sequence[int]]:
     return isinstance(value, (list, tuple)) and all(type(token) is int for token in value)
 
 
@@ -79,51 +84,91 @@ def cache_salt(prompt: Any) -> str | None:
     return salt
 
 
-def encoder(
-    get_tokenizer: Callable[[], Tokenizer], options: Mapping[str, Any] | None
-) -> Callable[[str], list[int]]:
-    """Return a function from text to token ids, with the options of transformers' tokenizers.
+@dataclass(frozen=True)
+class Tokenization:
+    """How prompts become tokens.
 
-    Those are ``add_special_tokens``, and ``truncation`` with ``max_length``. Raises ``ValueError``
-    for others.
+    Attributes:
+        special: whether a text gets the tokenizer's special tokens.
+        most: tokens that are kept of a prompt, the first ones; ``None`` for all.
+        lower: whether a text is lowered first.
+
     """
-    options = dict(options or {})
-    special = options.pop("add_special_tokens", True)
-    most = options.pop("max_length", None)
-    cuts = options.pop("truncation", False)
-    expected = "an integer from 1, with truncation=True"
-    if most is not None and (type(most) is not int or most < 1):
-        raise ValueError(f"max_length of tokenization_kwargs should be {expected}, got {most!r}")
-    if options or not isinstance(special, bool) or not isinstance(cuts, bool):
-        raise ValueError(
-            "tokenization_kwargs should have add_special_tokens, truncation (True or False) and "
-            f"max_length only, got {shorten(options or {'special': special, 'truncation': cuts})}"
-        )
-    return lambda text: get_tokenizer().encode(text, special, most=most if cuts else None)
+
+    special: bool = True
+    most: int | None = None
+    lower: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        options: Mapping[str, Any] | None,
+        limit: int,
+        *,
+        special: bool = True,
+        lower: bool = False,
+    ) -> Tokenization:
+        """Return what ``tokenization_kwargs`` say, and the defaults for what they leave out.
+
+        As in transformers, ``truncation`` keeps ``max_length`` tokens, or ``limit``, which the
+        model takes. ``truncate_prompt_tokens`` of vLLM says both in one; -1 is ``limit``. Raises
+        ``ValueError`` for options that there are not.
+        """
+        what = "tokenization_kwargs"
+        check_type(what, options, "a mapping or None", Mapping, type(None))
+        given = known_arguments(what, options or {}, _TOKENIZATION, TOKENIZATION_ARGUMENTS)
+        given = {name: value for name, value in given.items() if value is not None}
+        special = given.get("add_special_tokens", special)
+        lower = given.get("do_lower_case", lower)
+        check_type(f"add_special_tokens of {what}", special, "True or False", bool)
+        check_type(f"do_lower_case of {what}", lower, "True or False", bool)
+        length, most = given.get("max_length", limit), given.get("truncate_prompt_tokens")
+        check_type(f"max_length of {what}", length, "an integer from 1", int)
+        check_type(f"truncate_prompt_tokens of {what}", most, "-1 or more", int, type(None))
+        cuts = given.get("truncation", False)
+        if cuts not in (True, False, "longest_first", "do_not_truncate"):
+            raise ValueError(f"truncation of {what} should be True or False, got {shorten(cuts)}")
+        if cuts in (True, "longest_first"):
+            most = length
+        most = limit if most == -1 else most
+        if length < 1 or (most is not None and most < 1):
+            raise ValueError(f"{what} should keep at least 1 token, got {shorten(options)}")
+        return cls(special, most, lower)
+
+    def text(self, text: str) -> str:
+        """Return a text as it is tokenized."""
+        return text.lower() if self.lower else text
 
 
-def token_ids(prompt: Any, encode: Callable[[str], list[int]]) -> list[int]:
-    """Return the token ids of a prompt; raise ``ValueError`` if it is none."""
-    if isinstance(prompt, str):
-        return encode(prompt)
+def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], how: Tokenization) -> list[int]:
+    """Return the token ids of a prompt; raise ``ValueError`` if it is none.
+
+    ``tokenizer`` raises ``CheckpointFormatError`` if there is none.
+    """
+    text = prompt
     if isinstance(prompt, (list, tuple)):
         prompt = {"prompt_token_ids": prompt}
     if isinstance(prompt, Mapping):
-        prompt = {k: v for k, v in prompt.items() if v is not None or k not in _NONE}
+        prompt = {k: v for k, v in prompt.items() if k not in _NONE or not _is_nothing(v)}
         if several := sorted(prompt.keys() & _NONE):
             raise ValueError(
                 f"{several[0]} is for multimodal models, which are not served: omit it"
             )
-    if isinstance(prompt, Mapping) and prompt and prompt.keys() <= _KEYS:
-        ids = prompt.get("prompt_token_ids")
-        if ids is None and isinstance(prompt.get("prompt"), str):
-            return encode(prompt["prompt"])
-        if isinstance(ids, (list, tuple)) and _is_ids(ids):
-            return list(ids)
+        if prompt.keys() <= _KEYS:
+            ids = prompt.get("prompt_token_ids")
+            if _is_ids(ids):
+                return list(ids)[: how.most]
+            text = prompt.get("prompt") if ids is None else None
+    if isinstance(text, str):
+        return tokenizer().encode(how.text(text), how.special, most=how.most)
     raise ValueError(
         "a prompt should be text, a list of token ids or {'prompt_token_ids': [...]}, got "
         f"{shorten(prompt)}"
     )
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:

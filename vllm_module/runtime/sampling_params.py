@@ -119,15 +119,7 @@ class SamplingParams(Settings):
     if not TYPE_CHECKING:  # type checkers know the arguments from the fields
 
         def __init__(self, /, *positional: Any, **given: Any) -> None:
-            if len(positional) > len(_POSITIONAL):
-                raise ValueError(
-                    f"SamplingParams takes at most {', '.join(_POSITIONAL)} by position: name the "
-                    "others, whose order differs between versions of vLLM"
-                )
-            placed = dict(zip(_POSITIONAL, positional, strict=False))
-            if twice := placed.keys() & given.keys():
-                raise ValueError(f"SamplingParams got {', '.join(twice)} by position and by name")
-            super().__init__(**placed, **given)
+            super().__init__(**_named(positional, given))
             self._others = {name: given[name] for name in given.keys() & SAMPLING_ARGUMENTS.keys()}
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -143,17 +135,18 @@ class SamplingParams(Settings):
 
         def __getattr__(self, name: str) -> Any:
             if name in SAMPLING_ARGUMENTS:
-                values = [each for each in SAMPLING_ARGUMENTS[name] if each is not ...]
-                return self._others.get(name, values[0] if values else None)
+                return self._others.get(name, SAMPLING_ARGUMENTS[name][0])
             return super().__getattr__(name)
 
     @classmethod
-    def from_optional(cls, **given: Any) -> SamplingParams:
+    def from_optional(cls, *positional: Any, **given: Any) -> SamplingParams:
         """Return parameters as a server gets them: ``None`` is the default, but for ``max_tokens``.
 
         Keys of ``logit_bias`` may be text, and its values are bounded to [-100, 100].
         """
-        given = {k: v for k, v in given.items() if v is not None or k == "max_tokens"}
+        given = _named(positional, given)
+        with_default = cls.model_fields.keys() - {"max_tokens"}
+        given = {k: v for k, v in given.items() if v is not None or k not in with_default}
         if isinstance(bias := given.get("logit_bias"), Mapping):
             given["logit_bias"] = {_token(key): _bounded(each) for key, each in bias.items()}
         return cls(**given)
@@ -189,9 +182,23 @@ class SamplingParams(Settings):
         return self.temperature == 0
 
 
+def _named(positional: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments by name."""
+    if len(positional) > len(_POSITIONAL):
+        raise ValueError(
+            f"SamplingParams takes at most {', '.join(_POSITIONAL)} by position: name the others, "
+            "whose order differs between versions of vLLM"
+        )
+    placed = dict(zip(_POSITIONAL, positional, strict=False))
+    if twice := placed.keys() & given.keys():
+        raise ValueError(f"SamplingParams got {', '.join(twice)} by position and by name")
+    return {**placed, **given}
+
+
 def _token(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
+    return int(key) if isinstance(key, str) and key.removeprefix("-").isdecimal() else key
 
 
 def _bounded(bias: Any) -> Any:
-    return min(_MOST_BIAS, max(-_MOST_BIAS, bias)) if isinstance(bias, (int, float)) else bias
+    is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and bias == bias
+    return min(_MOST_BIAS, max(-_MOST_BIAS, bias)) if is_number else bias  # NaN is refused

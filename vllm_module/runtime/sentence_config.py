@@ -1,22 +1,30 @@
-"""The files that sentence-transformers writes beside a model, as far as embeddings depend on them.
+"""What the files of a checkpoint say of an encoder's answers.
 
-``modules.json`` lists the modules that an embedding passes through, ``1_Pooling/config.json`` says
-how hidden states are pooled, and ``sentence_bert_config.json`` has the longest text.
+sentence-transformers writes files beside a model: ``modules.json`` lists the modules that an
+embedding passes through, ``1_Pooling/config.json`` says how hidden states are pooled, and
+``sentence_bert_config.json`` has the longest text. The function that makes scores of a classifier's
+logits is in config.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_module.errors import CheckpointFormatError
+import torch
+
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable, shorten
 from vllm_module.runtime.embedding import Pooling
 from vllm_module.weights import read_file, read_json
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.strict_json import parse_object
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+# By the last component of a class of torch, as sentence-transformers' cross-encoders write it.
+_NAMED: Mapping[str, Activation] = {"Identity": lambda x: x, "Sigmoid": torch.sigmoid}
 _POOLINGS: Mapping[str, Pooling] = {
     "cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last",
 }  # fmt: skip
@@ -92,3 +100,29 @@ def _pooling(folder: Path) -> tuple[Pooling | None, str]:
     if len(folders) > 1 or len(modes) != 1 or modes[0] not in _POOLINGS:
         return None, f"{printable(path)} asks for pooling by {' and '.join(modes) or 'nothing'}"
     return _POOLINGS[modes[0]], ""
+
+
+def classifier_activation(config: Any) -> Activation:
+    """Return the function from logits ``[texts, labels]`` to scores.
+
+    A cross-encoder of sentence-transformers names it. Else ``problem_type`` decides, and without
+    it, classes exclude each other if there are several. Raises ``UnsupportedModelError`` for a
+    function that is not implemented.
+    """
+    settings = getattr(config, "sentence_transformers", None)
+    name = settings.get("activation_fn") if isinstance(settings, Mapping) else None
+    name = name or getattr(config, "sbert_ce_default_activation_function", None)
+    if name is not None:
+        known = _NAMED.get(str(name).rpartition(".")[2])
+        if known is None:
+            raise UnsupportedModelError(
+                f"config.json asks for the activation {shorten(name)} of classes: only "
+                f"{' and '.join(_NAMED)} of torch.nn are implemented"
+            )
+        return known
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
+        return _NAMED["Identity"]
+    if problem == "multi_label_classification" or config.num_labels == 1:
+        return torch.sigmoid
+    return lambda x: torch.softmax(x, dim=-1)

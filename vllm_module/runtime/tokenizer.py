@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error, printable, shorten
@@ -12,7 +12,11 @@ from vllm_module.weights import read_file, read_json
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.written_folder import NO_TOKENIZER
 
+if TYPE_CHECKING:
+    from vllm_module.runtime.chat import ChatTemplate
+
 _REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a (whole) character
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MAX_INCOMPLETE = 3  # a UTF-8 character has 4 bytes at most, so 3 at most before the last
 
 
@@ -29,7 +33,9 @@ def _refusing(kind: type[ValueError], what: str) -> Iterator[None]:
 
 
 def check_unicode(text: str) -> None:
-    """Raise ``ValueError`` for half of a surrogate pair; the library does not name the cause."""
+    """Raise ``ValueError`` for no text, or half of a surrogate pair: the library names no cause."""
+    if not isinstance(text, str):
+        raise ValueError(f"a text to encode should be a string, got {shorten(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -39,11 +45,28 @@ def check_unicode(text: str) -> None:
         ) from None
 
 
+class Encoding(dict[str, Any]):
+    """Token ids and what belongs to them, by key or as attributes, as in transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"an encoding has {', '.join(self)}, and no {name}") from None
+
+
 class Tokenizer:
     """A checkpoint's own tokenizer, read from its ``tokenizer.json``.
 
+    It has the methods of transformers' tokenizers that scripts use most. Besides ``eos_token``
+    and ``eos_token_id`` there are those of ``bos``, ``pad``, ``unk``, ``sep``, ``cls`` and
+    ``mask``; ``None`` where tokenizer_config.json names no such token.
+
     Raises ``CheckpointFormatError`` if the folder has none, or it cannot be read.
     """
+
+    _path: Path
+    _template: ChatTemplate | None = None
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as FastTokenizer
@@ -80,17 +103,29 @@ class Tokenizer:
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         return size
 
-    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Return the id of a token, or a list of ids; ``None`` where there is none."""
         if isinstance(tokens, str):
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
-    def convert_ids_to_tokens(self, ids: int | list[int]) -> Any:
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
         """Return the token of an id, or a list of tokens; ``None`` where there is none."""
         if isinstance(ids, int):
             return self._tokenizer.id_to_token(ids)
-        return [self._tokenizer.id_to_token(token) for token in ids]
+        left_out = self.all_special_ids if skip_special_tokens else ()
+        return [self._tokenizer.id_to_token(each) for each in _listed(ids) if each not in left_out]
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """Return the text of tokens."""
+        decoder = self._tokenizer.decoder
+        text: str = " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
+        return text
+
+    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
+        """Return the tokens of a text."""
+        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens))
+        return tokens
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, most: int | None = None
@@ -145,12 +180,13 @@ class Tokenizer:
             return encoding.ids, [0] * len(encoding.ids)
         return encoding.ids, encoding.type_ids
 
-    def decode(self, ids: int | list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Return the text of a token or several, by default with special tokens.
 
-        Raises ``CheckpointFormatError`` if the tokenizer fails on them.
+        They are an integer, a sequence or an array. Raises ``CheckpointFormatError`` if the
+        tokenizer fails on them.
         """
-        ids = [ids] if isinstance(ids, int) else ids
+        ids = _listed(ids)
         with _refusing(CheckpointFormatError, f"{printable(self._path)} cannot decode tokens"):
             text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
@@ -182,53 +218,97 @@ class Tokenizer:
         """The token that ``eos_token`` of tokenizer_config.json names, if it names one."""
         return self._special_id("eos_token")
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The same of ``bos_token``."""
-        return self._special_id("bos_token")
+    def __getattr__(self, name: str) -> Any:
+        kind, _, rest = name.partition("_")
+        if kind in _SPECIAL and rest in ("token", "token_id"):
+            read = self._special_token if rest == "token" else self._special_id
+            return read(f"{kind}_token")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
     @property
-    def pad_token_id(self) -> int | None:
-        """The same of ``pad_token``."""
-        return self._special_id("pad_token")
+    def all_special_tokens(self) -> list[str]:
+        """The tokens that tokenizer_config.json names, each once."""
+        more = self._settings().get("additional_special_tokens") or []
+        texts = [each.get("content") if isinstance(each, Mapping) else each for each in more]
+        named = [self._special_token(f"{kind}_token") for kind in _SPECIAL]
+        return list(dict.fromkeys(each for each in (*named, *texts) if isinstance(each, str)))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of ``all_special_tokens``."""
+        ids: list[int] = self.convert_tokens_to_ids(self.all_special_tokens)
+        return ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's chat template, ``None`` if it has none."""
+        try:
+            return self._chat_template(None).source
+        except CheckpointFormatError:
+            return None
+
+    def _chat_template(self, given: str | None) -> ChatTemplate:
+        """Return a template; the checkpoint's is read once, and its process is kept."""
+        from vllm_module.runtime.chat import ChatTemplate
+
+        if given is not None:
+            return ChatTemplate(self.folder, given)
+        if self._template is None:
+            self._template = ChatTemplate(self.folder)
+        return self._template
 
     def __len__(self) -> int:
         return len(self.get_vocab())
 
     def __call__(
-        self, text: str | list[str], add_special_tokens: bool = True
-    ) -> dict[str, list[int]] | dict[str, list[list[int]]]:
-        """Return ``input_ids`` and ``attention_mask`` of a text, or lists of them for a list."""
-        if isinstance(text, str):
-            ids = self.encode(text, add_special_tokens)
-            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        every = [self.encode(each, add_special_tokens) for each in text]
-        return {"input_ids": every, "attention_mask": [[1] * len(ids) for ids in every]}
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        *,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> Encoding:
+        """Return ``input_ids`` and ``attention_mask`` of a text, or lists of them for a list.
 
-    def batch_decode(
-        self, sequences: list[list[int]], skip_special_tokens: bool = False
-    ) -> list[str]:
+        With ``truncation``, the first ``max_length`` tokens are kept.
+        """
+        most = max_length if truncation else None
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens, most=most)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        every = [self.encode(each, add_special_tokens, most=most) for each in text]
+        return Encoding(input_ids=every, attention_mask=[[1] * len(ids) for ids in every])
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> list[str]:
         """Return the text of each sequence of token ids."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def apply_chat_template(
         self,
-        conversation: Sequence[Mapping[str, Any]],
-        chat_template: str | None = None,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
+        chat_template: str | None = None,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        return_dict: bool = False,
         **variables: Any,
     ) -> Any:
-        """Format a conversation by the checkpoint's template, or one that is given.
+        """Format a conversation, or a list of them, by the checkpoint's template or another.
 
-        Returns token ids, or text unless ``tokenize``. Raises what ``LLM.chat`` raises.
+        Returns token ids, or an encoding if ``return_dict``, or text unless ``tokenize``. Raises
+        what ``LLM.chat`` raises.
         """
-        from vllm_module.runtime.chat import ChatTemplate
-
-        template = ChatTemplate(self.folder, chat_template)
-        text = template.render(conversation, add_generation_prompt, **variables)
-        return self.encode(text, False) if tokenize else text
+        template = self._chat_template(chat_template)
+        several = bool(conversation) and not isinstance(conversation[0], Mapping)
+        texts = [
+            template.render(each, add_generation_prompt, **{"tools": tools, **variables})
+            for each in (conversation if several else [conversation])
+        ]
+        if not tokenize:
+            return texts if several else texts[0]
+        encoding = self(texts if several else texts[0], False)
+        return encoding if return_dict else encoding["input_ids"]
 
     def continuation(
         self, prompt: list[int], output: list[int], skip_special_tokens: bool = True
@@ -294,31 +374,7 @@ def _without_incomplete(text: str) -> str:
     return text[: max(len(whole), len(text) - _MAX_INCOMPLETE)]
 
 
-def stop_tokens(
-    folder: Path, generation: Path | None = None, override: Mapping[str, Any] | None = None
-) -> set[int]:
-    """Return ``eos_token_id`` of generation_config.json and of config.json: all that either has.
-
-    A fine-tune may change one of them only. The tokenizer has an end token of its own. The first
-    file is in ``folder`` unless ``generation`` is another, and what ``override`` says replaces it.
-
-    Raises ``CheckpointFormatError`` if a file is not a JSON object, or the entry is not integers.
-    """
-    found: set[int] = set()
-    first = folder if generation is None else generation
-    for inside, name in ((first, "generation_config.json"), (folder, "config.json")):
-        path = inside / name
-        entries = read_json(path, inside) if is_there(path) else {}
-        if name == "generation_config.json":
-            entries = {**entries, **(override or {})}
-        if entries:
-            eos: Any = entries.get("eos_token_id")
-            if eos is not None:
-                tokens = eos if isinstance(eos, list) else [eos]
-                if not all(type(token) is int for token in tokens):
-                    raise CheckpointFormatError(
-                        f"{printable(path)}: eos_token_id should be a token or a list of tokens, "
-                        f"and is {shorten(eos)}"
-                    )
-                found.update(tokens)
-    return found
+def _listed(ids: Any) -> list[int]:
+    """Return a token, a sequence or an array of them as a list."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    return [ids] if isinstance(ids, int) else list(ids)

@@ -11,7 +11,8 @@ from vllm_module.cli.rank_plan import RankPlan, plan_ranks
 from vllm_module.cli.tensor_plan import tensor_rows
 from vllm_module.errors import ShardingError
 from vllm_module.model_source import ModelSource
-from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
+from vllm_module.runtime.generation_config import stop_tokens
+from vllm_module.runtime.tokenizer import Tokenizer
 
 _SIZES = (1, 2, 4)
 _MAX_LINES = 7

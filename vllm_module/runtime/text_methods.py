@@ -1,0 +1,376 @@
+"""What an LLM does with a model that generates text: prompts, conversations, streams, beams."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import shorten
+from vllm_module.model_source import ModelSource
+from vllm_module.runtime.arguments import REQUEST_ARGUMENTS, check_type, known_arguments
+from vllm_module.runtime.beam_search import BeamSearchOutput, BeamSearchParams, search
+from vllm_module.runtime.chat import ChatTemplate, ContentFormat, Messages
+from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.metrics import progress
+from vllm_module.runtime.outputs import RequestOutput, decode_logprobs, request_output
+from vllm_module.runtime.prompts import (
+    Prompt,
+    Tokenization,
+    as_list,
+    as_prompts,
+    cache_salt,
+    prompt_text,
+    refused,
+    report_refused,
+    token_ids,
+)
+from vllm_module.runtime.sampler import Logprob
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.template_process import TemplateProcess
+from vllm_module.runtime.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class TextMethods:
+    """The methods of :class:`~vllm_module.LLM` for models that generate text."""
+
+    engine: Engine
+    source: ModelSource
+    tokenizer: Tokenizer | None
+    no_chat_template: str
+    _template: ChatTemplate | None
+    _templates: TemplateProcess
+    _defaults: SamplingParams
+    _max_logprobs: int
+    _seeds: random.Random | None
+    _ids: Iterator[int]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises ``CheckpointFormatError`` if there is none."""
+        raise NotImplementedError
+
+    def _check(self, method: Literal["generate", "embed"]) -> None:
+        """Raise if no request is served, whatever it is, or if the model is for another method."""
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Continue prompts in one batch, and return an output for each, in their order.
+
+        Args:
+            prompts: text, a list of token ids, :class:`TextPrompt`, :class:`TokensPrompt`, or a
+                sequence of these. A ``cache_salt`` of a prompt keeps its cached pages from prompts
+                with another one.
+            sampling_params: one for all prompts, or a sequence with one for each prompt; without,
+                :meth:`get_default_sampling_params`.
+            use_tqdm: draw a progress bar on standard error; or what makes one, such as ``tqdm``.
+            tokenization_kwargs: ``add_special_tokens``, ``truncation`` and ``max_length``,
+                ``truncate_prompt_tokens``, ``do_lower_case``. What is too long loses its end.
+            options: others of vLLM, with the values that change nothing.
+
+        A prompt that is refused has an ``error`` in its output, and the others are not affected;
+        if it is the only one, that is raised.
+
+        Raises:
+            ValueError: every prompt is refused, ``prompts`` is of another type, or the number of
+                sampling parameters is not the number of prompts.
+            ModelNotReadyError: the engine sleeps, or an update of the weights failed.
+            RankError: a rank ended, hangs or failed, now or before; it is named.
+            RuntimeError: a step failed, or the engine was closed. Requests of other threads in that
+                step get the reason as their ``error``.
+
+        """
+        known_arguments("LLM.generate", options, (), REQUEST_ARGUMENTS)
+        self._check("generate")
+        tokenization = self._tokenization(tokenization_kwargs)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, tokenization)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt | ValueError],
+        sampling_params: Params,
+        use_tqdm: bool | Callable[..., Any],
+        tokenization: Tokenization,
+    ) -> list[RequestOutput]:
+        """Continue prompts; one that is an error is refused with it."""
+        params_list = self._params(sampling_params, len(prompts))
+        requests: list[Request | RequestOutput] = []
+        try:
+            for prompt, params in zip(prompts, params_list, strict=True):
+                requests.append(self._add(prompt, params, tokenization))
+            report_refused(requests)
+        except BaseException:
+            self._abort(requests)
+            raise
+        self._run(requests, use_tqdm)
+        return [self._output(each) if isinstance(each, Request) else each for each in requests]
+
+    def _run(
+        self,
+        requests: Sequence[Request | RequestOutput],
+        use_tqdm: bool | Callable[..., Any] = False,
+    ) -> None:
+        """Step until all requests have ended; abort them if that raises."""
+        running = {each.request_id for each in requests if isinstance(each, Request)}
+        refused = len(requests) - len(running)
+        try:
+            with progress(use_tqdm, len(requests), "prompts", refused) as count:
+                while running:
+                    self.engine.step()
+                    ended = [each for each in running if each not in self.engine.requests]
+                    running.difference_update(ended)
+                    count(len(ended))
+        finally:
+            self._abort(requests)
+
+    def _abort(self, requests: Sequence[Request | RequestOutput]) -> None:
+        for each in requests:
+            if isinstance(each, Request):
+                self.engine.abort(each.request_id)  # does nothing for a finished request
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one or more conversations, formatted by the checkpoint's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such lists.
+            sampling_params, use_tqdm: as for :meth:`generate`.
+            chat_template: a template to use instead of the checkpoint's.
+            add_generation_prompt: end the prompt with the beginning of the assistant's message.
+            continue_final_message: have the last message continued, instead of a new one begun;
+                then ``add_generation_prompt`` has to be ``False``.
+            tools: descriptions of tools, in the form that the template expects.
+            chat_template_kwargs: other variables of the template, such as ``enable_thinking``.
+            chat_template_content_format: what the template gets as content: ``"string"``,
+                ``"openai"`` (a list of parts), or by default what it shows.
+            tokenization_kwargs: as for :meth:`generate`, without special tokens by default: the
+                template writes them.
+            options: others of vLLM, with the values that change nothing.
+
+        Raises:
+            CheckpointFormatError: the checkpoint has no chat template, or no tokenizer.
+            ValueError: the template refuses all messages, or does not read a variable.
+
+        Otherwise as :meth:`generate`: a conversation that is refused has an ``error``.
+
+        """
+        self._check("generate")
+        known_arguments("LLM.chat", options, (), REQUEST_ARGUMENTS)
+        items = as_list(messages, "messages")
+        is_one = any(isinstance(each, Mapping) for each in items)
+        conversations = [items] if is_one else items
+        variables: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        check_type("tools", tools, "a list of descriptions or None", list, tuple, type(None))
+        if tools is not None:
+            variables["tools"] = tools
+        if chat_template_kwargs is not None:
+            expected = "a mapping of variables or None"
+            check_type("chat_template_kwargs", chat_template_kwargs, expected, Mapping)
+            variables |= chat_template_kwargs
+        if chat_template_content_format not in get_args(ContentFormat):
+            raise ValueError(
+                "chat_template_content_format should be 'auto', 'string' or 'openai', got "
+                f"{shorten(chat_template_content_format)}"
+            )
+        variables["content_format"] = chat_template_content_format
+        tokenization = self._tokenization(tokenization_kwargs, special=False)
+        template = self._chat_template(chat_template)
+        prompts: list[Prompt | ValueError] = []
+        for conversation in conversations:
+            try:
+                prompts.append(self._chat_prompt(template, conversation, variables, tokenization))
+            except CheckpointFormatError:
+                raise
+            except ValueError as error:
+                prompts.append(error)
+        return self._generate(prompts, sampling_params, use_tqdm, tokenization)
+
+    def chat_prompt(
+        self, messages: Messages, chat_template: str | None = None, /, **variables: Any
+    ) -> dict[str, Any]:
+        """Format a conversation as a prompt for :meth:`generate` or :meth:`stream`.
+
+        ``variables`` are those of the template. Raises what :meth:`chat` raises.
+        """
+        template, how = self._chat_template(chat_template), Tokenization(special=False)
+        return self._chat_prompt(template, messages, variables, how)
+
+    def _chat_template(self, given: str | None) -> ChatTemplate:
+        check_type("chat_template", given, "text or None", str, type(None))
+        if given is not None:
+            return ChatTemplate(self.source.folder, given, self._templates)
+        if self._template is None:
+            raise CheckpointFormatError(self.no_chat_template)
+        return self._template
+
+    def _chat_prompt(
+        self,
+        template: ChatTemplate,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        tokenization: Tokenization,
+    ) -> dict[str, Any]:
+        text = template.render(messages, **variables)
+        ids = token_ids(text, self.get_tokenizer, tokenization)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue a prompt, and yield the whole output so far after each new token.
+
+        Each step computes all requests, so several streams can be read alternately. Closing or
+        dropping the iterator aborts the request.
+
+        Raises, at ``next()``, what :meth:`generate` raises.
+        """
+        self._check("generate")
+        (params,) = self._params(sampling_params, 1)
+        request = self._add(prompt, params, Tokenization(), streamed=True)
+        if isinstance(request, RequestOutput):
+            raise ValueError(request.error)
+        yielded = len(request.prompt_token_ids)
+        try:
+            while True:
+                # A step for another stream may have computed tokens of this one, or ended it. With
+                # the lock, no other thread's step adds one between the count and the output.
+                with self.engine.reading():
+                    count = sum(len(sequence.tokens) for sequence in request.sequences)
+                    is_new = request.finished or count > yielded
+                    output = self._output(request) if is_new else None
+                if output is None:
+                    self.engine.step()
+                    continue
+                yielded = count
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self.engine.abort(request.request_id)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+        **options: Any,
+    ) -> list[BeamSearchOutput]:
+        """Return the most probable continuations of each prompt that a search of beams finds.
+
+        They end at the context's end, too.
+
+        Args:
+            prompts: as for :meth:`generate`.
+            params: of the search.
+            use_tqdm: draw a progress bar on standard error.
+            options: others of vLLM, with the values that change nothing.
+
+        Raises what :meth:`generate` raises, and ``ValueError`` if one prompt is refused.
+
+        """
+        known_arguments("LLM.beam_search", options, (), REQUEST_ARGUMENTS)
+        self._check("generate")
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params should be BeamSearchParams, got {shorten(params)}")
+        how = Tokenization()
+        starts = [token_ids(prompt, self.get_tokenizer, how) for prompt in as_prompts(prompts)]
+        ends, most = self.engine.stop_token_ids, self.engine.max_model_len
+        found = search(self._next_logprobs, starts, params, ends, most, use_tqdm)
+        for sequence in itertools.chain.from_iterable(each.sequences for each in found):
+            if self.tokenizer is not None:
+                sequence.text = self.tokenizer.decode(sequence.tokens, params.skip_special_tokens)
+        return found
+
+    def _next_logprobs(self, sequences: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+        """Return the logprobs of ``count`` most probable tokens after each sequence."""
+        params = SamplingParams(max_tokens=1, logprobs=count, temperature=0, detokenize=False)
+        requests = [self.engine.add(str(next(self._ids)), each, params) for each in sequences]
+        self._run(requests)
+        for request in requests:
+            if request.error is not None:
+                raise RuntimeError(request.error)
+        return [request.sequences[0].logprobs[0] for request in requests]
+
+    def _tokenization(
+        self, options: Mapping[str, Any] | None, *, special: bool = True
+    ) -> Tokenization:
+        """Return how prompts are tokenized; those that are cut leave room for a token."""
+        return Tokenization.of(options, self.engine.max_model_len - 1, special=special)
+
+    def _params(self, params: Params, count: int) -> list[SamplingParams]:
+        is_one = params is None or isinstance(params, SamplingParams)
+        listed: list[Any] = [params] * count if is_one else as_list(params, "sampling_params")
+        if len(listed) != count:
+            raise ValueError(f"there are {len(listed)} sampling_params for {count} prompts")
+        for each in listed:
+            if each is not None and not isinstance(each, SamplingParams):
+                raise ValueError(f"sampling_params should be SamplingParams, got {shorten(each)}")
+        return [each or self._defaults for each in listed]
+
+    def _add(
+        self,
+        prompt: Prompt | ValueError,
+        params: SamplingParams,
+        tokenization: Tokenization,
+        *,
+        streamed: bool = False,
+    ) -> Request | RequestOutput:
+        """Add a prompt to the engine; return its request, or an output with its ``error``."""
+        request_id = str(next(self._ids))
+        text = prompt_text(prompt)
+        ids: list[int] = []
+        try:
+            if isinstance(prompt, ValueError):
+                raise prompt
+            ids = token_ids(prompt, self.get_tokenizer, tokenization)
+            counts = [params.logprobs or 0, params.prompt_logprobs or 0]
+            most = self.engine.vocab_size if -1 in counts else max(counts)
+            if 0 <= self._max_logprobs < most:
+                raise ValueError(
+                    f"{most} logprobs are more than max_logprobs={self._max_logprobs}: ask for "
+                    "fewer, or give LLM(max_logprobs=-1)"
+                )
+            if self._seeds is not None and params.seed is None:
+                params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
+            salt = cache_salt(prompt)
+            return self.engine.add(
+                request_id, ids, params, text, streamed=streamed, cache_salt=salt
+            )
+        except ValueError as error:
+            return refused(request_id, text, ids, error)
+
+    def _output(self, request: Request) -> RequestOutput:
+        with self.engine.reading():
+            output = request_output(request)
+        if self.tokenizer is not None and request.params.detokenize:
+            decode_logprobs(output, self.tokenizer)
+        return output
