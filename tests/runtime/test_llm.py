@@ -346,6 +346,10 @@ def test_chat_by_another_template_and_its_variables(
             assert unread.prompt == "<s><user>a\nb<assistant>"
     (record,) = [each for each in caplog.records if "does not read" in each.message]
     assert "does not read mood, tools: it reads add_generation_prompt, bos" in record.message
+    with caplog.at_level(logging.WARNING, "vllm_module"):
+        for _ in range(2):
+            llm.chat(messages, greedy(1), False, **options | {"chat_template_kwargs": {"age": 3}})
+    assert sum("does not read age" in each.message for each in caplog.records) == 1
     for parts in ([{"type": "image_url", "image_url": "x"}], [3]):
         with pytest.raises(ValueError, match="a part of a message's content should be text, got"):
             llm.chat([{"role": "user", "content": parts}])
@@ -428,20 +432,21 @@ def test_a_template_that_begins_with_the_system_gets_the_content_that_it_shows(
 
 
 @pytest.mark.parametrize("source", [STRING, STRING.replace("m.content", "m.content|trim"), PARTS])
-@pytest.mark.parametrize("text", ["b", "", " ", "  b \n ", "a"])
 def test_a_message_is_continued_as_by_transformers(
-    folder: Path, tmp_path: Path, source: str, text: str
+    folder: Path, tmp_path: Path, source: str
 ) -> None:
     """The prompt ends with the message's text, as the template shows it; an empty one too."""
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    messages: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-    if source is PARTS:
-        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    expected = theirs.apply_chat_template(
-        messages, chat_template=source, tokenize=False, continue_final_message=True
-    )
     template = ChatTemplate(tmp_path, source)
-    assert template.render(messages, False, continue_final_message=True) == expected
+    for text in ("b", "", " ", "  b \n ", "a"):
+        messages: list[Any] = [{"role": r, "content": c} for r, c in (("user", "a"), ("ai", text))]
+        if source is PARTS:
+            for each in messages:
+                each["content"] = [{"type": "text", "text": each["content"]}]
+        expected = theirs.apply_chat_template(
+            messages, chat_template=source, tokenize=False, continue_final_message=True
+        )
+        assert template.render(messages, False, continue_final_message=True) == expected, text
     with pytest.raises(ValueError, match="whose text the chat template shows"):
         ChatTemplate(tmp_path, "x").render(messages, False, continue_final_message=True)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.generation_config import stop_tokens
@@ -149,3 +151,29 @@ def test_a_damaged_generation_config_is_named(tmp_path: Path, text: str) -> None
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointFormatError, match=r"generation_config\.json is not"):
         stop_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("decoder", [{}, {"added_tokens_decoder": {}}])
+@pytest.mark.parametrize(
+    "config", [{}, {"eos_token": "b"}, {"eos_token": {"content": "b", "__type": "AddedToken"}}]
+)
+def test_special_tokens_are_those_that_transformers_reads(
+    tmp_path: Path, config: dict[str, Any], decoder: dict[str, Any]
+) -> None:
+    """Older checkpoints name them in special_tokens_map.json, and in it alone."""
+    tokenizer = FastTokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "?": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    entries = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries | config | decoder))
+    named = {"eos_token": "a", "bos_token": {"content": "c"}, "extra_special_tokens": ["b"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+    for name in ("eos_token", "eos_token_id", "bos_token", "bos_token_id", "unk_token"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert sorted(ours.all_special_tokens) == sorted(theirs.all_special_tokens)
+    messages = [{"role": "user", "content": "a"}]
+    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(
+        messages, tokenize=False
+    )

@@ -6,7 +6,7 @@ import inspect
 import io
 import json
 import runpy
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,9 @@ def test_beams_end_at_the_contexts_end(llm: LLM) -> None:
         (64, "length"),
         (64, "length"),
     ]
+    for sequence in found.sequences:
+        for token, entry in zip(sequence.tokens[60:], sequence.logprobs, strict=True):
+            assert entry[token].decoded_token == llm.get_tokenizer().decode(token)
     with pytest.raises(ValueError, match="params should be BeamSearchParams, got SamplingParams"):
         llm.beam_search("a", greedy(1))  # type: ignore[arg-type]
     for penalty in ("x", None, float("nan"), True):
@@ -396,5 +399,6 @@ def test_engine_args_of_a_command_line(folder: Path) -> None:
     args = EngineArgs.from_cli_args(parser.parse_args(line.split()))
     assert (args.model, args.max_model_len, args.revision) == (str(folder), 32, "12")
     assert args.enforce_eager is True
+    assert EngineArgs.from_cli_args(Namespace(model="a", own=1)) == EngineArgs(model="a")
     rest = vars(args) | {"model": "", "max_model_len": None, "revision": None}
     assert rest | {"enforce_eager": False} == vars(EngineArgs(model=""))

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
 from vllm_module.runtime.template_process import TemplateProcess
-from vllm_module.weights import read_file, read_json
+from vllm_module.runtime.tokenizer import token_text, tokenizer_settings
+from vllm_module.weights import read_file
 from vllm_module.weights.regular_file import is_there
 
 Messages = Sequence[Mapping[str, Any]]
@@ -62,10 +63,7 @@ class ChatTemplate:
     ) -> None:
         self.folder = folder
         self._process = process or TemplateProcess()
-        path = folder / "tokenizer_config.json"
-        self._settings: dict[str, Any] = {}
-        if is_there(path):
-            self._settings = read_json(path, folder)
+        self._settings = tokenizer_settings(folder)
         self.source = self._read() if template is None else template
         self._shown: tuple[bool, bool] | None = None  # once it was tried
         self._unread: set[str] = set()  # variables that the log has
@@ -167,9 +165,9 @@ class ChatTemplate:
                 f"messages should be a list of mappings with a role and content, got {got}"
             )
         special_tokens = {
-            name: value.get("content") if isinstance(value, Mapping) else value
+            name: text
             for name, value in self._settings.items()
-            if name.endswith("_token") and value is not None
+            if name.endswith("_token") and (text := token_text(value)) is not None
         }
         strings, lists = self._takes() if content_format == "auto" else _FORMATS[content_format]
         if continue_final_message and add_generation_prompt:

@@ -48,8 +48,9 @@ def _value(text: str) -> Any:
 
 
 def _from_cli_args(args: Namespace) -> Any:
-    """Return the arguments among those of a command."""
-    return EngineArgs(**{each.name: getattr(args, each.name) for each in fields(EngineArgs)})
+    """Return the arguments among those of a command; others have their defaults."""
+    names = [each.name for each in fields(EngineArgs) if hasattr(args, each.name)]
+    return EngineArgs(**{name: getattr(args, name) for name in names})
 
 
 EngineArgs = make_dataclass(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -209,12 +210,11 @@ def request_output(request: Request) -> RequestOutput:
     )
 
 
-def decode_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> None:
-    """Give the logprobs of ``output`` their tokens' texts; ``None`` where the tokenizer fails."""
-    entries = list(output.prompt_logprobs or [])
-    for completion in output.outputs:
-        entries += completion.logprobs or []
-    for entry in entries:
+def decode_logprobs(
+    entries: Iterable[Mapping[int, Logprob] | None] | None, tokenizer: Tokenizer
+) -> None:
+    """Give logprobs of tokens their texts; ``None`` where the tokenizer fails."""
+    for entry in entries or ():
         for token, logprob in (entry or {}).items():
             if logprob.decoded_token is None:
                 with suppress(CheckpointFormatError):

@@ -44,6 +44,7 @@ class TextMethods:
     tokenizer: Tokenizer | None
     no_chat_template: str
     _template: ChatTemplate | None
+    _last_template: ChatTemplate | None = None
     _templates: TemplateProcess
     _defaults: SamplingParams
     _max_logprobs: int
@@ -174,7 +175,7 @@ class TextMethods:
 
         Raises:
             CheckpointFormatError: the checkpoint has no chat template, or no tokenizer.
-            ValueError: the template refuses all messages, or does not read a variable.
+            ValueError: the template refuses all messages.
 
         Otherwise as :meth:`generate`: a conversation that is refused has an ``error``.
 
@@ -226,7 +227,11 @@ class TextMethods:
     def _chat_template(self, given: str | None) -> ChatTemplate:
         check_type("chat_template", given, "text or None", str, type(None))
         if given is not None:
-            return ChatTemplate(self.source.folder, given, self._templates)
+            last = self._last_template
+            if last is None or last.source != given:
+                last = ChatTemplate(self.source.folder, given, self._templates)
+                self._last_template = last  # the next call mostly gives it again
+            return last
         if self._template is None:
             raise CheckpointFormatError(self.no_chat_template)
         return self._template
@@ -308,6 +313,7 @@ class TextMethods:
         for sequence in itertools.chain.from_iterable(each.sequences for each in found):
             if self.tokenizer is not None:
                 sequence.text = self.tokenizer.decode(sequence.tokens, params.skip_special_tokens)
+                decode_logprobs(sequence.logprobs, self.tokenizer)
         return found
 
     def _next_logprobs(self, sequences: list[list[int]], count: int) -> list[dict[int, Logprob]]:
@@ -372,5 +378,6 @@ class TextMethods:
         with self.engine.reading():
             output = request_output(request)
         if self.tokenizer is not None and request.params.detokenize:
-            decode_logprobs(output, self.tokenizer)
+            for entries in (output.prompt_logprobs, *(each.logprobs for each in output.outputs)):
+                decode_logprobs(entries, self.tokenizer)
         return output

@@ -45,6 +45,26 @@ def check_unicode(text: str) -> None:
         ) from None
 
 
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return the entries of tokenizer_config.json, none without the file.
+
+    As in transformers, those of special_tokens_map.json go before where the first file has no
+    ``added_tokens_decoder``, as older checkpoints. Raises ``CheckpointFormatError`` for a damaged
+    file.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if is_there(path := folder / name) and "added_tokens_decoder" not in settings:
+            settings |= read_json(path, folder)
+    return settings
+
+
+def token_text(token: Any) -> str | None:
+    """Return the text of a token as these files have it: text, or a mapping with ``content``."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
 class Encoding(dict[str, Any]):
     """Token ids and what belongs to them, by key or as attributes, as in transformers."""
 
@@ -192,16 +212,11 @@ class Tokenizer:
         return text
 
     def _settings(self) -> Mapping[str, Any]:
-        """Return the entries of tokenizer_config.json, none without the file."""
-        path = self.folder / "tokenizer_config.json"
-        return read_json(path, self.folder) if is_there(path) else {}
+        return tokenizer_settings(self.folder)
 
     def _special_token(self, name: str) -> str | None:
         """Return the token that an entry of tokenizer_config.json names, if it names one."""
-        token: Any = self._settings().get(name)
-        if isinstance(token, Mapping):  # an AddedToken
-            token = token.get("content")
-        return token if isinstance(token, str) else None
+        return token_text(self._settings().get(name))
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_token(name)
@@ -228,10 +243,12 @@ class Tokenizer:
     @property
     def all_special_tokens(self) -> list[str]:
         """The tokens that tokenizer_config.json names, each once."""
-        more = self._settings().get("additional_special_tokens") or []
-        texts = [each.get("content") if isinstance(each, Mapping) else each for each in more]
-        named = [self._special_token(f"{kind}_token") for kind in _SPECIAL]
-        return list(dict.fromkeys(each for each in (*named, *texts) if isinstance(each, str)))
+        settings = self._settings()
+        found: list[Any] = [settings.get(f"{kind}_token") for kind in _SPECIAL]
+        for name in ("additional_special_tokens", "extra_special_tokens"):
+            more = settings.get(name)
+            found += more.values() if isinstance(more, Mapping) else more or ()
+        return list(dict.fromkeys(text for each in found if (text := token_text(each)) is not None))
 
     @property
     def all_special_ids(self) -> list[int]:
