@@ -229,6 +229,8 @@ def test_dimensions_are_those_that_embeddings_were_trained_for(bare: Path) -> No
         first = torch.tensor(whole.outputs.embedding[:16])
         found = torch.tensor(short.outputs.embedding)
         torch.testing.assert_close(found, first / first.norm(), rtol=0, atol=1e-6)
+        with pytest.raises(ValueError, match="give use_activation=False of pooling_params"):
+            llm.embed("abc", pooling_params=params, normalize=False, use_tqdm=False)
         with pytest.raises(ValueError, match=r"dimensions should be one of \[16, 32\], got 24"):
             llm.embed("abc", pooling_params=PoolingParams(dimensions=24), use_tqdm=False)
     with (

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import printable, shorten
 from vllm_module.runtime.template_process import TemplateProcess
-from vllm_module.runtime.tokenizer import token_text, tokenizer_settings
-from vllm_module.weights import read_file
+from vllm_module.weights import read_file, read_json
 from vllm_module.weights.regular_file import is_there
 
 Messages = Sequence[Mapping[str, Any]]
@@ -45,6 +44,26 @@ def template_text(template: str | Path) -> str:
             f"the chat template {shorten(text)} is no file that can be read, and no template, "
             f"which would have a brace: {error}"
         ) from None
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return the entries of tokenizer_config.json, none without the file.
+
+    As in transformers, those of special_tokens_map.json go before where the first file has no
+    ``added_tokens_decoder``, as older checkpoints. Raises ``CheckpointFormatError`` for a damaged
+    file.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if is_there(path := folder / name) and "added_tokens_decoder" not in settings:
+            settings |= read_json(path, folder)
+    return settings
+
+
+def token_text(token: Any) -> str | None:
+    """Return the text of a token as these files have it: text, or a mapping with ``content``."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
 
 
 class ChatTemplate:

@@ -80,6 +80,8 @@ class EncoderMethods:
         check_type("normalize", normalize, "True or False", bool)
         if pooling_params is None:
             pooling_params = PoolingParams(use_activation=normalize)
+        elif not normalize:
+            raise ValueError("give use_activation=False of pooling_params, and not normalize")
         pooled = self._pool(
             as_prompts(prompts),
             "embed",

@@ -4,16 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error, printable, shorten
-from vllm_module.weights import read_file, read_json
+from vllm_module.runtime.chat import ChatTemplate, token_text, tokenizer_settings
+from vllm_module.weights import read_file
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.written_folder import NO_TOKENIZER
-
-if TYPE_CHECKING:
-    from vllm_module.runtime.chat import ChatTemplate
 
 _REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a (whole) character
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -43,26 +41,6 @@ def check_unicode(text: str) -> None:
             f"the text has {text[error.start]!a} at position {error.start}, which is half of a "
             "surrogate pair and no Unicode: replace it"
         ) from None
-
-
-def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return the entries of tokenizer_config.json, none without the file.
-
-    As in transformers, those of special_tokens_map.json go before where the first file has no
-    ``added_tokens_decoder``, as older checkpoints. Raises ``CheckpointFormatError`` for a damaged
-    file.
-    """
-    settings: dict[str, Any] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if is_there(path := folder / name) and "added_tokens_decoder" not in settings:
-            settings |= read_json(path, folder)
-    return settings
-
-
-def token_text(token: Any) -> str | None:
-    """Return the text of a token as these files have it: text, or a mapping with ``content``."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
 
 
 class Encoding(dict[str, Any]):
@@ -266,8 +244,6 @@ class Tokenizer:
 
     def _chat_template(self, given: str | None) -> ChatTemplate:
         """Return a template; the checkpoint's is read once, and its process is kept."""
-        from vllm_module.runtime.chat import ChatTemplate
-
         if given is not None:
             return ChatTemplate(self.folder, given)
         if self._template is None:
