@@ -19,8 +19,9 @@ import torch
 from vllm_module import ModelConfig, get_model
 from vllm_module.errors import CheckpointFormatError, UnexpectedWeightError, UnsupportedModelError
 from vllm_module.model_source import ModelSource
-from vllm_module.weights import gguf_file, open_checkpoint
-from vllm_module.weights.gguf_names import ARCHITECTURES, ROPE_TENSORS, renamed
+from vllm_module.weights import open_checkpoint
+from vllm_module.weights.gguf import file as gguf_file
+from vllm_module.weights.gguf.names import ARCHITECTURES, ROPE_TENSORS, renamed
 from vllm_module.weights.source import find_source
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))

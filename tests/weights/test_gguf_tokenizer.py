@@ -20,7 +20,7 @@ from vllm_module import LLM, SamplingParams
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.tokenizer import Tokenizer, stop_tokens
-from vllm_module.weights import gguf_file
+from vllm_module.weights.gguf import file as gguf_file
 from vllm_module.weights.source import find_source
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))

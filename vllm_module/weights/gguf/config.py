@@ -12,9 +12,9 @@ from typing import Any
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable, shorten
-from vllm_module.weights.gguf_file import GGUFFile
-from vllm_module.weights.gguf_header import GGUFTensor
-from vllm_module.weights.gguf_names import ARCHITECTURES
+from vllm_module.weights.gguf.file import GGUFFile
+from vllm_module.weights.gguf.header import GGUFTensor
+from vllm_module.weights.gguf.names import ARCHITECTURES
 
 Entries = dict[str, Any]
 

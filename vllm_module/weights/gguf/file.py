@@ -11,8 +11,8 @@ from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.messages import printable, shorten
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.gguf_header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
-from vllm_module.weights.gguf_names import (
+from vllm_module.weights.gguf.header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
+from vllm_module.weights.gguf.names import (
     ARCHITECTURES,
     ROPE_TENSORS,
     Architecture,
