@@ -41,8 +41,22 @@ MIXED = {  # as llama.cpp mixes types, so that q, k and v differ, and gate and u
     "ffn_gate": "Q4_K", "ffn_up": "F16", "ffn_down": "Q6_K", "output": "Q6_K",
     "token_embd": "Q4_K",
 }  # fmt: skip
+LOW = {  # as the smallest of llama.cpp's mixtures: each type of few bits
+    "attn_q": "IQ2_XXS", "attn_k": "IQ2_XS", "attn_v": "Q3_K", "attn_output": "IQ3_XXS",
+    "ffn_gate": "IQ2_S", "ffn_up": "IQ3_S", "ffn_down": "Q2_K", "output": "IQ4_XS",
+    "token_embd": "IQ4_NL",
+}  # fmt: skip
+LEAST = {
+    **LOW, "attn_q": "IQ1_S", "attn_k": "TQ1_0", "attn_v": "TQ2_0", "token_embd": "Q2_K",
+    "ffn_down": "IQ4_NL", "ffn_gate": "IQ4_XS",
+}  # fmt: skip
 EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")  # and Q8_0
 MIXED_EXPERTS = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q8_0", "ffn_down_exps": "F16"}
+LOW_EXPERTS = {"ffn_gate_exps": "IQ2_XS", "ffn_up_exps": "IQ3_S", "ffn_down_exps": "IQ4_NL"}
+MIXTURES = {
+    "mixed": MIXED, "low": LOW, "least": LEAST, "mixed-experts": MIXED_EXPERTS,
+    "low-experts": LOW_EXPERTS, "mxfp4": EXPERTS,
+}  # fmt: skip
 
 written = SimpleNamespace(
     **runpy.run_path(str(Path(__file__).parents[1] / "weights" / "gguf_models.py"))
@@ -66,7 +80,7 @@ def gguf_file(
 
     def get(name: str, kind: str) -> Written:
         if (name, kind) not in made:
-            mixture = {"mixed": MIXED, "mixed-experts": MIXED_EXPERTS, "mxfp4": EXPERTS}.get(kind)
+            mixture = MIXTURES.get(kind)
 
             def kind_of(full: str) -> str:
                 return kind if mixture is None else mixture.get(full.split(".")[-2], "Q8_0")
@@ -90,7 +104,11 @@ def logits(model: Any) -> torch.Tensor:
 
 
 ALL = [
-    *((name, "Q8_0", 2) for name in written.CONFIGS if name != "llama-narrow"),
+    *(
+        (name, "Q8_0", 2)
+        for name in written.CONFIGS
+        if name not in ("llama-narrow", "mixtral-wide")
+    ),
     ("llama", "F32", 1),
     ("llama", "F16", 2),
     ("llama", "BF16", 1),
@@ -100,7 +118,9 @@ ALL = [
     ("llama-biases", "Q4_0", 4),
     ("gemma2", "F16", 1),
     *(("llama-wide", "mixed", size) for size in (1, 2, 4)),
+    *(("llama-wide", kind, size) for kind in ("low", "least") for size in (1, 2)),
     *(("mixtral", "mixed-experts", size) for size in (1, 4)),
+    *(("mixtral-wide", "low-experts", size) for size in (1, 2)),
     ("qwen3moe", "mixed-experts", 2),
     *(("gpt-oss", "mxfp4", size) for size in (1, 2, 4)),
 ]
@@ -250,7 +270,7 @@ def test_updates_fill_blocks_in_place(gguf_file: Callable[[str, str], Written]) 
     ("kind", "at", "value"),
     [
         ("Q4_0", 0, 0x7C00), ("Q8_0", 0, 0xFC00), ("Q4_K", 0, 0x7E00), ("Q4_K", 2, 0x7C01),
-        ("Q5_K", 2, 0xFC00), ("Q6_K", 208, 0x7C00), ("MXFP4", 0, 0x01FF),
+        ("Q5_K", 2, 0xFC00), ("Q6_K", 208, 0x7C00), ("IQ3_S", 0, 0x7C00), ("MXFP4", 0, 0x01FF),
     ],
 )  # fmt: skip
 def test_a_scale_that_is_not_finite_is_refused(kind: str, at: int, value: int) -> None:
@@ -308,8 +328,8 @@ def test_types_in_a_configuration_are_checked(tmp_path: Path) -> None:
     """A configuration that is not the source's own is refused by name."""
     with pytest.raises(CheckpointFormatError, match="types of config\\.json should map"):
         rules_for(None, {"quant_method": "gguf"})
-    with pytest.raises(UnsupportedModelError, match="type IQ2_S are not supported"):
-        rules_for(None, {"quant_method": "gguf", "types": {"a": "IQ2_S"}})
+    with pytest.raises(UnsupportedModelError, match="type NVFP4 are not supported"):
+        rules_for(None, {"quant_method": "gguf", "types": {"a": "NVFP4"}})
     with pytest.raises(UnsupportedModelError, match="quantized already, by 'gguf'"):
         rules_for("fp8", {"quant_method": "gguf", "types": {}})
 

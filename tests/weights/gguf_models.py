@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 4},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "rms_norm_eps": 1e-5},
+    "mixtral-wide": {"model_type": "mixtral", **WIDE, "num_local_experts": 4},
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 64},
     "qwen2moe": {
@@ -93,16 +94,29 @@ def new_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
+# Types that gguf-py cannot quantize to, with the places of their scales and offsets in a block.
+RANDOM = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), (0,)),
+}  # fmt: skip
+_MEAN_CODE = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}  # what offsets are multiplied by
+
+
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     """Return bytes of blocks that gguf-py cannot quantize to; their values are about 0.1."""
-    values, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    of = gguf.GGMLQuantizationType[kind]
+    values, nbytes = gguf.GGML_QUANT_SIZES[of]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, columns // values, nbytes), dtype=np.uint8)
-    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
-    for at in scales:
-        size = {"Q4_K": 4e-4, "Q5_K": 2e-4, "Q6_K": 6e-5}[kind] * (6 if at == 2 else 1)
-        drawn = (size * rng.uniform(0.5, 1, (rows, columns // values))).astype(np.float16)
-        blocks[..., at : at + 2] = drawn[..., None].view(np.uint8)
+
+    def put(size: float) -> None:
+        for at, factor in zip(RANDOM[kind], (1.0, _MEAN_CODE.get(kind)), strict=False):
+            drawn = (size * factor * rng.uniform(0.5, 1, blocks.shape[:2])).astype(np.float16)
+            blocks[..., at : at + 2] = drawn[..., None].view(np.uint8)
+
+    put(1)
+    put(0.1 / float(gguf.quants.dequantize(blocks.reshape(rows, -1), of).std()))
     return blocks.reshape(rows, -1)
 
 
@@ -110,7 +124,7 @@ def stored(value: torch.Tensor, kind: str, seed: int) -> tuple[np.ndarray, torch
     """Return the bytes of a tensor in a type, and the values that they stand for."""
     of = gguf.GGMLQuantizationType[kind]
     data = value.detach().float().contiguous().numpy()
-    if kind.endswith("_K"):
+    if kind in RANDOM:
         rows = random_blocks(kind, data.size // data.shape[-1], data.shape[-1], seed)
         packed = rows.reshape(*data.shape[:-1], -1)
     else:

@@ -251,7 +251,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "size-0": (header(tensors=[("a", [0, 2], 0, 0)]), "sizes of 1 and more"),
     "too-large": (header(tensors=[("a", [2**62, 2**62], 0, 0)]), "sizes of 1 and more"),
     "no-such-type": (header(tensors=[("a", [32], 5, 0)]), "a number that ggml has, and is 5"),
-    "type": (header(tensors=[("blk.0.b", [256], 10, 0)]), "'blk.0.b' is of type Q2_K, which is"),
+    "type": (header(tensors=[("blk.0.b", [256], 15, 0)]), "'blk.0.b' is of type Q8_K, which is"),
     "half-a-block": (header(tensors=[("a", [48], 8, 0)]), "whole blocks of 32 values .* is 48"),
     "not-at-the-start": (header(tensors=[("a", [32], 0, 32)]), "hole after the header"),
     "overlap": (
