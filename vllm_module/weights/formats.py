@@ -139,7 +139,7 @@ FORMATS: dict[str, Files | Unit] = {
         only_here="each tensor is a file of its own, and missing ones are written beside the rest",
     ),
     "gguf": Unit(
-        "vllm_module.weights.gguf.file:open_gguf",
+        "vllm_module.weights.gguf.small_files:open_gguf",
         "*.gguf",
         weights=("*.gguf",),
         small_files="vllm_module.weights.gguf.small_files:gguf_small_files",

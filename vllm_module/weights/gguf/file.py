@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.messages import printable, shorten
-from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.gguf.header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
 from vllm_module.weights.gguf.names import (
@@ -170,12 +169,6 @@ def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, 
         )
         for expert in range(shape[0])
     ]
-
-
-def open_gguf(folder: FolderFiles) -> Checkpoint:
-    """Open the weights in GGUF files, as :func:`open_gguf_files` does."""
-    checkpoint: Checkpoint = folder.checkpoint(open_gguf_files(folder), "gguf")
-    return checkpoint
 
 
 def open_gguf_files(folder: FolderFiles) -> tuple[GGUFFile, ...]:
