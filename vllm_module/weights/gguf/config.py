@@ -6,72 +6,17 @@ before what a key says of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import printable, shorten
+from vllm_module.messages import shorten
 from vllm_module.weights.gguf.file import GGUFFile
-from vllm_module.weights.gguf.header import GGUFTensor
+from vllm_module.weights.gguf.metadata import Metadata
 from vllm_module.weights.gguf.names import ARCHITECTURES
+from vllm_module.weights.gguf.rope import rope_scaling
 
 Entries = dict[str, Any]
-
-# Settings of rope scaling that become no entry of config.json, and what they have to be.
-_USUAL = {
-    "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_beta_fast": 32.0,
-    "rope.scaling.yarn_beta_slow": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
-}
-_WITHIN = 1e-3  # of a factor on a frequency: files hold them in float32
-
-
-class _Metadata:
-    """The keys of one architecture, and the tensors of all files."""
-
-    def __init__(self, files: Sequence[GGUFFile]) -> None:
-        self.files = files
-        self.where = printable(files[0].path)
-        self.keys: Mapping[str, Any] = files[0].metadata
-        self.architecture: str = self.keys["general.architecture"]
-        self.tensors: dict[str, GGUFTensor] = {
-            tensor.name: tensor for file in files for tensor in file.header.tensors
-        }
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.keys.get(f"{self.architecture}.{key}", default)
-
-    def need(self, key: str) -> Any:
-        if (value := self.get(key)) is None:
-            raise CheckpointFormatError(
-                f"{self.where}: the metadata has no {self.architecture}.{key}, and there is no "
-                "config.json beside the file: put one there, or convert the model again"
-            )
-        return value
-
-    def shape(self, name: str, dims: int) -> tuple[int, ...]:
-        if name not in self.tensors:
-            raise CheckpointFormatError(
-                f"{self.where}: the tensor {name} is missing; download the model again"
-            )
-        shape = self.tensors[name].shape
-        if len(shape) != dims:
-            raise CheckpointFormatError(
-                f"{self.where}: the tensor {name} should have {dims} dimensions, and its shape is "
-                f"{list(shape)}; download the model again"
-            )
-        return shape
-
-    def factors(self, name: str) -> list[float] | None:
-        """Return the values of a tensor with factors on frequencies, if there is one."""
-        for file in self.files:
-            if name in file.rope_tensors:
-                return file.floats(file.rope_tensors[name])
-        return None
 
 
 def stored_entries(files: Sequence[GGUFFile]) -> Entries:
@@ -100,7 +45,7 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     Raises ``CheckpointFormatError`` for a key that is missing, ``UnsupportedModelError`` for
     settings that no model here has.
     """
-    of = _Metadata(files)
+    of = Metadata(files)
     vocabulary, hidden = of.shape("token_embd.weight", 2)
     heads = of.need("attention.head_count")
     entries: Entries = {
@@ -124,7 +69,7 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     if "eos_token_id" in entries and turn_ends not in (None, entries["eos_token_id"]):
         entries["eos_token_id"] = [entries["eos_token_id"], turn_ends]
     entries |= _BY_ARCHITECTURE[of.architecture](of, entries)
-    if (scaling := _rope_scaling(of)) is not None:
+    if (scaling := rope_scaling(of)) is not None:
         entries["rope_scaling"] = scaling
     return entries
 
@@ -136,14 +81,14 @@ def _alike(value: Any) -> Any:
     return value
 
 
-def _dtype(of: _Metadata) -> str:
+def _dtype(of: Metadata) -> str:
     kinds = {tensor.kind for tensor in of.tensors.values()}
     if kinds == {"F32"}:
         return "float32"
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _head(of: _Metadata, hidden: int, heads: Any) -> Entries:
+def _head(of: Metadata, hidden: int, heads: Any) -> Entries:
     """Return the size of a head, and how much of it is rotated."""
     if type(heads) is not int or not 0 < heads <= hidden:
         raise CheckpointFormatError(
@@ -165,7 +110,7 @@ def _head(of: _Metadata, hidden: int, heads: Any) -> Entries:
     return entries
 
 
-def _llama(of: _Metadata, entries: Entries) -> Entries:
+def _llama(of: Metadata, entries: Entries) -> Entries:
     own: Entries = {"attention_bias": "blk.0.attn_q.bias" in of.tensors}
     window = of.get("attention.sliding_window")
     if of.get("expert_count"):
@@ -180,15 +125,15 @@ def _llama(of: _Metadata, entries: Entries) -> Entries:
     return {**own, "architectures": ["LlamaForCausalLM"]}
 
 
-def _qwen2(of: _Metadata, entries: Entries) -> Entries:
+def _qwen2(of: Metadata, entries: Entries) -> Entries:
     return {"architectures": ["Qwen2ForCausalLM"]}
 
 
-def _qwen3(of: _Metadata, entries: Entries) -> Entries:
+def _qwen3(of: Metadata, entries: Entries) -> Entries:
     return {"architectures": ["Qwen3ForCausalLM"]}
 
 
-def _experts(of: _Metadata, renormalized: bool) -> Entries:
+def _experts(of: Metadata, renormalized: bool) -> Entries:
     return {
         "num_experts": of.need("expert_count"),
         "num_experts_per_tok": of.need("expert_used_count"),
@@ -197,7 +142,7 @@ def _experts(of: _Metadata, renormalized: bool) -> Entries:
     }
 
 
-def _qwen2moe(of: _Metadata, entries: Entries) -> Entries:
+def _qwen2moe(of: Metadata, entries: Entries) -> Entries:
     shared = of.shape("blk.0.ffn_gate_shexp.weight", 2)[0]
     return {
         **_experts(of, renormalized=False),
@@ -207,13 +152,13 @@ def _qwen2moe(of: _Metadata, entries: Entries) -> Entries:
     }
 
 
-def _qwen3moe(of: _Metadata, entries: Entries) -> Entries:
+def _qwen3moe(of: Metadata, entries: Entries) -> Entries:
     experts = _experts(of, renormalized=True)
     width = entries.get("intermediate_size", experts["moe_intermediate_size"])
     return {**experts, "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": width}
 
 
-def _gpt_oss(of: _Metadata, entries: Entries) -> Entries:
+def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
     return {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": "blk.0.attn_q.bias" in of.tensors,
@@ -224,12 +169,12 @@ def _gpt_oss(of: _Metadata, entries: Entries) -> Entries:
     }
 
 
-def _phi3(of: _Metadata, entries: Entries) -> Entries:
+def _phi3(of: Metadata, entries: Entries) -> Entries:
     window = of.get("attention.sliding_window") or None  # 0 is none
     return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
 
 
-def _gemma(of: _Metadata, entries: Entries, largest: int) -> Entries:
+def _gemma(of: Metadata, entries: Entries, largest: int) -> Entries:
     """Return what Gemma 2 and 3 have in common; the ``largest`` has this number of layers."""
     heads, size = entries["num_attention_heads"], entries["head_dim"]
     if entries["num_hidden_layers"] == largest:  # the one whose scores are scaled otherwise
@@ -241,7 +186,7 @@ def _gemma(of: _Metadata, entries: Entries, largest: int) -> Entries:
     }
 
 
-def _gemma2(of: _Metadata, entries: Entries) -> Entries:
+def _gemma2(of: Metadata, entries: Entries) -> Entries:
     return {
         **_gemma(of, entries, largest=46),
         "architectures": ["Gemma2ForCausalLM"],
@@ -250,7 +195,7 @@ def _gemma2(of: _Metadata, entries: Entries) -> Entries:
     }
 
 
-def _gemma3(of: _Metadata, entries: Entries) -> Entries:
+def _gemma3(of: Metadata, entries: Entries) -> Entries:
     return {
         **_gemma(of, entries, largest=62),
         "architectures": ["Gemma3ForCausalLM"],
@@ -260,7 +205,7 @@ def _gemma3(of: _Metadata, entries: Entries) -> Entries:
     }
 
 
-_BY_ARCHITECTURE: Mapping[str, Callable[[_Metadata, Entries], Entries]] = {
+_BY_ARCHITECTURE: Mapping[str, Callable[[Metadata, Entries], Entries]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -271,109 +216,3 @@ _BY_ARCHITECTURE: Mapping[str, Callable[[_Metadata, Entries], Entries]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
-
-
-def _rope_scaling(of: _Metadata) -> Entries | None:
-    """Return the rope scaling, from keys or from the factors that a file has as tensors."""
-    factor = of.get("rope.scaling.factor", of.get("rope.scale_linear"))
-    kind = of.get("rope.scaling.type", "linear" if factor else "none")  # llama.cpp's default
-    long, short = of.factors("rope_factors_long.weight"), of.factors("rope_factors_short.weight")
-    each = of.factors("rope_freqs.weight")
-    original = of.get("rope.scaling.original_context_length")
-    if each is not None and (long or short or kind not in ("none", "linear") or factor):
-        raise UnsupportedModelError(
-            f"{of.where}: rope_freqs.weight has a factor for each frequency, and the metadata has "
-            f"another rope scaling, {shorten(kind)}: expected one of the two"
-        )
-    if (long is None) != (short is None):
-        raise CheckpointFormatError(
-            f"{of.where}: expected both of rope_factors_long.weight and rope_factors_short.weight, "
-            "or neither; download the model again"
-        )
-    for key, usual in _USUAL.items():
-        taken = long is not None and key == "rope.scaling.attn_factor"
-        if not taken and of.get(key, usual) != usual:
-            raise UnsupportedModelError(
-                f"{of.where}: {of.architecture}.{key} is {shorten(of.get(key))}: expected {usual:g}"
-            )
-    if each is not None:
-        # What Llama 3.1 computes from four settings, which files do not have, are these numbers.
-        if all(one == 1 for one in each):
-            return None
-        long = short = each
-        attention_factor, original = 1.0, of.need("context_length")
-    elif long is not None:
-        original = of.need("rope.scaling.original_context_length")
-        attention_factor = of.get("rope.scaling.attn_factor")
-    if long is not None:
-        scaling: Entries = {
-            "rope_type": "longrope",
-            "short_factor": short,
-            "long_factor": long,
-            "original_max_position_embeddings": original,
-        }
-        return scaling if attention_factor is None else {
-            **scaling, "attention_factor": attention_factor
-        }  # fmt: skip
-    if kind == "none" or (kind == "linear" and not factor):
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        scaling = {
-            "rope_type": "yarn",
-            "factor": of.need("rope.scaling.factor") if factor is None else factor,
-            "original_max_position_embeddings": of.need("rope.scaling.original_context_length"),
-        }
-        # No key says it: gpt-oss was trained with bounds that are not rounded.
-        return {**scaling, "truncate": False} if of.architecture == "gpt-oss" else scaling
-    raise UnsupportedModelError(
-        f"{of.where}: rope.scaling.type is {shorten(kind)}: expected none, linear, yarn, or "
-        "factors in rope_freqs.weight or rope_factors_*.weight"
-    )
-
-
-def check_rope_factors(files: Sequence[GGUFFile], entries: Mapping[str, Any], path: str) -> None:
-    """Refuse a ``config.json`` whose scaling is not the factors that the files have.
-
-    ``path`` is the file's, for the message. The formula is that of Llama 3.1.
-    """
-    factors = _Metadata(files).factors("rope_freqs.weight")
-    if factors is None or all(one == 1 for one in factors):
-        return
-    scaling = entries.get("rope_scaling") or entries.get("rope_parameters")
-    if isinstance(scaling, Mapping):
-        kind = scaling.get("rope_type") or scaling.get("type")
-        theta = scaling.get("rope_theta", entries.get("rope_theta", 10000.0))
-        try:
-            if kind == "llama3" and _same(_llama3_factors(scaling, theta, len(factors)), factors):
-                return
-            if kind == "longrope" and _same(scaling.get("long_factor") or (), factors):
-                return
-        except (TypeError, ValueError, ArithmeticError):
-            pass  # an entry is no number, or none that the formula takes: it gives other factors
-    raise CheckpointFormatError(
-        f"{printable(files[0].path)} has factors on the rotary frequencies (rope_freqs.weight), "
-        f"from {min(factors):g} to {max(factors):g}, which rope_scaling of {path} does not give: "
-        "they belong to different models, or the entry is missing. Correct it, or remove "
-        "config.json to take the factors of the file"
-    )
-
-
-def _same(some: Sequence[float], others: Sequence[float]) -> bool:
-    return len(some) == len(others) and all(
-        math.isclose(one, other, rel_tol=_WITHIN) for one, other in zip(some, others, strict=True)
-    )
-
-
-def _llama3_factors(scaling: Mapping[str, Any], theta: float, count: int) -> list[float]:
-    names = (
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    )  # fmt: skip
-    factor, low, high, original = (float(scaling.get(name, math.nan)) for name in names)
-    factors = []
-    for index in range(count):
-        turns = original / (2 * math.pi * theta ** (index / count))
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return factors

@@ -10,9 +10,10 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.gguf.config import check_rope_factors, config_of, stored_entries
+from vllm_module.weights.gguf.config import config_of, stored_entries
 from vllm_module.weights.gguf.file import GGUFFile, open_gguf_files
 from vllm_module.weights.gguf.names import architecture_of
+from vllm_module.weights.gguf.rope import check_rope_factors
 from vllm_module.weights.gguf.tokenizer import tokenizer_files
 from vllm_module.weights.strict_json import parse_config
 from vllm_module.weights.written_folder import NO_TOKENIZER, TAKEN
