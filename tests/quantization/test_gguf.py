@@ -53,7 +53,9 @@ LEAST = {
 EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")  # and Q8_0
 MIXED_EXPERTS = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q8_0", "ffn_down_exps": "F16"}
 LOW_EXPERTS = {"ffn_gate_exps": "IQ2_XS", "ffn_up_exps": "IQ3_S", "ffn_down_exps": "IQ4_NL"}
+LATENT = {"attn_k_b": "Q8_0", "attn_v_b": "IQ4_NL", "attn_q_a": "Q4_0", "ffn_up_exps": "Q4_1"}
 MIXTURES = {
+    "mixed-latent": LATENT,
     "mixed": MIXED, "low": LOW, "least": LEAST, "mixed-experts": MIXED_EXPERTS,
     "low-experts": LOW_EXPERTS, "mxfp4": EXPERTS,
 }  # fmt: skip
@@ -123,6 +125,8 @@ ALL = [
     *(("mixtral-wide", "low-experts", size) for size in (1, 2)),
     ("qwen3moe", "mixed-experts", 2),
     *(("gpt-oss", "mxfp4", size) for size in (1, 2, 4)),
+    *((name, "F16", 1) for name in ("glm4", "mistral3", "deepseek2", "deepseek2-groups")),
+    *(("deepseek3", kind, size) for kind in ("F16", "mixed-latent") for size in (1, 4)),
 ]
 
 
@@ -150,6 +154,43 @@ def test_transformers_reads_the_same_from_the_file(
     theirs.load_state_dict(read["tensors"])
     expected = written.logits(theirs, IDS)
     torch.testing.assert_close(logits(load(file.path)), expected, rtol=0, atol=WITHIN)
+
+
+@pytest.mark.parametrize("name", ["deepseek2", "deepseek3"])
+def test_keys_and_values_of_latents_may_be_together(tmp_path: Path, name: str) -> None:
+    """Older files have ``attn_kv_b``, and sizes of heads in the keys that had those of latents."""
+    model = written.new_model(written.CONFIGS[name])
+    path = written.write(tmp_path / "m.gguf", model, lambda _: "Q8_0", kv_b_apart=False)
+    expected = written.logits(model, IDS)
+    for computed in run_ranks(2, lambda rank: logits(load(path))):
+        torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)
+
+
+def test_a_rank_reads_the_heads_that_it_keeps(gguf_file: Callable[[str, str], Written]) -> None:
+    """Of keys that are stored transposed, a rank reads its heads alone."""
+    source = ModelSource.find(ModelConfig(model=str(gguf_file("deepseek3", "mixed-latent").path)))
+    name = "model.layers.1.self_attn.k_b_proj.weight"
+
+    def work(rank: int) -> int:
+        with source.open() as checkpoint:
+            plan = source.build(torch.device("cpu")).plan_weights(checkpoint)
+            reads = [read.source for read in plan.reads() if read.name == name]
+            return sum(run.length * run.count for each in reads for run in each.runs())
+
+    whole, *parts = run_ranks(1, work) + run_ranks(4, work)
+    assert whole > 0
+    assert parts == [whole // 4] * 4
+
+
+def test_keys_and_values_in_one_tensor_have_no_place_beside_those_apart(
+    gguf_file: Callable[[str, str], Written],
+) -> None:
+    """Rows of Hugging Face's ``kv_b_proj`` alternate by head, so it is refused by name."""
+    file = gguf_file("deepseek3", "F16")
+    model = load(file.path)
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    with pytest.raises(UnexpectedWeightError, match="has no 'kv_b_proj'"):
+        model.update_weights({name: file.model.state_dict()[name]})
 
 
 def test_experts_are_spread_whole(gguf_file: Callable[[str, str], Written]) -> None:

@@ -101,15 +101,39 @@ def test_names_are_the_librarys(architecture: str) -> None:
     tables = {**ARCHITECTURES[architecture].layer}
     for component, theirs in tables.items():
         name = renamed(f"blk.2.{component}.weight", ARCHITECTURES[architecture])
-        last = "" if component == "attn_sinks" else ".weight"
+        last = "" if component in ("attn_sinks", "exp_probs_b") else ".weight"
         assert name == f"model.layers.2.{theirs}{last}"
         known = name.removesuffix(".weight").replace(".*.", ".").removesuffix("_pairs")
+        known = known.removesuffix("_bias")  # of e_score_correction_bias
         assert names.get_name(known) == f"blk.2.{component}", known
     for component in ("token_embd", "output_norm", "output"):
         name = renamed(f"{component}.weight", ARCHITECTURES[architecture])
         assert names.get_name(name.removesuffix(".weight")) in (component, None)
     known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[arch]}
     assert {f"{each}.weight" for each in known if each.startswith("rope_")} <= ROPE_TENSORS
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_any_rows_and_columns_of_a_transposed_weight_are_read(tmp_path: Path, kind: str) -> None:
+    """Keys that are stored transposed, head by head, are those of transformers, and cut as they."""
+    model = written.new_model(written.CONFIGS["deepseek2"])
+    path = written.write(tmp_path / "m.gguf", model, lambda name: kind)
+    both = model.state_dict()["model.layers.0.self_attn.kv_b_proj.weight"].unflatten(0, (4, -1))
+    expected = both[:, :32].flatten(0, 1)
+    with open_checkpoint(path) as checkpoint:
+        handle = checkpoint["model.layers.0.self_attn.k_b_proj.weight"]
+        assert handle.shape == expected.shape == (128, 64)
+        assert torch.equal(handle.read().float(), expected)
+        for rows, columns in (((32, 32), (0, 64)), ((31, 34), (7, 9)), ((127, 1), (63, 1))):
+            cut, part = handle, expected
+            for dim, (first, length) in ((1, columns), (0, rows)):
+                cut, part = cut.narrow(dim, first, length), part.narrow(dim, first, length)
+            assert torch.equal(cut.read().float(), part)
+            into = torch.empty(part.shape)
+            cut.narrow(0, 0, len(part)).read_into(into)
+            assert torch.equal(into, part)
+        with pytest.raises(RuntimeError):
+            handle.narrow(0, 100, 29)
 
 
 def test_a_gate_without_its_dimension_of_one_has_it_again(tmp_path: Path) -> None:

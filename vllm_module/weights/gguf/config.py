@@ -34,6 +34,8 @@ def stored_entries(files: Sequence[GGUFFile]) -> Entries:
         entries["stored_rotary_pairs"] = True
     if architecture.experts_apart:
         entries["stored_experts_apart"] = True
+    if "blk.0.attn_k_b.weight" in tensors:
+        entries["stored_kv_b_apart"] = True
     if types:
         entries["quantization_config"] = {"quant_method": "gguf", "types": types}
     return entries
@@ -61,6 +63,11 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     }
     if (width := of.get("feed_forward_length")) is not None:
         entries["intermediate_size"] = _alike(width)
+    if of.get("rope.dimension_sections") is not None:
+        raise UnsupportedModelError(
+            f"{of.where}: the rotary embedding has sections ({of.architecture}.rope."
+            "dimension_sections), as in models that see images: expected positions of text"
+        )
     entries |= _head(of, hidden, heads)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := of.keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
@@ -95,6 +102,8 @@ def _head(of: Metadata, hidden: int, heads: Any) -> Entries:
             f"{of.where}: {of.architecture}.attention.head_count should be a number of heads, and "
             f"is {shorten(heads)}"
         )
+    if of.architecture == "deepseek2":
+        return _latent_head(of, heads)
     size = of.get("attention.key_length", hidden // heads)
     rotated, values = of.get("rope.dimension_count", size), of.get("attention.value_length", size)
     whole = ARCHITECTURES[of.architecture].rotary_pairs  # pairs of whole heads are stored
@@ -110,9 +119,38 @@ def _head(of: Metadata, hidden: int, heads: Any) -> Entries:
     return entries
 
 
+def _latent_head(of: Metadata, heads: int) -> Entries:
+    """Return the sizes of heads whose keys and values are computed from one latent of a token.
+
+    Files whose ``attn_kv_b`` is stored apart say the sizes of a latent as those of a key and value
+    that all heads share, and those of a head in other keys.
+    """
+    rotated = of.need("rope.dimension_count")
+    size = of.get("attention.key_length_mla") or of.need("attention.key_length")
+    values = of.get("attention.value_length_mla") or of.need("attention.value_length")
+    if type(size) is not int or type(rotated) is not int or not 0 < rotated < size:
+        raise CheckpointFormatError(
+            f"{of.where}: expected heads of which a part is rotated, got {shorten(size)} features, "
+            f"of which rope.dimension_count says {shorten(rotated)}"
+        )
+    return {
+        "num_key_value_heads": heads,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": values,
+        "kv_lora_rank": of.need("attention.kv_lora_rank"),
+        "q_lora_rank": of.get("attention.q_lora_rank") or None,
+    }
+
+
+def _window(of: Metadata) -> Any:
+    """Return the sliding window; converters write 0 for none."""
+    return of.get("attention.sliding_window") or None
+
+
 def _llama(of: Metadata, entries: Entries) -> Entries:
     own: Entries = {"attention_bias": "blk.0.attn_q.bias" in of.tensors}
-    window = of.get("attention.sliding_window")
+    window = _window(of)
     if of.get("expert_count"):
         return {
             "architectures": ["MixtralForCausalLM"],
@@ -170,8 +208,52 @@ def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
 
 
 def _phi3(of: Metadata, entries: Entries) -> Entries:
-    window = of.get("attention.sliding_window") or None  # 0 is none
-    return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window}
+    return {"architectures": ["Phi3ForCausalLM"], "sliding_window": _window(of)}
+
+
+def _mistral3(of: Metadata, entries: Entries) -> Entries:
+    if of.get("attention.temperature_scale"):
+        raise UnsupportedModelError(
+            f"{of.where}: {of.architecture}.attention.temperature_scale multiplies queries by a "
+            "function of their position (Ministral 3), which no model here does"
+        )
+    return _llama(of, entries)
+
+
+def _glm4(of: Metadata, entries: Entries) -> Entries:
+    bias = "blk.0.attn_q.bias" in of.tensors
+    return {"architectures": ["Glm4ForCausalLM"], "attention_bias": bias}
+
+
+# Of DeepSeek-V2, and of V3 and R1, by the number of experts: how many groups they are in, and from
+# how many a token's are chosen. Only newer files say it.
+_EXPERT_GROUPS = {160: (8, 3), 256: (8, 4)}
+_SIGMOID = 2  # of expert_gating_func; 1 is softmax, which older files do not say
+
+
+def _deepseek2(of: Metadata, entries: Entries) -> Entries:
+    experts, dense = of.need("expert_count"), of.get("leading_dense_block_count", 0)
+    corrected = f"blk.{dense}.exp_probs_b.bias" in of.tensors
+    sigmoid = of.get("expert_gating_func", _SIGMOID if corrected else 0) == _SIGMOID
+    groups, chosen = _EXPERT_GROUPS.get(experts, (1, 1))
+    groups = of.get("expert_group_count") or groups
+    chosen = of.get("expert_group_used_count") or chosen
+    greedy = "greedy" if groups == 1 else "group_limited_greedy"
+    return {
+        "architectures": [f"DeepseekV{3 if corrected else 2}ForCausalLM"],
+        "n_routed_experts": experts,
+        "num_experts_per_tok": of.need("expert_used_count"),
+        "n_shared_experts": of.get("expert_shared_count") or None,
+        "moe_intermediate_size": of.shape(f"blk.{dense}.ffn_gate_exps.weight", 3)[-2],
+        "first_k_dense_replace": dense,
+        "n_group": groups,
+        "topk_group": chosen,
+        "topk_method": "noaux_tc" if corrected else greedy,
+        "scoring_func": "sigmoid" if sigmoid else "softmax",
+        "norm_topk_prob": of.get("expert_weights_norm", False),
+        "routed_scaling_factor": of.get("expert_weights_scale") or 1.0,  # 0 is none
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def _gemma(of: Metadata, entries: Entries, largest: int) -> Entries:
@@ -201,7 +283,7 @@ def _gemma3(of: Metadata, entries: Entries) -> Entries:
         "architectures": ["Gemma3ForCausalLM"],
         "rope_theta": of.get("rope.freq_base", 1000000.0),
         "rope_local_base_freq": of.get("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": of.get("final_logit_softcapping"),
+        "final_logit_softcapping": of.get("final_logit_softcapping") or None,
     }
 
 
@@ -212,6 +294,9 @@ _BY_ARCHITECTURE: Mapping[str, Callable[[Metadata, Entries], Entries]] = {
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
     "gpt-oss": _gpt_oss,
+    "mistral3": _mistral3,
+    "glm4": _glm4,
+    "deepseek2": _deepseek2,
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

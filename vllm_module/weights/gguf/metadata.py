@@ -24,9 +24,11 @@ class Metadata:
         }
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return a key of the architecture, or ``default`` if the file has none."""
         return self.keys.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
+        """Return a key of the architecture that the file must have."""
         if (value := self.get(key)) is None:
             raise CheckpointFormatError(
                 f"{self.where}: the metadata has no {self.architecture}.{key}, and there is no "
@@ -35,6 +37,7 @@ class Metadata:
         return value
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
+        """Return the shape of a tensor that the files must have, of ``dims`` dimensions."""
         if name not in self.tensors:
             raise CheckpointFormatError(
                 f"{self.where}: the tensor {name} is missing; download the model again"

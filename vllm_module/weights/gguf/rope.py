@@ -11,14 +11,23 @@ from vllm_module.messages import printable, shorten
 from vllm_module.weights.gguf.file import GGUFFile
 from vllm_module.weights.gguf.metadata import Metadata
 
-# Settings of rope scaling that become no entry of config.json, and what they have to be.
+# Settings of YaRN, and the entries that they become.
+_YARN = {
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+# Settings that become no entry of config.json, and what they have to be.
 _USUAL = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
+}
+_USUAL_WITHOUT_YARN = {
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_beta_fast": 32.0,
     "rope.scaling.yarn_beta_slow": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
+    _LOG_MULTIPLIER: 0.0,
 }
 _WITHIN = 1e-3  # of a factor on a frequency: files hold them in float32
 
@@ -40,7 +49,8 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
             f"{of.where}: expected both of rope_factors_long.weight and rope_factors_short.weight, "
             "or neither; download the model again"
         )
-    for key, usual in _USUAL.items():
+    has_yarn = kind == "yarn" and long is None
+    for key, usual in {**_USUAL, **({} if has_yarn else _USUAL_WITHOUT_YARN)}.items():
         taken = long is not None and key == "rope.scaling.attn_factor"
         if not taken and of.get(key, usual) != usual:
             raise UnsupportedModelError(
@@ -75,6 +85,11 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
             "factor": of.need("rope.scaling.factor") if factor is None else factor,
             "original_max_position_embeddings": of.need("rope.scaling.original_context_length"),
         }
+        scaling |= {entry: of.get(key) for key, entry in _YARN.items() if of.get(key) is not None}
+        if multiplier := of.get(_LOG_MULTIPLIER):  # of both, which are alike wherever it is written
+            # The converter of deepseek2 multiplies it by the 0.1 of the formula.
+            mscale = multiplier * 10 if of.architecture == "deepseek2" else multiplier
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(mscale, 6))
         # No key says it: gpt-oss was trained with bounds that are not rounded.
         return {**scaling, "truncate": False} if of.architecture == "gpt-oss" else scaling
     raise UnsupportedModelError(
