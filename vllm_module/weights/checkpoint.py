@@ -32,6 +32,7 @@ class Checkpoint(Mapping[str, "FileHandle"]):
         load_format: of the files, as ``LoadConfig`` names it.
         config: returns the entries of the ``config.json`` that the files stand for, in a format
             whose folders lack one. It raises what ``find_source`` does.
+        stored_name: returns what a format that names tensors otherwise calls one, if it does.
 
     """
 
@@ -39,6 +40,7 @@ class Checkpoint(Mapping[str, "FileHandle"]):
         self._files = files
         self.load_format = load_format
         self.config: Callable[[], dict[str, Any]] | None = None
+        self.stored_name: Callable[[str], str | None] | None = None
         self._owner: dict[str, WeightFile] = {}
         for file in files:
             for name in self._owner.keys() & file.entries.keys():

@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and constants.py of g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -91,7 +92,8 @@ _GEMMA_NORMS = {
 
 # What layers of these names multiply by is looked up, or small: no module keeps it in blocks.
 _DEQUANTIZED = {"token_embd", "ffn_gate_inp", "ffn_gate_inp_shexp", "attn_k_b"}
-_WITHOUT_LAST = {"attn_sinks", "exp_probs_b"}  # parameters of their module, whose names end here
+# Parameters of their module, whose names end here, and what is behind them in the file.
+_WITHOUT_LAST = {"attn_sinks": "weight", "exp_probs_b": "bias"}
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,21 @@ def renamed(name: str, architecture: Architecture) -> str:
         found = f"model.layers.{above[1]}.{architecture.layer[above[2]]}"
         return found if above[2] in _WITHOUT_LAST else f"{found}.{last}"
     return name
+
+
+def stored_name(name: str, architecture: Architecture) -> str | None:
+    """Return what a file calls the tensor that Hugging Face calls ``name``, if it has a name."""
+    of_layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    number, rest = of_layer.groups() if of_layer else ("", name)
+    rest = re.sub(r"\.experts\.\d+\.", ".experts.*.", rest)
+    base, _, last = rest.rpartition(".")
+    last = last.partition("_")[0] if last.startswith("weight_") else last  # weight_q4_k
+    for component, theirs in (architecture.layer if of_layer else _TOP).items():
+        if theirs == rest and component in _WITHOUT_LAST:
+            return f"blk.{number}.{component}.{_WITHOUT_LAST[component]}"
+        if theirs == base and last in ("weight", "bias"):
+            return f"{f'blk.{number}.' if of_layer else ''}{component}.{last}"
+    return None
 
 
 def is_dequantized(name: str) -> bool:

@@ -12,7 +12,7 @@ from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.gguf.config import config_of, stored_entries
 from vllm_module.weights.gguf.file import GGUFFile, open_gguf_files
-from vllm_module.weights.gguf.names import architecture_of
+from vllm_module.weights.gguf.names import ARCHITECTURES, architecture_of, stored_name
 from vllm_module.weights.gguf.rope import check_rope_factors
 from vllm_module.weights.gguf.tokenizer import tokenizer_files
 from vllm_module.weights.strict_json import parse_config
@@ -27,6 +27,9 @@ def open_gguf(folder: FolderFiles) -> Checkpoint:
 def _opened(folder: FolderFiles, files: tuple[GGUFFile, ...]) -> Checkpoint:
     checkpoint: Checkpoint = folder.checkpoint(files, "gguf")
     checkpoint.config = partial(_config, files, folder)
+    architecture = ARCHITECTURES.get(str(files[0].metadata.get("general.architecture")))
+    if architecture is not None:
+        checkpoint.stored_name = partial(stored_name, architecture=architecture)
     return checkpoint
 
 
