@@ -25,9 +25,14 @@ class Codebook(NamedTuple):
     bits: bytes
 
 
-@cache
+@torch.compiler.assume_constant_result
 def codebook(name: str, device: torch.device) -> torch.Tensor:
     """Return the vectors of a codebook in their order, float32 ``[vectors, width]``."""
+    return _unpacked(name, device)
+
+
+@cache
+def _unpacked(name: str, device: torch.device) -> torch.Tensor:
     values, width, packed = CODEBOOKS[name]
     bits = torch.frombuffer(bytearray(zlib.decompress(b64decode(packed))), dtype=torch.uint8)
     members = ((bits[:, None] >> torch.arange(8)) & 1).flatten().nonzero()

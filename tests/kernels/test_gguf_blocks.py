@@ -6,7 +6,7 @@ import gguf
 import pytest
 import torch
 
-from vllm_module.kernels import gguf_blocks
+from vllm_module.kernels import gguf_blocks, gguf_codebooks
 from vllm_module.kernels.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
 from vllm_module.kernels.gguf_codebooks import CODEBOOKS, codebook
 from vllm_module.kernels.gguf_types import BLOCK_TYPES, TYPE_NAMES
@@ -109,6 +109,17 @@ def test_a_product_is_that_of_the_values(kind: str, monkeypatch: pytest.MonkeyPa
     within = {"rtol": 1e-5, "atol": 1e-5 * weight.abs().max().item()}
     torch.testing.assert_close(blocks_matmul(x, blocks, kind, bias), expected, **within)
     assert blocks_matmul(x[:0], blocks, kind).shape == (0, 3, 10)
+
+
+def test_codebooks_are_constants_of_a_compiled_function() -> None:
+    """A type with a codebook is compiled in one graph, also where it is the first use of it."""
+    gguf_codebooks._unpacked.cache_clear()
+    blocks = blocks_of("IQ3_S", 2, 1)
+    compiled = torch.compile(
+        lambda each: dequantize_blocks(each, "IQ3_S"), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(blocks), by_the_library(blocks, "IQ3_S"))
+    assert torch.equal(dequantize_blocks(blocks, "IQ3_S"), by_the_library(blocks, "IQ3_S"))
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
