@@ -6,10 +6,12 @@ Formulas: ``dequantize_row_*`` in ggml-quants.c of https://github.com/ggml-org/l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.gguf_codebooks import codebook
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.grouped_matmul_mxfp4 import E2M1
 from vllm_module.kernels.linear import linear
@@ -48,7 +50,7 @@ def dequantize_blocks(
     step = _CHUNK // block.values
     for first in range(0, len(flat), step):
         out = values[first : first + step]
-        out.copy_(_FORMULAS[kind](flat[first : first + step]).view(out.shape))
+        out.copy_(_KINDS[kind].values(flat[first : first + step]).view(out.shape))
     return values.view(*blocks.shape[:-2], blocks.shape[-2] * block.values)
 
 
@@ -63,7 +65,7 @@ def block_scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
         float32 ``[..., 1]``, or ``[..., 2]`` where a block has an offset too.
 
     """
-    scales = _SCALES[kind](blocks.reshape(-1, blocks.shape[-1]))
+    scales = _KINDS[kind].scales(blocks.reshape(-1, blocks.shape[-1]))
     return scales.view(*blocks.shape[:-1], scales.shape[-1])
 
 
@@ -105,11 +107,6 @@ def blocks_matmul(
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 number at byte ``at`` of each block, float32 ``[blocks, 1]``."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-def _two_halves(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the scale and the offset at the beginning of each block, float32 ``[blocks, 2]``."""
-    return torch.cat((_half(blocks, 0), _half(blocks, 2)), -1)
 
 
 def _fields(packed: torch.Tensor, run: int, bits: int) -> torch.Tensor:
@@ -188,26 +185,186 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return scale.unsqueeze(-1) * (codes.view(-1, 16, 16).float() - 32)
 
 
-_FORMULAS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "MXFP4": _mxfp4,
-}
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    scale = _half(blocks, 80) * (blocks[:, :16] & 15).float()
+    offset = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
+    codes = _fields(blocks[:, 16:80], 32, 2).view(-1, 16, 16).float()
+    return scale.unsqueeze(-1) * codes - offset.unsqueeze(-1)
 
-_SCALES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Q4_0": lambda blocks: _half(blocks, 0),
-    "Q4_1": _two_halves,
-    "Q5_0": lambda blocks: _half(blocks, 0),
-    "Q5_1": _two_halves,
-    "Q8_0": lambda blocks: _half(blocks, 0),
-    "Q4_K": _two_halves,
-    "Q5_K": _two_halves,
-    "Q6_K": lambda blocks: _half(blocks, 208),
-    "MXFP4": _mxfp4_scale,
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    scale = _fields(blocks[:, 96:104], 8, 4) | _fields(blocks[:, 104:108], 4, 2) << 4
+    scales = _half(blocks, 108) * (scale.float() - 32)
+    codes = _fields(blocks[:, 32:96], 32, 2) | _fields(blocks[:, :32], 32, 1) << 2
+    return scales.unsqueeze(-1) * (codes.view(-1, 16, 16).float() - 4)
+
+
+def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Return values of -1, 0 and 1: a byte, as a fraction of 256, has five digits to the base 3."""
+    runs = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=blocks.device)
+    rest = torch.cat([(run[:, None] * powers[:n, None]).flatten(1) for run, n in runs], -1)
+    return _half(blocks, 52) * ((rest.short() * 3 >> 8).float() - 1)
+
+
+def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 64) * (_fields(blocks[:, :64], 32, 2).float() - 1)
+
+
+# What the codes of IQ4 stand for: kvalues_iq4nl in ggml-common.h.
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _iq4(packed: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor(_IQ4, dtype=torch.float32, device=packed.device)
+    return values[_fields(packed, 16, 4).int()]
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _iq4(blocks[:, 2:])
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    scale = _fields(blocks[:, 4:8], 1, 4) | _fields(blocks[:, 2:4], 1, 2) << 4
+    scales = _half(blocks, 0) * (scale.float() - 32)
+    return scales.unsqueeze(-1) * _iq4(blocks[:, 8:]).view(-1, 8, 32)
+
+
+def _words(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return little-endian words of two or four bytes, int32 ``[blocks, words]``.
+
+    Those of four bytes may be negative, and those of two are not.
+    """
+    # A copy, because bytes at an odd place are no words.
+    words = packed.clone(memory_format=torch.contiguous_format).view(dtype).int()
+    return words & 0xFFFF if dtype == torch.int16 else words
+
+
+def _signs(bits: torch.Tensor) -> torch.Tensor:
+    """Return -1 for each bit that is set and 1 for the others: float32 ``[blocks, n * 8]``."""
+    return 1 - 2 * _fields(bits.flatten(1), 1, 1).float()
+
+
+def _even_signs(codes: torch.Tensor) -> torch.Tensor:
+    """Return the signs of runs of eight values by their first seven; the number of -1 is even."""
+    bits = (codes.unsqueeze(-1) >> torch.arange(7, device=codes.device)) & 1
+    return _signs((codes | (bits.sum(-1) & 1) << 7).byte())
+
+
+def _runs(
+    scales: torch.Tensor, name: str, vectors: torch.Tensor, signs: torch.Tensor
+) -> torch.Tensor:
+    """Return vectors of a codebook, each run of values times its scale, and each value its sign."""
+    values = codebook(name, vectors.device)[vectors.flatten(1).int()]
+    scaled = scales.unsqueeze(-1) * values.view(*scales.shape, -1)
+    return scaled.flatten(1) * signs
+
+
+def _iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
+    runs = blocks[:, 2:].reshape(-1, 8, 8)  # four vectors, and a word of their signs and scale
+    word = _words(runs[..., 4:].flatten(1), torch.int32)
+    scales = _half(blocks, 0) * (0.5 + (word >> 28 & 15).float()) * 0.25
+    return _runs(scales, "IQ2_XXS", runs[..., :4], _even_signs(_sevens(word)))
+
+
+def _sevens(word: torch.Tensor) -> torch.Tensor:
+    """Return four numbers of seven bits of each word, int32 ``[blocks, words * 4]``."""
+    shifts = torch.arange(0, 28, 7, dtype=torch.int32, device=word.device)
+    return (word.unsqueeze(-1) >> shifts & 127).flatten(1)
+
+
+def _iq2_xs(blocks: torch.Tensor) -> torch.Tensor:
+    word = _words(blocks[:, 2:66], torch.int16)
+    scales = _half(blocks, 0) * (0.5 + _fields(blocks[:, 66:], 1, 4).float()) * 0.25
+    return _runs(scales, "IQ2_XS", word & 511, _even_signs(word >> 9))
+
+
+def _iq2_s(blocks: torch.Tensor) -> torch.Tensor:
+    vectors = blocks[:, 2:34].int() | _fields(blocks[:, 66:74], 1, 2).int() << 8
+    scales = _half(blocks, 0) * (0.5 + _fields(blocks[:, 74:], 1, 4).float()) * 0.25
+    return _runs(scales, "IQ2_S", vectors, _signs(blocks[:, 34:66]))
+
+
+def _iq3_xxs(blocks: torch.Tensor) -> torch.Tensor:
+    word = _words(blocks[:, 66:], torch.int32)
+    scales = _half(blocks, 0) * (0.5 + (word >> 28 & 15).float()) * 0.5
+    return _runs(scales, "IQ3_XXS", blocks[:, 2:66], _even_signs(_sevens(word)))
+
+
+def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
+    vectors = blocks[:, 2:66].int() | _fields(blocks[:, 66:74], 1, 1).int() << 8
+    scales = _half(blocks, 0) * (1 + 2 * _fields(blocks[:, 106:], 1, 4).float())
+    return _runs(scales, "IQ3_S", vectors, _signs(blocks[:, 74:106]))
+
+
+def _threes(word: torch.Tensor) -> torch.Tensor:
+    """Return four numbers of three bits of each word, int32 ``[blocks, words * 4]``."""
+    shifts = torch.arange(0, 12, 3, dtype=torch.int32, device=word.device)
+    return (word.unsqueeze(-1) >> shifts & 7).flatten(1)
+
+
+def _iq1(scales: torch.Tensor, vectors: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+    """Return vectors of -1, 0 and 1, of which each run is moved by an eighth, times its scale."""
+    values = codebook("IQ1_S", vectors.device)[vectors].view(*negative.shape, -1)
+    moved = values + (0.125 - 0.25 * negative.float()).unsqueeze(-1)
+    return scales.unsqueeze(-1) * moved.view(*scales.shape, -1)
+
+
+def _iq1_s(blocks: torch.Tensor) -> torch.Tensor:
+    word = _words(blocks[:, 34:], torch.int16)
+    scales = _half(blocks, 0) * (2 * (word >> 12 & 7) + 1).float()
+    return _iq1(scales, blocks[:, 2:34].int() | _threes(word) << 8, word >> 15)
+
+
+def _iq1_m_scale(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each block: four words have four bits of it each, float32."""
+    high = blocks[:, 49::2] >> 4  # the lowest bits first
+    return _half(torch.stack((high[:, 0] | high[:, 1] << 4, high[:, 2] | high[:, 3] << 4), -1), 0)
+
+
+def _iq1_m(blocks: torch.Tensor) -> torch.Tensor:
+    scale = _threes(_words(blocks[:, 48:], torch.int16))
+    scales = _iq1_m_scale(blocks) * (2 * scale + 1).float()
+    high = _fields(blocks[:, 32:48], 1, 4).int()
+    return _iq1(scales, blocks[:, :32].int() | (high & 7) << 8, high >> 3)
+
+
+class _Kind(NamedTuple):
+    """The values of blocks, and the floats that these are products and sums with."""
+
+    values: Callable[[torch.Tensor], torch.Tensor]
+    scales: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _at(place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda blocks: _half(blocks, place)
+
+
+def _two_at(place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda blocks: torch.cat((_half(blocks, place), _half(blocks, place + 2)), -1)
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "Q4_0": _Kind(_q4_0, _at(0)),
+    "Q4_1": _Kind(_q4_1, _two_at(0)),
+    "Q5_0": _Kind(_q5_0, _at(0)),
+    "Q5_1": _Kind(_q5_1, _two_at(0)),
+    "Q8_0": _Kind(_q8_0, _at(0)),
+    "Q2_K": _Kind(_q2_k, _two_at(80)),
+    "Q3_K": _Kind(_q3_k, _at(108)),
+    "Q4_K": _Kind(_q4_k, _two_at(0)),
+    "Q5_K": _Kind(_q5_k, _two_at(0)),
+    "Q6_K": _Kind(_q6_k, _at(208)),
+    "TQ1_0": _Kind(_tq1_0, _at(52)),
+    "TQ2_0": _Kind(_tq2_0, _at(64)),
+    "IQ1_S": _Kind(_iq1_s, _at(0)),
+    "IQ1_M": _Kind(_iq1_m, _iq1_m_scale),
+    "IQ2_XXS": _Kind(_iq2_xxs, _at(0)),
+    "IQ2_XS": _Kind(_iq2_xs, _at(0)),
+    "IQ2_S": _Kind(_iq2_s, _at(0)),
+    "IQ3_XXS": _Kind(_iq3_xxs, _at(0)),
+    "IQ3_S": _Kind(_iq3_s, _at(0)),
+    "IQ4_NL": _Kind(_iq4_nl, _at(0)),
+    "IQ4_XS": _Kind(_iq4_xs, _at(0)),
+    "MXFP4": _Kind(_mxfp4, _mxfp4_scale),
 }

@@ -15,12 +15,12 @@ from vllm_module.layers import (
     LatentRotation,
     MergedReplicatedLinear,
     MLAAttention,
-    MLAUpProjection,
     ReplicatedLinear,
     RMSNorm,
     RotaryEmbedding,
     Router,
     RowParallelLinear,
+    add_up_projections,
     read_by,
     rows_for,
 )
@@ -51,13 +51,14 @@ class DeepseekV2Config(LlamaConfig):
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
     num_nextn_predict_layers: NumNamed = 0
+    stored_kv_b_apart: bool = False  # as in GGUF files: k_b_proj and v_b_proj
 
 
 class DeepseekV2Attention(vLLMModule):
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-        latent, q_latent = config.kv_lora_rank, config.q_lora_rank
+        latent, q_latent, v = config.kv_lora_rank, config.q_lora_rank, config.v_head_dim
         self.q_sizes = nope, rope = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.kv_sizes = [latent, rope]
         q_features = heads * sum(self.q_sizes)
@@ -71,11 +72,11 @@ class DeepseekV2Attention(vLLMModule):
             self.q_a_layernorm = RMSNorm(q_latent)
             self.q_b_proj = ColumnParallelLinear(q_latent, q_features, bias=False)
         self.kv_a_layernorm = RMSNorm(latent)
-        self.kv_b_proj = MLAUpProjection(latent, heads, nope, config.v_head_dim)
+        self.up = add_up_projections(self, latent, heads, nope, v, apart=config.stored_kv_b_apart)
         self.rotary_emb = rotary_emb
-        self.attn = MLAAttention(self.kv_b_proj.num_heads, latent, nope, rope)
+        self.attn = MLAAttention(self.up[0].num_heads, latent, nope, rope)
         self.attn.scale *= rotary_emb.score_scaling
-        self.o_proj = RowParallelLinear(heads * config.v_head_dim, hidden, bias=bias)
+        self.o_proj = RowParallelLinear(heads * v, hidden, bias=bias)
 
     @read_by("qkv_a_proj")
     def forward(
@@ -89,7 +90,7 @@ class DeepseekV2Attention(vLLMModule):
         q_nope, q_pe = q.unflatten(-1, (-1, sum(self.q_sizes))).split(self.q_sizes, dim=-1)
         kv_c, k_pe = kv.split(self.kv_sizes, dim=-1)
         rotate = LatentRotation(self.rotary_emb, cos_sin, self.kv_a_layernorm)
-        parts = q_nope, q_pe, kv_c, k_pe, *self.kv_b_proj.absorbed()
+        parts = q_nope, q_pe, kv_c, k_pe, *(part for up in self.up for part in up.absorbed())
         return self.o_proj(self.attn(*parts, metadata, rotate))
 
 

@@ -14,15 +14,18 @@ import torch
 from torch import nn
 
 from vllm_module.distributed import tensor_parallel_group
-from vllm_module.errors import ShardingError
+from vllm_module.errors import ShardingError, WeightLoadError
 from vllm_module.load import Load
-from vllm_module.messages import printable
+from vllm_module.messages import printable, printable_name
 from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.plan import LoadPlan
+from vllm_module.report import LoadReport, fold
 from vllm_module.tree import Node, held_locations
-from vllm_module.weights import Weight
+from vllm_module.weights import Checkpoint, Weight
 from vllm_module.weights.sharded_state import ShardedState
+
+_MOST_NAMED = 10  # tensors that a message lists by the names of a file
 
 
 def own_tensors(model: vLLMModule, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
@@ -54,9 +57,27 @@ def load_from(
     """
     pairs = own_tensors(model, weights).items() if recorded is None else recorded
     if not isinstance(weights, ShardedState):
-        model.load_weights(pairs)  # pairs, as an override expects them
+        try:
+            model.load_weights(pairs)  # pairs, as an override expects them
+        except WeightLoadError as error:
+            if error.report is not None and (advice := _lacking(weights, error.report)):
+                error.args = (f"{error} {advice}",)
+            raise
         return
     load_held(model, dict(pairs))
+
+
+def _lacking(weights: Mapping[str, Weight], report: LoadReport) -> str:
+    """Say what is missing by the names of a format that has others, if the checkpoint is of one."""
+    if not isinstance(weights, Checkpoint) or weights.stored_name is None:
+        return ""
+    names = fold(filter(None, (weights.stored_name(name) for name, _ in report.missing)))
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    where = ", ".join(map(printable, weights.files[:2])) + ", …" * (len(weights.files) > 2)
+    listed = ", ".join(map(printable_name, names[:_MOST_NAMED]))
+    return f"{where} should have {listed}{more}: download it again, or convert the model again."
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -81,7 +102,9 @@ def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
     """Return what :func:`load_from` would do, reading nothing."""
     own = own_tensors(model, weights)
     if not isinstance(weights, ShardedState):
-        return model.plan_weights(own)
+        plan = model.plan_weights(own)
+        plan.report.advice = _lacking(weights, plan.report)
+        return plan
     with Load.of(model, own, "plan") as load:
         load.assign_held(own)
     return LoadPlan(model, load.report, load.assigned)

@@ -34,6 +34,7 @@ class LoadReport:
         loaded: by parameter or buffer, the checkpoint names that fill it.
         skipped: by checkpoint name, the reason of the skip rule that covers it.
         missing, unexpected, duplicated, misshapen: the problems, for which a load is refused.
+        advice: what else the refusal says.
 
     """
 
@@ -43,6 +44,7 @@ class LoadReport:
     unexpected: list[Problem] = field(default_factory=list)
     duplicated: list[Problem] = field(default_factory=list)
     misshapen: list[Problem] = field(default_factory=list)
+    advice: str = ""
 
     _KINDS = (
         ("missing", MissingWeightError, "the checkpoint lacks them"),
@@ -73,6 +75,8 @@ class LoadReport:
             packed = {name.rpartition(".")[2] for name, _ in self.unexpected} & _PACKED
             if packed:
                 end += f" {packed.pop()} is packed: does config.json lack its quantization_config?"
+            if self.advice:
+                end += f" {self.advice}"
             raise error(f"{model} refuses {where}.\n{self}\n{end}", report=self)
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 from safetensors import safe_open
 
 from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.gguf import file as gguf_file
+from vllm_module.weights.gguf import small_files
+from vllm_module.weights.source import find_source
 
 Run = Callable[..., Any]
 _Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -129,6 +133,41 @@ def test_a_gguf_file_of_an_unknown_architecture(run: Run, tmp_path: Path) -> Non
     assert "blk.0.ssm_a " in shown.out
     assert "total: 2 tensors" in shown.out
     assert run("inspect", tmp_path / "m.gguf", "--json").json["architecture"]["supported"] is False
+
+
+def test_a_gguf_file_is_parsed_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inspecting a file parses its header once, makes no tokenizer of it and reads no tensor."""
+    written = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "gguf_models.py"))
+    model = written["new_model"](written["CONFIGS"]["llama"])
+
+    def tokenizer(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{token}" for token in range(96)])
+        writer.add_token_merges([])
+
+    path = written["write"](tmp_path / "m.gguf", model, change=tokenizer)
+    calls: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(gguf_file, "read_gguf_header")
+    counted(small_files, "tokenizer_files")
+    shown = run("inspect", path, "--json").json
+    assert calls == ["read_gguf_header"]
+    assert shown["architecture"]["architectures"] == ["LlamaForCausalLM"]
+    assert shown["architecture"]["vocab_size"] == 96
+    assert shown["total"]["tensors"] == 21
+    find_source(str(path))
+    assert calls == ["read_gguf_header"] * 2 + ["tokenizer_files"]
 
 
 def test_names_cannot_write_to_the_terminal(run: Run, edited: Callable[..., Path]) -> None:

@@ -365,16 +365,22 @@ def test_the_command_writes_it(
     assert run("convert", checkpoint("llama"), "--out", tmp_path / "c")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("stored_rotary_pairs", "stores the rows of queries and keys in the"),
+        ("stored_experts_apart", "stores gate and up of experts apart"),
+        ("stored_kv_b_apart", "stores keys and values of latents apart"),
+    ],
+)
 def test_rows_in_the_order_of_other_formats_are_refused(
-    checkpoint: Callable[..., Path], tmp_path: Path
+    checkpoint: Callable[..., Path], tmp_path: Path, entry: str, message: str
 ) -> None:
-    """Queries and keys in turns would be written under names that stand for another order."""
+    """What llama.cpp stores otherwise has no place in a folder that other programs read."""
     config = ModelConfig(
-        model=str(checkpoint("llama")),
-        quantization="fp8",
-        hf_overrides={"stored_rotary_pairs": True},
+        model=str(checkpoint("llama")), quantization="fp8", hf_overrides={entry: True}
     )
-    with pytest.raises(UnsupportedModelError, match="stores the rows of queries and keys in the"):
+    with pytest.raises(UnsupportedModelError, match=message):
         convert(config, tmp_path / "out")
 
 

@@ -6,9 +6,17 @@ import gguf
 import pytest
 import torch
 
-from vllm_module.kernels import gguf_blocks
-from vllm_module.kernels.gguf_blocks import blocks_matmul, dequantize_blocks
+from vllm_module.kernels import gguf_blocks, gguf_codebooks
+from vllm_module.kernels.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
+from vllm_module.kernels.gguf_codebooks import CODEBOOKS, codebook
 from vllm_module.kernels.gguf_types import BLOCK_TYPES, TYPE_NAMES
+
+# Where the exponents of a block's scales are: byte 1 for the others.
+PLACES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (1, 3)),
+    "Q2_K": (81, 83), "Q3_K": (109,), "Q6_K": (209,), "TQ1_0": (53,), "TQ2_0": (65,),
+    "IQ1_M": (55,), "MXFP4": (0,),
+}  # fmt: skip
 
 
 def blocks_of(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -16,10 +24,7 @@ def blocks_of(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
     block = BLOCK_TYPES[kind]
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(256, (*shape, block.nbytes), generator=generator, dtype=torch.uint8)
-    others = dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (1, 3))
-    others |= {"Q6_K": (209,), "MXFP4": (0,)}
-    places = others.get(kind, (1,))
-    for place in places:
+    for place in PLACES.get(kind, (1,)):
         blocks[..., place] &= 0b10111011  # the exponent of a float16 is then not the largest
     return blocks
 
@@ -38,6 +43,32 @@ def test_sizes_and_numbers_of_types_are_the_librarys() -> None:
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == block
 
 
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_codebooks_are_the_librarys(name: str) -> None:
+    """Each vector of a codebook is gguf-py's, in its place."""
+    theirs = getattr(gguf.quants, name)
+    theirs.init_grid()
+    expected = torch.from_numpy(theirs.grid).view(theirs.grid_shape)
+    assert torch.equal(codebook(name, torch.device("cpu")), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCK_TYPES if kind != "MXFP4"])
+def test_scales_that_are_no_numbers_are_found(kind: str) -> None:
+    """Just the blocks that gguf-py has a NaN or an infinity in have a scale that is not finite.
+
+    For it, 255 of MXFP4 is a number. The standard of that type says that it is NaN.
+    """
+    block = BLOCK_TYPES[kind]
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(256, (4096, block.nbytes), generator=generator, dtype=torch.uint8)
+    for place in PLACES.get(kind, (1,)):
+        blocks[:2048, place] |= 0x7C  # the exponent of infinity and NaN
+    finite = by_the_library(blocks[:, None], kind).isfinite().all(-1)
+    assert torch.equal(block_scales(blocks, kind).isfinite().all(-1), finite)
+    assert not finite.all()
+    assert finite.any()
+
+
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_values_are_the_librarys_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of any bytes stand for the numbers that gguf-py computes, however they are cut."""
@@ -47,15 +78,21 @@ def test_values_are_the_librarys_bit_for_bit(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(gguf_blocks, "_CHUNK", 1024)
     assert torch.equal(dequantize_blocks(blocks, kind), expected)
     assert torch.equal(dequantize_blocks(blocks, kind, torch.bfloat16), expected.bfloat16())
+    for row in range(7):  # blocks at any place in memory
+        assert torch.equal(dequantize_blocks(blocks[row, 1:2], kind), expected[row].chunk(3)[1])
     strided = blocks.repeat_interleave(2, 0)[::2]
     assert torch.equal(dequantize_blocks(strided, kind), expected)
     assert dequantize_blocks(blocks[:0], kind).shape == (0, expected.shape[1])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
+)
 def test_numbers_that_the_library_quantizes_come_back(kind: str) -> None:
     """What gguf-py quantizes is near to what it was, so values are in their places."""
     weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    if kind.startswith("TQ"):
+        weight = weight.round().clamp(-1, 1)  # what three values are made for
     packed = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
     blocks = torch.from_numpy(packed).view(4, -1, BLOCK_TYPES[kind].nbytes)
     assert (dequantize_blocks(blocks, kind) - weight).abs().max() < 1
@@ -74,11 +111,22 @@ def test_a_product_is_that_of_the_values(kind: str, monkeypatch: pytest.MonkeyPa
     assert blocks_matmul(x[:0], blocks, kind).shape == (0, 3, 10)
 
 
+def test_codebooks_are_constants_of_a_compiled_function() -> None:
+    """A type with a codebook is compiled in one graph, also where it is the first use of it."""
+    gguf_codebooks._unpacked.cache_clear()
+    blocks = blocks_of("IQ3_S", 2, 1)
+    compiled = torch.compile(
+        lambda each: dequantize_blocks(each, "IQ3_S"), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(blocks), by_the_library(blocks, "IQ3_S"))
+    assert torch.equal(dequantize_blocks(blocks, "IQ3_S"), by_the_library(blocks, "IQ3_S"))
+
+
 def test_blocks_that_do_not_fit_are_refused() -> None:
     """A type without a formula, another size of a block and another width are refused."""
     blocks = blocks_of("Q8_0", 4, 2)
-    with pytest.raises(ValueError, match="'Q2_K': expected one of Q4_0"):
-        dequantize_blocks(blocks, "Q2_K")
+    with pytest.raises(ValueError, match="'NVFP4': expected one of Q4_0"):
+        dequantize_blocks(blocks, "NVFP4")
     with pytest.raises(ValueError, match=r"uint8 \[\.\.\., count, 18\], got torch.uint8"):
         dequantize_blocks(blocks, "Q4_0")
     with pytest.raises(ValueError, match="x must have 64 features"):

@@ -35,6 +35,7 @@ from vllm_module.layers import (
     MergedColumnParallelLinear,
     MergedReplicatedLinear,
     MLAAttention,
+    MLAHeadProjection,
     MLAUpProjection,
     ParallelLMHead,
     PerHeadLayerNorm,
@@ -49,6 +50,7 @@ from vllm_module.layers import (
     SiluAndMul,
     SwigluOAIAndMul,
     VocabParallelEmbedding,
+    add_up_projections,
 )
 from vllm_module.quantization import (
     ONLINE,
@@ -148,19 +150,20 @@ class Attend(vLLMModule):
 class AttendToLatents(vLLMModule):
     """An attention block whose keys and values come from latents."""
 
-    def __init__(self, heads: int, nope: int, v: int) -> None:
+    def __init__(self, heads: int, nope: int, v: int, apart: bool) -> None:
         super().__init__()
         self.q_size, self.nope = nope + 2, nope
         self.a_proj = MergedReplicatedLinear(6, [4, 3 + 2], shard_names=NAMES[:2])
         self.q_b_proj = ColumnParallelLinear(4, heads * self.q_size, bias=False)
-        self.kv_b_proj = MLAUpProjection(3, heads, nope, v)
-        self.attn = MLAAttention(self.kv_b_proj.num_heads, 3, nope, 2)
+        self.up = add_up_projections(self, 3, heads, nope, v, apart=apart)
+        self.attn = MLAAttention(self.up[0].num_heads, 3, nope, 2)
         self.o_proj = RowParallelLinear(heads * v, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, kv_c, k_pe = self.a_proj(x).split([4, 3, 2], dim=-1)
         q = self.q_b_proj(q).unflatten(-1, (-1, self.q_size)).split([self.nope, 2], dim=-1)
-        return self.o_proj(self.attn(*q, kv_c, k_pe, *self.kv_b_proj.absorbed()))
+        absorbed = [part for each in self.up for part in each.absorbed()]
+        return self.o_proj(self.attn(*q, kv_c, k_pe, *absorbed))
 
 
 ACTIVATIONS = (SiluAndMul, GeluAndMul, SwigluOAIAndMul)
@@ -579,9 +582,14 @@ LAYERS: dict[str, Subject] = {
     ),
     "latent attention": Subject(
         AttendToLatents,
-        {"heads": features(), "nope": st.integers(1, 3), "v": st.integers(1, 3)},
+        {
+            "heads": features(),
+            "nope": st.integers(1, 3),
+            "v": st.integers(1, 3),
+            "apart": st.booleans(),
+        },
         x_of(6),
-        (MLAAttention, MLAUpProjection, MergedReplicatedLinear),
+        (MLAAttention, MLAHeadProjection, MLAUpProjection, MergedReplicatedLinear),
         lambda size, heads, **arguments: heads % size == 0,
     ),
     "mamba2": Subject(

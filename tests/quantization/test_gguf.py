@@ -41,8 +41,24 @@ MIXED = {  # as llama.cpp mixes types, so that q, k and v differ, and gate and u
     "ffn_gate": "Q4_K", "ffn_up": "F16", "ffn_down": "Q6_K", "output": "Q6_K",
     "token_embd": "Q4_K",
 }  # fmt: skip
+LOW = {  # as the smallest of llama.cpp's mixtures: each type of few bits
+    "attn_q": "IQ2_XXS", "attn_k": "IQ2_XS", "attn_v": "Q3_K", "attn_output": "IQ3_XXS",
+    "ffn_gate": "IQ2_S", "ffn_up": "IQ3_S", "ffn_down": "Q2_K", "output": "IQ4_XS",
+    "token_embd": "IQ4_NL",
+}  # fmt: skip
+LEAST = {
+    **LOW, "attn_q": "IQ1_S", "attn_k": "TQ1_0", "attn_v": "TQ2_0", "token_embd": "Q2_K",
+    "ffn_down": "IQ4_NL", "ffn_gate": "IQ4_XS",
+}  # fmt: skip
 EXPERTS = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")  # and Q8_0
 MIXED_EXPERTS = {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q8_0", "ffn_down_exps": "F16"}
+LOW_EXPERTS = {"ffn_gate_exps": "IQ2_XS", "ffn_up_exps": "IQ3_S", "ffn_down_exps": "IQ4_NL"}
+LATENT = {"attn_k_b": "Q8_0", "attn_v_b": "IQ4_NL", "attn_q_a": "Q4_0", "ffn_up_exps": "Q4_1"}
+MIXTURES = {
+    "mixed-latent": LATENT,
+    "mixed": MIXED, "low": LOW, "least": LEAST, "mixed-experts": MIXED_EXPERTS,
+    "low-experts": LOW_EXPERTS, "mxfp4": EXPERTS,
+}  # fmt: skip
 
 written = SimpleNamespace(
     **runpy.run_path(str(Path(__file__).parents[1] / "weights" / "gguf_models.py"))
@@ -66,7 +82,7 @@ def gguf_file(
 
     def get(name: str, kind: str) -> Written:
         if (name, kind) not in made:
-            mixture = {"mixed": MIXED, "mixed-experts": MIXED_EXPERTS, "mxfp4": EXPERTS}.get(kind)
+            mixture = MIXTURES.get(kind)
 
             def kind_of(full: str) -> str:
                 return kind if mixture is None else mixture.get(full.split(".")[-2], "Q8_0")
@@ -90,7 +106,11 @@ def logits(model: Any) -> torch.Tensor:
 
 
 ALL = [
-    *((name, "Q8_0", 2) for name in written.CONFIGS if name != "llama-narrow"),
+    *(
+        (name, "Q8_0", 2)
+        for name in written.CONFIGS
+        if name not in ("llama-narrow", "mixtral-wide")
+    ),
     ("llama", "F32", 1),
     ("llama", "F16", 2),
     ("llama", "BF16", 1),
@@ -100,9 +120,13 @@ ALL = [
     ("llama-biases", "Q4_0", 4),
     ("gemma2", "F16", 1),
     *(("llama-wide", "mixed", size) for size in (1, 2, 4)),
+    *(("llama-wide", kind, size) for kind in ("low", "least") for size in (1, 2)),
     *(("mixtral", "mixed-experts", size) for size in (1, 4)),
+    *(("mixtral-wide", "low-experts", size) for size in (1, 2)),
     ("qwen3moe", "mixed-experts", 2),
     *(("gpt-oss", "mxfp4", size) for size in (1, 2, 4)),
+    *((name, "F16", 1) for name in ("glm4", "mistral3", "deepseek2", "deepseek2-groups")),
+    *(("deepseek3", kind, size) for kind in ("F16", "mixed-latent") for size in (1, 4)),
 ]
 
 
@@ -130,6 +154,43 @@ def test_transformers_reads_the_same_from_the_file(
     theirs.load_state_dict(read["tensors"])
     expected = written.logits(theirs, IDS)
     torch.testing.assert_close(logits(load(file.path)), expected, rtol=0, atol=WITHIN)
+
+
+@pytest.mark.parametrize("name", ["deepseek2", "deepseek3"])
+def test_keys_and_values_of_latents_may_be_together(tmp_path: Path, name: str) -> None:
+    """Older files have ``attn_kv_b``, and sizes of heads in the keys that had those of latents."""
+    model = written.new_model(written.CONFIGS[name])
+    path = written.write(tmp_path / "m.gguf", model, lambda _: "Q8_0", kv_b_apart=False)
+    expected = written.logits(model, IDS)
+    for computed in run_ranks(2, lambda rank: logits(load(path))):
+        torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)
+
+
+def test_a_rank_reads_the_heads_that_it_keeps(gguf_file: Callable[[str, str], Written]) -> None:
+    """Of keys that are stored transposed, a rank reads its heads alone."""
+    source = ModelSource.find(ModelConfig(model=str(gguf_file("deepseek3", "mixed-latent").path)))
+    name = "model.layers.1.self_attn.k_b_proj.weight"
+
+    def work(rank: int) -> int:
+        with source.open() as checkpoint:
+            plan = source.build(torch.device("cpu")).plan_weights(checkpoint)
+            reads = [read.source for read in plan.reads() if read.name == name]
+            return sum(run.length * run.count for each in reads for run in each.runs())
+
+    whole, *parts = run_ranks(1, work) + run_ranks(4, work)
+    assert whole > 0
+    assert parts == [whole // 4] * 4
+
+
+def test_keys_and_values_in_one_tensor_have_no_place_beside_those_apart(
+    gguf_file: Callable[[str, str], Written],
+) -> None:
+    """Rows of Hugging Face's ``kv_b_proj`` alternate by head, so it is refused by name."""
+    file = gguf_file("deepseek3", "F16")
+    model = load(file.path)
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    with pytest.raises(UnexpectedWeightError, match="has no 'kv_b_proj'"):
+        model.update_weights({name: file.model.state_dict()[name]})
 
 
 def test_experts_are_spread_whole(gguf_file: Callable[[str, str], Written]) -> None:
@@ -250,7 +311,7 @@ def test_updates_fill_blocks_in_place(gguf_file: Callable[[str, str], Written]) 
     ("kind", "at", "value"),
     [
         ("Q4_0", 0, 0x7C00), ("Q8_0", 0, 0xFC00), ("Q4_K", 0, 0x7E00), ("Q4_K", 2, 0x7C01),
-        ("Q5_K", 2, 0xFC00), ("Q6_K", 208, 0x7C00), ("MXFP4", 0, 0x01FF),
+        ("Q5_K", 2, 0xFC00), ("Q6_K", 208, 0x7C00), ("IQ3_S", 0, 0x7C00), ("MXFP4", 0, 0x01FF),
     ],
 )  # fmt: skip
 def test_a_scale_that_is_not_finite_is_refused(kind: str, at: int, value: int) -> None:
@@ -308,8 +369,8 @@ def test_types_in_a_configuration_are_checked(tmp_path: Path) -> None:
     """A configuration that is not the source's own is refused by name."""
     with pytest.raises(CheckpointFormatError, match="types of config\\.json should map"):
         rules_for(None, {"quant_method": "gguf"})
-    with pytest.raises(UnsupportedModelError, match="type IQ2_S are not supported"):
-        rules_for(None, {"quant_method": "gguf", "types": {"a": "IQ2_S"}})
+    with pytest.raises(UnsupportedModelError, match="type NVFP4 are not supported"):
+        rules_for(None, {"quant_method": "gguf", "types": {"a": "NVFP4"}})
     with pytest.raises(UnsupportedModelError, match="quantized already, by 'gguf'"):
         rules_for("fp8", {"quant_method": "gguf", "types": {}})
 

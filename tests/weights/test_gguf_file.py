@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import runpy
 import struct
 from collections.abc import Callable, Mapping
@@ -17,10 +18,17 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, get_model
-from vllm_module.errors import CheckpointFormatError, UnexpectedWeightError, UnsupportedModelError
+from vllm_module.errors import (
+    CheckpointFormatError,
+    MissingWeightError,
+    UnexpectedWeightError,
+    UnsupportedModelError,
+)
+from vllm_module.held import plan_from
 from vllm_module.model_source import ModelSource
-from vllm_module.weights import gguf_file, open_checkpoint
-from vllm_module.weights.gguf_names import ARCHITECTURES, ROPE_TENSORS, renamed
+from vllm_module.weights import open_checkpoint
+from vllm_module.weights.gguf import file as gguf_file
+from vllm_module.weights.gguf.names import ARCHITECTURES, ROPE_TENSORS, renamed, stored_name
 from vllm_module.weights.source import find_source
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))
@@ -99,16 +107,44 @@ def test_names_are_the_librarys(architecture: str) -> None:
     names = gguf.get_tensor_name_map(arch, 3)
     tables = {**ARCHITECTURES[architecture].layer}
     for component, theirs in tables.items():
-        name = renamed(f"blk.2.{component}.weight", ARCHITECTURES[architecture])
-        last = "" if component == "attn_sinks" else ".weight"
+        full = f"blk.2.{component}.{'bias' if component == 'exp_probs_b' else 'weight'}"
+        name = renamed(full, ARCHITECTURES[architecture])
+        again = stored_name(name.replace("*", "3"), ARCHITECTURES[architecture])
+        assert again == full
+        last = "" if component in ("attn_sinks", "exp_probs_b") else ".weight"
         assert name == f"model.layers.2.{theirs}{last}"
         known = name.removesuffix(".weight").replace(".*.", ".").removesuffix("_pairs")
+        known = known.removesuffix("_bias")  # of e_score_correction_bias
         assert names.get_name(known) == f"blk.2.{component}", known
     for component in ("token_embd", "output_norm", "output"):
         name = renamed(f"{component}.weight", ARCHITECTURES[architecture])
+        assert stored_name(f"{name}_q4_k", ARCHITECTURES[architecture]) == f"{component}.weight"
         assert names.get_name(name.removesuffix(".weight")) in (component, None)
     known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[arch]}
     assert {f"{each}.weight" for each in known if each.startswith("rope_")} <= ROPE_TENSORS
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_any_rows_and_columns_of_a_transposed_weight_are_read(tmp_path: Path, kind: str) -> None:
+    """Keys that are stored transposed, head by head, are those of transformers, and cut as they."""
+    model = written.new_model(written.CONFIGS["deepseek2"])
+    path = written.write(tmp_path / "m.gguf", model, lambda name: kind)
+    both = model.state_dict()["model.layers.0.self_attn.kv_b_proj.weight"].unflatten(0, (4, -1))
+    expected = both[:, :32].flatten(0, 1)
+    with open_checkpoint(path) as checkpoint:
+        handle = checkpoint["model.layers.0.self_attn.k_b_proj.weight"]
+        assert handle.shape == expected.shape == (128, 64)
+        assert torch.equal(handle.read().float(), expected)
+        for rows, columns in (((32, 32), (0, 64)), ((31, 34), (7, 9)), ((127, 1), (63, 1))):
+            cut, part = handle, expected
+            for dim, (first, length) in ((1, columns), (0, rows)):
+                cut, part = cut.narrow(dim, first, length), part.narrow(dim, first, length)
+            assert torch.equal(cut.read().float(), part)
+            into = torch.empty(part.shape)
+            cut.narrow(0, 0, len(part)).read_into(into)
+            assert torch.equal(into, part)
+        with pytest.raises(RuntimeError):
+            handle.narrow(0, 100, 29)
 
 
 def test_a_gate_without_its_dimension_of_one_has_it_again(tmp_path: Path) -> None:
@@ -250,7 +286,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "size-0": (header(tensors=[("a", [0, 2], 0, 0)]), "sizes of 1 and more"),
     "too-large": (header(tensors=[("a", [2**62, 2**62], 0, 0)]), "sizes of 1 and more"),
     "no-such-type": (header(tensors=[("a", [32], 5, 0)]), "a number that ggml has, and is 5"),
-    "type": (header(tensors=[("blk.0.b", [256], 10, 0)]), "'blk.0.b' is of type Q2_K, which is"),
+    "type": (header(tensors=[("blk.0.b", [256], 15, 0)]), "'blk.0.b' is of type Q8_K, which is"),
     "half-a-block": (header(tensors=[("a", [48], 8, 0)]), "whole blocks of 32 values .* is 48"),
     "not-at-the-start": (header(tensors=[("a", [32], 0, 32)]), "hole after the header"),
     "overlap": (
@@ -327,6 +363,38 @@ def test_a_tensor_that_no_model_has_is_unexpected(model: Any, tmp_path: Path) ->
     )
     with pytest.raises(UnexpectedWeightError, match=r"blk\.0\.ffn_gate\.3\.weight"):
         logits(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "listed"),
+    [
+        ("llama", ["blk.0.attn_q.weight", "blk.1.attn_q.weight"], "blk.{0..1}.attn_q.weight"),
+        ("qwen3moe", ["blk.1.ffn_up_exps.weight"], "blk.1.ffn_up_exps.weight"),
+        ("gpt-oss", ["blk.0.attn_sinks.weight"], "blk.0.attn_sinks.weight"),
+        ("deepseek2", ["blk.1.attn_k_b.weight"], "blk.1.attn_k_b.weight"),
+        ("llama", ["output_norm.weight"], "output_norm.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named_as_the_file_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lost: list[str], listed: str
+) -> None:
+    """The refusal of a load and of a plan has the file and llama.cpp's name of the tensor."""
+    add = gguf.GGUFWriter.add_tensor
+
+    def add_others(writer: Any, full: str, *arguments: Any, **options: Any) -> None:
+        if full not in lost:
+            add(writer, full, *arguments, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_others)
+    path = written.write(tmp_path / "m.gguf", written.new_model(written.CONFIGS[name]))
+    message = re.escape(f"{path} should have {listed}: download it again")
+    with pytest.raises(MissingWeightError, match=message):
+        logits(path)
+    source = ModelSource.find(ModelConfig(model=str(path)))
+    with source.open() as checkpoint:
+        report = plan_from(source.build(torch.device("cpu")), checkpoint).report
+    with pytest.raises(MissingWeightError, match=message):
+        report.raise_if_refused("model", touched=False)
 
 
 # Configurations

@@ -21,7 +21,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.generation_config import stop_tokens
 from vllm_module.runtime.tokenizer import Tokenizer
-from vllm_module.weights import gguf_file
+from vllm_module.weights.gguf import file as gguf_file
 from vllm_module.weights.source import find_source
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))
@@ -119,7 +119,8 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def make(architecture: str, add: Callable[[gguf.GGUFWriter], object], *others: Any) -> Path:
         if architecture not in models_of:
-            config = {**written.CONFIGS[architecture], "num_hidden_layers": 1}
+            layers = 2 if architecture == "deepseek3" else 1  # one of which is dense
+            config = {**written.CONFIGS[architecture], "num_hidden_layers": layers}
             models_of[architecture] = written.new_model(config)
 
         def change(writer: gguf.GGUFWriter) -> None:
@@ -165,14 +166,47 @@ O200K = (
 )  # fmt: skip
 
 
-def test_text_of_gpt_oss_is_split_as_by_tiktoken(write: Callable[..., Path]) -> None:
-    """The pieces are those of tiktoken's expression, by another library; text comes back."""
-    folder = find_source(str(write("gpt-oss", byte_level("gpt-4o")))).folder
+# https://github.com/zai-org/GLM-4, tokenization_chatglm.py.
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# https://huggingface.co/deepseek-ai/DeepSeek-V3, tokenizer.json: each cuts what the last left.
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+def cut(pieces: list[str], pattern: str) -> list[str]:
+    """Return pieces of pieces: each match of the pattern, and what is between matches."""
+    found = (part for piece in pieces for part in regex.split(f"({pattern})", piece))
+    return [part for part in found if part]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pre", "patterns"),
+    [
+        ("gpt-oss", "gpt-4o", (O200K,)),
+        ("glm4", "glm4", (CL100K,)),
+        ("deepseek3", "deepseek-v3", DEEPSEEK3),
+    ],
+)
+def test_text_is_split_by_the_models_own_expressions(
+    write: Callable[..., Path], architecture: str, pre: str, patterns: tuple[str, ...]
+) -> None:
+    """The pieces are those of the published expressions, by another library; text comes back."""
+    folder = find_source(str(write(architecture, byte_level(pre)))).folder
     tokenizer, ours = FastTokenizer.from_file(str(folder / "tokenizer.json")), Tokenizer(folder)
     for text in TEXTS:
         split = tokenizer.pre_tokenizer.pre_tokenize_str(text)
         found = [text[begin:end] for _, (begin, end) in split]
-        assert found == regex.findall(O200K, text)
+        expected = [text]
+        for pattern in patterns:
+            expected = cut(expected, pattern)
+        assert found == [piece for piece in expected if piece]
         assert ours.decode(ours.encode(text, False), skip_special_tokens=False) == text
 
 

@@ -36,6 +36,12 @@ from vllm_module.weights.sharded_state import ShardedState
 
 FILE_BYTES = 5_000_000_000  # of a file, at most, unless one layer has more
 _WEIGHT = ".weight"
+# Entries of config.json that say how llama.cpp and Mistral store tensors.
+_ELSEWHERE = {
+    "stored_rotary_pairs": "the rows of queries and keys in the order of llama.cpp and Mistral",
+    "stored_experts_apart": "gate and up of experts apart, as llama.cpp does",
+    "stored_kv_b_apart": "keys and values of latents apart, as llama.cpp does",
+}
 
 
 class Converted(NamedTuple):
@@ -84,12 +90,12 @@ def convert(
             f"{printable(source.folder)} is quantized already (quantization_config of "
             "config.json): convert the checkpoint in full precision"
         )
-    if source.config.stored_rotary_pairs:
-        raise UnsupportedModelError(
-            f"{printable(source.folder)} stores the rows of queries and keys in the order of "
-            "llama.cpp and Mistral (stored_rotary_pairs), which compressed-tensors has no layout "
-            "for: convert the model in Hugging Face's format"
-        )
+    for entry, what in _ELSEWHERE.items():
+        if getattr(source.config, entry, False):
+            raise UnsupportedModelError(
+                f"{printable(source.folder)} stores {what} ({entry}), which compressed-tensors has "
+                "no layout for: convert the model in Hugging Face's format"
+            )
     with tensor_parallel(rank=0, size=1), source.open() as checkpoint:
         if isinstance(checkpoint, ShardedState):
             raise UnsupportedModelError(

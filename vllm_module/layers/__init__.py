@@ -26,7 +26,12 @@ from vllm_module.layers.linear import (
     RowParallelLinear,
 )
 from vllm_module.layers.mamba2 import Mamba2Mixer
-from vllm_module.layers.mla import MLAAttention, MLAUpProjection
+from vllm_module.layers.mla import (
+    MLAAttention,
+    MLAHeadProjection,
+    MLAUpProjection,
+    add_up_projections,
+)
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
 from vllm_module.layers.recurrent import CausalConv1d, DecayingLayer, RecurrentLayer, layer_kind
 from vllm_module.layers.rotary import RotaryEmbedding
@@ -48,6 +53,7 @@ __all__ = [
     "LatentRotation",
     "LayerNorm",
     "MLAAttention",
+    "MLAHeadProjection",
     "MLAUpProjection",
     "Mamba2Mixer",
     "MergedColumnParallelLinear",
@@ -66,6 +72,7 @@ __all__ = [
     "SiluAndMul",
     "SwigluOAIAndMul",
     "VocabParallelEmbedding",
+    "add_up_projections",
     "get_act",
     "get_act_and_mul",
     "layer_kind",

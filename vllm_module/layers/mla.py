@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError, UnsupportedModelError
@@ -23,7 +24,71 @@ from vllm_module.layers.rotation import LatentRotation
 from vllm_module.quantization import QuantizableKVCache
 
 
-class MLAUpProjection(ColumnParallelLinear):
+class _OfHeads(ColumnParallelLinear):
+    """A projection from latents that is cut by heads, and multiplied by in another shape.
+
+    Args:
+        features: of one head.
+        shapes: by name, of one head's part of the weight as it is multiplied by.
+
+    """
+
+    def __init__(
+        self,
+        kv_lora_rank: int,
+        num_heads: int,
+        features: int,
+        params_dtype: torch.dtype | None,
+        shapes: dict[str, tuple[int, int]],
+    ) -> None:
+        size = tensor_parallel_group().size
+        if num_heads % size:
+            raise ShardingError(
+                f"{num_heads} attention heads cannot be shared evenly by {size} tensor-parallel "
+                "ranks: choose a size that divides them"
+            )
+        super().__init__(kv_lora_rank, num_heads * features, bias=False, params_dtype=params_dtype)
+        self.num_heads = num_heads // size
+        self._computed = tuple(shapes)
+        for name, shape in shapes.items():
+            try:
+                computed = torch.empty(self.num_heads, *shape, dtype=self.params_dtype)
+            except RuntimeError as error:  # a configuration that no checkpoint's weight has
+                raise UnsupportedModelError(
+                    f"{name} of {self.num_heads} heads, {shape[0]} by {shape[1]} each, cannot be "
+                    "allocated: check num_attention_heads, kv_lora_rank, qk_nope_head_dim and "
+                    f"v_head_dim ({str(error).splitlines()[0]})"
+                ) from None
+            self.register_buffer(name, computed, persistent=False)
+
+    def process_weights_after_loading(self) -> None:
+        for name, part in zip(self._computed, self._parts(), strict=True):
+            self.get_buffer(name).copy_(part)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Compute them from the weight of a state dict, which does not have them."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if not any(parameter.is_meta for parameter in self.parameters(recurse=False)):
+            with torch.no_grad():
+                self.process_weights_after_loading()
+
+    def absorbed(self) -> tuple[torch.Tensor, ...]:
+        """Return what is computed, or where a weight is trained, all of it as functions of that."""
+        # Without autograd too: an optimizer may have written to the weight.
+        if any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
+            return self._parts()
+        return tuple(self.get_buffer(name) for name in self._computed)
+
+    def _of_heads(self) -> torch.Tensor:
+        """Return the weight, ``[num_heads, features, latent]``."""
+        weight = self.quant_method.full_precision(self)
+        return weight.view(self.num_heads, -1, weight.shape[1])
+
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+
+class MLAUpProjection(_OfHeads):
     """``kv_b_proj``: keys and values of the heads from latents, cut by heads.
 
     The rows of the weight are, for each head, those of its key and then those of its value.
@@ -46,6 +111,9 @@ class MLAUpProjection(ColumnParallelLinear):
 
     """
 
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+
     def __init__(
         self,
         kv_lora_rank: int,
@@ -54,53 +122,81 @@ class MLAUpProjection(ColumnParallelLinear):
         v_head_dim: int,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        size = tensor_parallel_group().size
-        if num_heads % size:
-            raise ShardingError(
-                f"{num_heads} attention heads cannot be shared evenly by {size} tensor-parallel "
-                "ranks: choose a size that divides them"
-            )
         features = qk_nope_head_dim + v_head_dim
-        super().__init__(kv_lora_rank, num_heads * features, bias=False, params_dtype=params_dtype)
-        self.num_heads = num_heads // size
+        shapes = {"w_uk": (qk_nope_head_dim, kv_lora_rank), "w_uv": (kv_lora_rank, v_head_dim)}
+        super().__init__(kv_lora_rank, num_heads, features, params_dtype, shapes)
         self.qk_nope_head_dim = qk_nope_head_dim
-        shapes = (qk_nope_head_dim, kv_lora_rank), (kv_lora_rank, v_head_dim)
-        for name, shape in zip(("w_uk", "w_uv"), shapes, strict=True):
-            try:
-                computed = torch.empty(self.num_heads, *shape, dtype=self.params_dtype)
-            except RuntimeError as error:  # a configuration that no checkpoint's weight has
-                raise UnsupportedModelError(
-                    f"{name} of {self.num_heads} heads, {shape[0]} by {shape[1]} each, cannot be "
-                    "allocated: check num_attention_heads, kv_lora_rank, qk_nope_head_dim and "
-                    f"v_head_dim ({str(error).splitlines()[0]})"
-                ) from None
-            self.register_buffer(name, computed, persistent=False)
-        self.w_uk: torch.Tensor
-        self.w_uv: torch.Tensor
 
-    def process_weights_after_loading(self) -> None:
-        for computed, part in zip((self.w_uk, self.w_uv), self._parts(), strict=True):
-            computed.copy_(part)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Compute both from the weight of a state dict, which does not have them."""
-        super()._load_from_state_dict(*args, **kwargs)
-        if not any(parameter.is_meta for parameter in self.parameters(recurse=False)):
-            with torch.no_grad():
-                self.process_weights_after_loading()
-
-    def absorbed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``w_uk`` and ``w_uv``, or where a weight is trained, both as functions of it."""
-        # Without autograd too: an optimizer may have written to the weight.
-        if any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
-            return self._parts()
-        return self.w_uk, self.w_uv
-
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = self.quant_method.full_precision(self)
-        weight = weight.view(self.num_heads, -1, weight.shape[1])
-        nope = self.qk_nope_head_dim
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        weight, nope = self._of_heads(), self.qk_nope_head_dim
         return weight[:, :nope], weight[:, nope:].transpose(1, 2)
+
+
+class MLAHeadProjection(_OfHeads):
+    """``k_b_proj`` or ``v_b_proj``: keys or values of the heads, where a checkpoint has them apart.
+
+    Args:
+        kv_lora_rank: features of a latent.
+        num_heads: heads of the unsharded layer.
+        head_dim: features of one head's key or value.
+        transposed_product: whether ``w`` is ``[num_heads, latent, head_dim]``, as values need it.
+        params_dtype: of the weight; torch's default dtype unless given.
+
+    Attributes:
+        num_heads: heads of this rank.
+        w: the weight, ``[num_heads, head_dim, latent]`` or transposed, in ``params_dtype``;
+            computed once the weight is loaded.
+
+    Raises:
+        ShardingError: the heads cannot be divided evenly among the ranks.
+        UnsupportedModelError: ``w`` is too large for the memory.
+
+    """
+
+    w: torch.Tensor
+
+    def __init__(
+        self,
+        kv_lora_rank: int,
+        num_heads: int,
+        head_dim: int,
+        transposed_product: bool = False,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (kv_lora_rank, head_dim) if transposed_product else (head_dim, kv_lora_rank)
+        super().__init__(kv_lora_rank, num_heads, head_dim, params_dtype, {"w": shape})
+        self._transposed_product = transposed_product
+
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        weight = self._of_heads()
+        return (weight.transpose(1, 2) if self._transposed_product else weight,)
+
+
+def add_up_projections(
+    module: nn.Module,
+    kv_lora_rank: int,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+    *,
+    apart: bool,
+) -> tuple[MLAUpProjection | MLAHeadProjection, ...]:
+    """Add ``kv_b_proj`` to a module, or ``k_b_proj`` and ``v_b_proj`` where they are ``apart``.
+
+    Returns them; what they have ``absorbed`` is, one after the other, ``w_uk`` and ``w_uv`` of
+    :class:`MLAAttention`. The other arguments are those of :class:`MLAUpProjection`.
+    """
+    layers: dict[str, MLAUpProjection | MLAHeadProjection]
+    if apart:
+        values = MLAHeadProjection(kv_lora_rank, num_heads, v_head_dim, transposed_product=True)
+        keys = MLAHeadProjection(kv_lora_rank, num_heads, qk_nope_head_dim)
+        layers = {"k_b_proj": keys, "v_b_proj": values}
+    else:
+        up = MLAUpProjection(kv_lora_rank, num_heads, qk_nope_head_dim, v_head_dim)
+        layers = {"kv_b_proj": up}
+    for name, layer in layers.items():
+        module.add_module(name, layer)
+    return tuple(layers.values())
 
 
 class MLAAttention(QuantizableKVCache):

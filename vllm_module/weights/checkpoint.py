@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.garbage import paused_gc
@@ -30,12 +30,17 @@ class Checkpoint(Mapping[str, "FileHandle"]):
 
     Attributes:
         load_format: of the files, as ``LoadConfig`` names it.
+        config: returns the entries of the ``config.json`` that the files stand for, in a format
+            whose folders lack one. It raises what ``find_source`` does.
+        stored_name: returns what a format that names tensors otherwise calls one, if it does.
 
     """
 
     def __init__(self, files: tuple[WeightFile, ...], load_format: str) -> None:
         self._files = files
         self.load_format = load_format
+        self.config: Callable[[], dict[str, Any]] | None = None
+        self.stored_name: Callable[[str], str | None] | None = None
         self._owner: dict[str, WeightFile] = {}
         for file in files:
             for name in self._owner.keys() & file.entries.keys():

@@ -139,10 +139,10 @@ FORMATS: dict[str, Files | Unit] = {
         only_here="each tensor is a file of its own, and missing ones are written beside the rest",
     ),
     "gguf": Unit(
-        "vllm_module.weights.gguf_file:open_gguf",
+        "vllm_module.weights.gguf.small_files:open_gguf",
         "*.gguf",
         weights=("*.gguf",),
-        small_files="vllm_module.weights.gguf_small_files:gguf_small_files",
+        small_files="vllm_module.weights.gguf.small_files:gguf_small_files",
     ),
     "mistral": Unit(
         "vllm_module.weights.mistral:open_mistral",

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
@@ -70,14 +71,18 @@ def mistral_small_files(folder: FolderFiles) -> dict[str, bytes]:
     Files of the tokenizer are those beside it. Raises ``CheckpointFormatError`` and
     ``UnsupportedModelError`` for a setting that is refused.
     """
+    files = {"config.json": json.dumps(_entries(folder)).encode()}
+    return files | {name: folder.read(name) for name in TAKEN if folder.has(name)}
+
+
+def _entries(folder: FolderFiles) -> dict[str, Any]:
     if folder.has("config.json"):
         path = folder.path / "config.json"
         entries = parse_config(folder.read("config.json"), path)
     else:
         path = folder.path / PARAMS
         entries = _config(parse_config(folder.read(PARAMS), path), printable(path))
-    files = {"config.json": json.dumps({**entries, "stored_rotary_pairs": True}).encode()}
-    return files | {name: folder.read(name) for name in TAKEN if folder.has(name)}
+    return {**entries, "stored_rotary_pairs": True}
 
 
 def open_mistral(folder: FolderFiles) -> Checkpoint:
@@ -113,6 +118,7 @@ def open_mistral(folder: FolderFiles) -> Checkpoint:
             if names_in is not None:
                 check_against_index(index, names_in, files[-1])
         checkpoint: Checkpoint = folder.checkpoint(files, "mistral")
+        checkpoint.config = partial(_entries, folder)
         opened.pop_all()
     return checkpoint
 

@@ -126,13 +126,16 @@ def find_source(
     download_dir: str | None = None,
     token: str | bool | None = None,
     code: bool = False,
+    described: bool = True,
 ) -> Source:
     """Return the source of ``model``: a URL, a folder, or a hub id, which is downloaded.
 
     ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://`` are known; what was
     registered for one of them goes before. ``load_format`` is that of ``LoadConfig``; a registered
     opener knows its own. ``download_dir``, ``token`` and ``code`` are those of :func:`resolve`; of
-    a URL, no code is fetched. With ``"dummy"``, no weights are downloaded.
+    a URL, no code is fetched. With ``"dummy"``, no weights are downloaded. Without ``described``,
+    what GGUF files or Mistral's say of configuration and tokenizer is not written to the source's
+    folder; the opened checkpoint has the configuration.
 
     Raises ``CheckpointFormatError`` if it cannot be found.
     """
@@ -146,6 +149,8 @@ def find_source(
             token=token,
             code=code,
         )
+        if not described:
+            return Folder(folder, load_format)
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import LocalFiles, format_of
         from vllm_module.weights.formats import FORMATS, Unit, imported
@@ -173,5 +178,10 @@ def find_source(
     from vllm_module.weights.stores.source import StoreSource
 
     return StoreSource(
-        model, revision, load_format=load_format, download_dir=download_dir, token=token
+        model,
+        revision,
+        load_format=load_format,
+        download_dir=download_dir,
+        token=token,
+        described=described,
     )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,27 +98,16 @@ def inspect(
         from vllm_module.registry import load_model_code
 
         load_model_code(model_code)
-    from vllm_module.weights import resolve
-    from vllm_module.weights.source import Folder, find_source
+    from vllm_module.weights.source import find_source
 
     directory = None if download_dir is None else str(download_dir)
-    found: Source
-    unsupported: str | None = None
-    try:
-        found = find_source(  # a download draws its own bars
-            source, load_format=load_format.value, download_dir=directory
-        )
-    except UnsupportedModelError as error:  # the tensors are listed all the same
-        if "://" in source:  # of a folder that is here
-            raise
-        found, unsupported = (
-            Folder(resolve(source, None, download_dir=directory), load_format.value),
-            str(error),
-        )
+    found = find_source(  # a download draws its own bars
+        source, load_format=load_format.value, download_dir=directory, described=False
+    )
     path: Path = getattr(found, "path", found.folder)
     with working("reading headers"):
-        architecture = _architecture(found.folder, unsupported)
         with _opened(found) as checkpoint:
+            architecture = _architecture(found.folder, getattr(checkpoint, "config", None))
             tensors, taken = _tensors(checkpoint), checkpoint.load_format
         elements = sum(math.prod(tensor.shape) for tensor in tensors)
         of_ranks = getattr(getattr(checkpoint, "manifest", None), "tensor_parallel_size", None)
@@ -164,21 +153,21 @@ def inspect(
     print_text(out, f"total{whose}: {count}, {total['elements']:,} elements, {nbytes}{in_format}")
 
 
-def _architecture(folder: Path, unsupported: str | None) -> dict[str, Any] | None:
-    """Return what config.json says, or why it says nothing, such as an ``unsupported`` model."""
+def _architecture(
+    folder: Path, config: Callable[[], dict[str, Any]] | None
+) -> dict[str, Any] | None:
+    """Return what config.json, or what stands for it, says; or why it says nothing."""
     # Imported here because help does not read a configuration.
     from vllm_module.hf_config import architectures_of, read_entries
     from vllm_module.registry import in_transformers, supported_architectures
     from vllm_module.weights.regular_file import is_there
 
-    if unsupported is not None:
-        return {"error": unsupported, "supported": False}
-    if not is_there(folder / "config.json"):
+    if config is None and not is_there(folder / "config.json"):
         return None
     try:
-        entries = read_entries(folder, {})
+        entries = read_entries(folder, {}) if config is None else config()
         names = architectures_of(entries, folder / "config.json")
-    except CheckpointFormatError as error:
+    except (CheckpointFormatError, UnsupportedModelError) as error:
         # The tensors are listed all the same.
         return {"error": str(error), "supported": False}
     shown = {key: entries.get(key) for key in _SHOWN}

@@ -72,6 +72,7 @@ class StoreSource:
         download_dir: of the hub's small files, and of ranges of weights, which are kept with it
             only.
         token: of the hub.
+        described: as in ``find_source``.
         fetched: the folder of another source of this URL, which keeps it, the files it listed, and
             the format it found.
 
@@ -87,6 +88,7 @@ class StoreSource:
         load_format: str = "auto",
         download_dir: str | None = None,
         token: str | bool | None = None,
+        described: bool = True,
         fetched: tuple[Path, list[str] | None, str | None] | None = None,
     ) -> None:
         folder, self._named = parse_file(url, _SUFFIXES)
@@ -112,6 +114,8 @@ class StoreSource:
         self._format = self._find_format()
         found = FORMATS.get(self._format or "")
         if isinstance(found, Unit) and found.small_files is not None:
+            if not described:
+                return
             with closing(Store(self.place, self._client(), self._cache())) as store:
                 files = imported(found.small_files)(self._files(store))
             self.folder = new_folder(str(self), self)

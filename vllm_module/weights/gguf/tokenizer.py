@@ -41,15 +41,22 @@ _O200K = (  # as in tiktoken's o200k_base
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT_FORMS}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK3 = (  # one after the other: numbers, Chinese and Japanese, the rest
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _LIKE_LLAMA3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"
 )  # fmt: skip
 # What text is split by before it is encoded, by tokenizer.ggml.pre; None is GPT-2's way.
-_SPLITS: Mapping[str, str | None] = {
-    **dict.fromkeys(_LIKE_LLAMA3, _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    "tekken": _TEKKEN,
-    "gpt-4o": _O200K,
+_SPLITS: Mapping[str, tuple[str, ...] | None] = {
+    **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
+    "deepseek-v3": _DEEPSEEK3,
+    "tekken": (_TEKKEN,),
+    "gpt-4o": (_O200K,),
     "default": None,
     "gpt-2": None,
 }
@@ -206,13 +213,13 @@ def _byte_level(keys: Mapping[str, Any], tokens: list[str], where: str) -> Token
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_FIRST)
     )
-    split = _SPLITS[pre]
-    if split is None:
+    splits = _SPLITS[pre]
+    if splits is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )

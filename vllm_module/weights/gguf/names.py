@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and constants.py of g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -60,6 +61,29 @@ _GPT_OSS = {
     "ffn_gate_inp": "mlp.router",
 }
 del _GPT_OSS["ffn_norm"]
+_GLM4 = {
+    **_ATTENTION,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_DEEPSEEK2 = {
+    **_DENSE,
+    **_EXPERTS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -67,8 +91,9 @@ _GEMMA_NORMS = {
 }
 
 # What layers of these names multiply by is looked up, or small: no module keeps it in blocks.
-_DEQUANTIZED = {"token_embd", "ffn_gate_inp", "ffn_gate_inp_shexp"}
-_WITHOUT_LAST = {"attn_sinks"}  # a parameter of its module: no .weight is behind its name
+_DEQUANTIZED = {"token_embd", "ffn_gate_inp", "ffn_gate_inp_shexp", "attn_k_b"}
+# Parameters of their module, whose names end here, and what is behind them in the file.
+_WITHOUT_LAST = {"attn_sinks": "weight", "exp_probs_b": "bias"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +122,9 @@ ARCHITECTURES = {
     "qwen2moe": Architecture({**_ATTENTION, **_EXPERTS, **_SHARED_EXPERT}),
     "qwen3moe": Architecture({**_ATTENTION, **_HEAD_NORMS, **_EXPERTS}),
     "gpt-oss": Architecture(_GPT_OSS, experts_apart=True),
+    "mistral3": Architecture({**_DENSE, **_PAIRS, **_MIXTRAL}, rotary_pairs=True),
+    "glm4": Architecture(_GLM4),
+    "deepseek2": Architecture(_DEEPSEEK2),
     "phi3": Architecture({**_ATTENTION, **_PHI3}),
     "gemma2": Architecture({**_DENSE, **_GEMMA_NORMS}, norms_plus_one=True),
     "gemma3": Architecture({**_DENSE, **_HEAD_NORMS, **_GEMMA_NORMS}, norms_plus_one=True),
@@ -130,10 +158,35 @@ def renamed(name: str, architecture: Architecture) -> str:
     return name
 
 
+def stored_name(name: str, architecture: Architecture) -> str | None:
+    """Return what a file calls the tensor that Hugging Face calls ``name``, if it has a name."""
+    of_layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    number, rest = of_layer.groups() if of_layer else ("", name)
+    rest = re.sub(r"\.experts\.\d+\.", ".experts.*.", rest)
+    base, _, last = rest.rpartition(".")
+    last = last.partition("_")[0] if last.startswith("weight_") else last  # weight_q4_k
+    for component, theirs in (architecture.layer if of_layer else _TOP).items():
+        if theirs == rest and component in _WITHOUT_LAST:
+            return f"blk.{number}.{component}.{_WITHOUT_LAST[component]}"
+        if theirs == base and last in ("weight", "bias"):
+            return f"{f'blk.{number}.' if of_layer else ''}{component}.{last}"
+    return None
+
+
 def is_dequantized(name: str) -> bool:
     """Tell whether blocks of the tensor ``name`` are multiplied out while they are read."""
     *_, component, last = ("", *name.split("."))
     return component in _DEQUANTIZED or last != "weight"
+
+
+def is_of_heads(name: str) -> bool:
+    """Tell whether the tensor ``name`` has a dimension of heads, whose rows follow each other."""
+    return name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
+
+
+def is_turned(name: str) -> bool:
+    """Tell whether the matrix of each head is stored transposed."""
+    return name.endswith(".attn_k_b.weight")
 
 
 def is_norm(name: str) -> bool:

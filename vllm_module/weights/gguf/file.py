@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.kernels.gguf_types import BLOCK_TYPES
 from vllm_module.messages import printable, shorten
-from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.gguf_header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
-from vllm_module.weights.gguf_names import (
+from vllm_module.weights.gguf.header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
+from vllm_module.weights.gguf.names import (
     ARCHITECTURES,
     ROPE_TENSORS,
     Architecture,
     is_dequantized,
     is_norm,
+    is_of_heads,
+    is_turned,
     renamed,
 )
 from vllm_module.weights.header import DAMAGED, DTYPES, Entry
@@ -41,7 +42,7 @@ class GGUFFile(WeightFile):
     ``q_proj.weight_q4_k``. So blocks of one type are never taken for those of another. The experts
     of a layer, which the file has as one tensor, are one tensor each. Embeddings and gates are
     multiplied out while they are read, and norms have the 1 taken off that llama.cpp adds to
-    Gemma's.
+    Gemma's. The keys of latent attention are too, because they are stored transposed.
 
     ``first`` is the first part of a split file, which has the metadata of all parts.
     """
@@ -67,6 +68,7 @@ class GGUFFile(WeightFile):
         self.kinds: dict[str, str] = {}  # of weights in blocks, by name
         self.rope_tensors: dict[str, GGUFTensor] = {}
         self._offsets: set[str] = set()  # the names of norms
+        self._turned: set[str] = set()  # and of those whose heads are stored transposed
         for tensor in self.header.tensors:
             if tensor.name in ROPE_TENSORS:
                 self.rope_tensors[tensor.name] = tensor
@@ -82,6 +84,8 @@ class GGUFFile(WeightFile):
                     self.kinds[name] = tensor.kind
                 if architecture.norms_plus_one and is_norm(tensor.name):
                     self._offsets.add(name)
+                if is_turned(tensor.name):
+                    self._turned.add(name)
 
     def _entries(self, tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, Entry]]:
         if "*" in renamed(tensor.name, architecture):
@@ -127,13 +131,15 @@ class GGUFFile(WeightFile):
         offset = name in self._offsets
         if (kind := self.kinds.get(name)) is not None and name.endswith(f".{_attribute(kind)}"):
             return handle
-        if kind is None and not offset:
+        turned = name in self._turned
+        if kind is None and not offset and not turned:
             return handle
         # Imported here because headers are read without torch.
         import torch
 
         from vllm_module.kernels.gguf_blocks import dequantize_blocks
         from vllm_module.weights.computed_handle import ComputedHandle
+        from vllm_module.weights.gguf.turned_handle import TurnedHandle
 
         def compute(stored: torch.Tensor) -> torch.Tensor:
             values = stored.float() if kind is None else dequantize_blocks(stored, kind)
@@ -142,7 +148,7 @@ class GGUFFile(WeightFile):
         shape = handle.shape
         if kind is not None:
             shape = torch.Size((*shape[:-2], shape[-2] * BLOCK_TYPES[kind].values))
-        return ComputedHandle(handle, compute, shape, torch.float32)
+        return (TurnedHandle if turned else ComputedHandle)(handle, compute, shape, torch.float32)
 
 
 def _attribute(kind: str) -> str:
@@ -154,6 +160,8 @@ def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, 
     name, shape, (_, _, kind, begin, end) = renamed(tensor.name, architecture), tensor.shape, tensor
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)  # tools of llama.cpp drop dimensions of one
+    if is_of_heads(tensor.name) and not is_turned(tensor.name) and len(shape) == 3:
+        shape = (shape[0] * shape[1], shape[2])
     dtype = DTYPES["U8" if kind in BLOCK_TYPES else kind]
     if kind in BLOCK_TYPES:
         values, nbytes = BLOCK_TYPES[kind]
@@ -170,12 +178,6 @@ def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, 
         )
         for expert in range(shape[0])
     ]
-
-
-def open_gguf(folder: FolderFiles) -> Checkpoint:
-    """Open the weights in GGUF files, as :func:`open_gguf_files` does."""
-    checkpoint: Checkpoint = folder.checkpoint(open_gguf_files(folder), "gguf")
-    return checkpoint
 
 
 def open_gguf_files(folder: FolderFiles) -> tuple[GGUFFile, ...]:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.messages import printable
+from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.gguf_config import check_rope_factors, config_of, stored_entries
-from vllm_module.weights.gguf_file import GGUFFile, open_gguf_files
-from vllm_module.weights.gguf_names import architecture_of
-from vllm_module.weights.gguf_tokenizer import tokenizer_files
+from vllm_module.weights.gguf.config import config_of, stored_entries
+from vllm_module.weights.gguf.file import GGUFFile, open_gguf_files
+from vllm_module.weights.gguf.names import ARCHITECTURES, architecture_of, stored_name
+from vllm_module.weights.gguf.rope import check_rope_factors
+from vllm_module.weights.gguf.tokenizer import tokenizer_files
 from vllm_module.weights.strict_json import parse_config
 from vllm_module.weights.written_folder import NO_TOKENIZER, TAKEN
+
+
+def open_gguf(folder: FolderFiles) -> Checkpoint:
+    """Open the weights in GGUF files, as :func:`open_gguf_files` does."""
+    return _opened(folder, open_gguf_files(folder))
+
+
+def _opened(folder: FolderFiles, files: tuple[GGUFFile, ...]) -> Checkpoint:
+    checkpoint: Checkpoint = folder.checkpoint(files, "gguf")
+    checkpoint.config = partial(_config, files, folder)
+    architecture = ARCHITECTURES.get(str(files[0].metadata.get("general.architecture")))
+    if architecture is not None:
+        checkpoint.stored_name = partial(stored_name, architecture=architecture)
+    return checkpoint
 
 
 def gguf_small_files(folder: FolderFiles) -> dict[str, bytes]:
@@ -25,9 +42,8 @@ def gguf_small_files(folder: FolderFiles) -> dict[str, bytes]:
     Raises ``CheckpointFormatError`` and ``UnsupportedModelError`` for files or settings that are
     refused.
     """
-    with folder.checkpoint(files := open_gguf_files(folder), "gguf"):
+    with _opened(folder, files := open_gguf_files(folder)):
         where = printable(files[0].path)
-        architecture_of(files[0].metadata.get("general.architecture"), where)
         written = {"config.json": json.dumps(_config(files, folder)).encode()}
         taken = [name for name in TAKEN if folder.has(name)]
         if "tokenizer.json" not in taken or "tokenizer_config.json" not in taken:
@@ -39,6 +55,8 @@ def gguf_small_files(folder: FolderFiles) -> dict[str, bytes]:
 
 
 def _config(files: tuple[GGUFFile, ...], folder: FolderFiles) -> dict[str, Any]:
+    named = files[0].metadata.get("general.architecture")
+    architecture_of(named, printable(files[0].path))
     stored = stored_entries(files)
     if not folder.has("config.json"):
         return {**config_of(files), **stored}

@@ -1,0 +1,303 @@
+"""The ``config.json`` that a GGUF file stands for, from its metadata and its tensors.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What a tensor's shape says goes
+before what a key says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.messages import shorten
+from vllm_module.weights.gguf.file import GGUFFile
+from vllm_module.weights.gguf.metadata import Metadata
+from vllm_module.weights.gguf.names import ARCHITECTURES
+from vllm_module.weights.gguf.rope import rope_scaling
+
+Entries = dict[str, Any]
+
+
+def stored_entries(files: Sequence[GGUFFile]) -> Entries:
+    """Return the entries that say how the files store weights, whoever wrote the others."""
+    types = {
+        name.rpartition(".")[0]: kind
+        for file in files
+        for name, kind in file.kinds.items()
+        if not name.endswith(".weight")
+    }
+    tensors = {tensor.name for file in files for tensor in file.header.tensors}
+    architecture = ARCHITECTURES[files[0].metadata["general.architecture"]]
+    entries: Entries = {"tie_word_embeddings": "output.weight" not in tensors}
+    if architecture.rotary_pairs:
+        entries["stored_rotary_pairs"] = True
+    if architecture.experts_apart:
+        entries["stored_experts_apart"] = True
+    if "blk.0.attn_k_b.weight" in tensors:
+        entries["stored_kv_b_apart"] = True
+    if types:
+        entries["quantization_config"] = {"quant_method": "gguf", "types": types}
+    return entries
+
+
+def config_of(files: Sequence[GGUFFile]) -> Entries:
+    """Return the entries of ``config.json`` that the files' metadata stands for.
+
+    Raises ``CheckpointFormatError`` for a key that is missing, ``UnsupportedModelError`` for
+    settings that no model here has.
+    """
+    of = Metadata(files)
+    vocabulary, hidden = of.shape("token_embd.weight", 2)
+    heads = of.need("attention.head_count")
+    entries: Entries = {
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "num_hidden_layers": of.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _alike(of.get("attention.head_count_kv", heads)),
+        "max_position_embeddings": of.need("context_length"),
+        "rms_norm_eps": of.need("attention.layer_norm_rms_epsilon"),
+        "rope_theta": of.get("rope.freq_base", 10000.0),
+        "dtype": _dtype(of),
+    }
+    if (width := of.get("feed_forward_length")) is not None:
+        entries["intermediate_size"] = _alike(width)
+    if of.get("rope.dimension_sections") is not None:
+        raise UnsupportedModelError(
+            f"{of.where}: the rotary embedding has sections ({of.architecture}.rope."
+            "dimension_sections), as in models that see images: expected positions of text"
+        )
+    entries |= _head(of, hidden, heads)
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        if (token := of.keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            entries[f"{name}_token_id"] = token
+    turn_ends = of.keys.get("tokenizer.ggml.eot_token_id")
+    if "eos_token_id" in entries and turn_ends not in (None, entries["eos_token_id"]):
+        entries["eos_token_id"] = [entries["eos_token_id"], turn_ends]
+    entries |= _BY_ARCHITECTURE[of.architecture](of, entries)
+    if (scaling := rope_scaling(of)) is not None:
+        entries["rope_scaling"] = scaling
+    return entries
+
+
+def _alike(value: Any) -> Any:
+    """Return one number where layers that are alike have one each."""
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        return value[0]
+    return value
+
+
+def _dtype(of: Metadata) -> str:
+    kinds = {tensor.kind for tensor in of.tensors.values()}
+    if kinds == {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+
+
+def _head(of: Metadata, hidden: int, heads: Any) -> Entries:
+    """Return the size of a head, and how much of it is rotated."""
+    if type(heads) is not int or not 0 < heads <= hidden:
+        raise CheckpointFormatError(
+            f"{of.where}: {of.architecture}.attention.head_count should be a number of heads, and "
+            f"is {shorten(heads)}"
+        )
+    if of.architecture == "deepseek2":
+        return _latent_head(of, heads)
+    size = of.get("attention.key_length", hidden // heads)
+    rotated, values = of.get("rope.dimension_count", size), of.get("attention.value_length", size)
+    whole = ARCHITECTURES[of.architecture].rotary_pairs  # pairs of whole heads are stored
+    if values != size or (whole and rotated != size):
+        raise UnsupportedModelError(
+            f"{of.where}: expected heads of one size, of which all is rotated, got key_length "
+            f"{shorten(size)}, value_length {shorten(values)} and rope.dimension_count "
+            f"{shorten(rotated)}"
+        )
+    entries = {"head_dim": size}
+    if rotated != size and type(rotated) is type(size) is int and size > 0:
+        entries["partial_rotary_factor"] = rotated / size
+    return entries
+
+
+def _latent_head(of: Metadata, heads: int) -> Entries:
+    """Return the sizes of heads whose keys and values are computed from one latent of a token.
+
+    Files whose ``attn_kv_b`` is stored apart say the sizes of a latent as those of a key and value
+    that all heads share, and those of a head in other keys.
+    """
+    rotated = of.need("rope.dimension_count")
+    size = of.get("attention.key_length_mla") or of.need("attention.key_length")
+    values = of.get("attention.value_length_mla") or of.need("attention.value_length")
+    if type(size) is not int or type(rotated) is not int or not 0 < rotated < size:
+        raise CheckpointFormatError(
+            f"{of.where}: expected heads of which a part is rotated, got {shorten(size)} features, "
+            f"of which rope.dimension_count says {shorten(rotated)}"
+        )
+    return {
+        "num_key_value_heads": heads,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": values,
+        "kv_lora_rank": of.need("attention.kv_lora_rank"),
+        "q_lora_rank": of.get("attention.q_lora_rank") or None,
+    }
+
+
+def _window(of: Metadata) -> Any:
+    """Return the sliding window; converters write 0 for none."""
+    return of.get("attention.sliding_window") or None
+
+
+def _llama(of: Metadata, entries: Entries) -> Entries:
+    own: Entries = {"attention_bias": "blk.0.attn_q.bias" in of.tensors}
+    window = _window(of)
+    if of.get("expert_count"):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": of.need("expert_count"),
+            "num_experts_per_tok": of.need("expert_used_count"),
+            "sliding_window": window,
+        }
+    if window:
+        return {**own, "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return {**own, "architectures": ["LlamaForCausalLM"]}
+
+
+def _qwen2(of: Metadata, entries: Entries) -> Entries:
+    return {"architectures": ["Qwen2ForCausalLM"]}
+
+
+def _qwen3(of: Metadata, entries: Entries) -> Entries:
+    return {"architectures": ["Qwen3ForCausalLM"]}
+
+
+def _experts(of: Metadata, renormalized: bool) -> Entries:
+    return {
+        "num_experts": of.need("expert_count"),
+        "num_experts_per_tok": of.need("expert_used_count"),
+        "moe_intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
+        "norm_topk_prob": of.get("expert_weights_norm", renormalized),
+    }
+
+
+def _qwen2moe(of: Metadata, entries: Entries) -> Entries:
+    shared = of.shape("blk.0.ffn_gate_shexp.weight", 2)[0]
+    return {
+        **_experts(of, renormalized=False),
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": shared,
+        "intermediate_size": entries.get("intermediate_size", shared),
+    }
+
+
+def _qwen3moe(of: Metadata, entries: Entries) -> Entries:
+    experts = _experts(of, renormalized=True)
+    width = entries.get("intermediate_size", experts["moe_intermediate_size"])
+    return {**experts, "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": width}
+
+
+def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in of.tensors,
+        "num_local_experts": of.need("expert_count"),
+        "num_experts_per_tok": of.need("expert_used_count"),
+        "intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
+        "sliding_window": of.need("attention.sliding_window"),
+    }
+
+
+def _phi3(of: Metadata, entries: Entries) -> Entries:
+    return {"architectures": ["Phi3ForCausalLM"], "sliding_window": _window(of)}
+
+
+def _mistral3(of: Metadata, entries: Entries) -> Entries:
+    if of.get("attention.temperature_scale"):
+        raise UnsupportedModelError(
+            f"{of.where}: {of.architecture}.attention.temperature_scale multiplies queries by a "
+            "function of their position (Ministral 3), which no model here does"
+        )
+    return _llama(of, entries)
+
+
+def _glm4(of: Metadata, entries: Entries) -> Entries:
+    bias = "blk.0.attn_q.bias" in of.tensors
+    return {"architectures": ["Glm4ForCausalLM"], "attention_bias": bias}
+
+
+# Of DeepSeek-V2, and of V3 and R1, by the number of experts: how many groups they are in, and from
+# how many a token's are chosen. Only newer files say it.
+_EXPERT_GROUPS = {160: (8, 3), 256: (8, 4)}
+_SIGMOID = 2  # of expert_gating_func; 1 is softmax, which older files do not say
+
+
+def _deepseek2(of: Metadata, entries: Entries) -> Entries:
+    experts, dense = of.need("expert_count"), of.get("leading_dense_block_count", 0)
+    corrected = f"blk.{dense}.exp_probs_b.bias" in of.tensors
+    sigmoid = of.get("expert_gating_func", _SIGMOID if corrected else 0) == _SIGMOID
+    groups, chosen = _EXPERT_GROUPS.get(experts, (1, 1))
+    groups = of.get("expert_group_count") or groups
+    chosen = of.get("expert_group_used_count") or chosen
+    greedy = "greedy" if groups == 1 else "group_limited_greedy"
+    return {
+        "architectures": [f"DeepseekV{3 if corrected else 2}ForCausalLM"],
+        "n_routed_experts": experts,
+        "num_experts_per_tok": of.need("expert_used_count"),
+        "n_shared_experts": of.get("expert_shared_count") or None,
+        "moe_intermediate_size": of.shape(f"blk.{dense}.ffn_gate_exps.weight", 3)[-2],
+        "first_k_dense_replace": dense,
+        "n_group": groups,
+        "topk_group": chosen,
+        "topk_method": "noaux_tc" if corrected else greedy,
+        "scoring_func": "sigmoid" if sigmoid else "softmax",
+        "norm_topk_prob": of.get("expert_weights_norm", False),
+        "routed_scaling_factor": of.get("expert_weights_scale") or 1.0,  # 0 is none
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _gemma(of: Metadata, entries: Entries, largest: int) -> Entries:
+    """Return what Gemma 2 and 3 have in common; the ``largest`` has this number of layers."""
+    heads, size = entries["num_attention_heads"], entries["head_dim"]
+    if entries["num_hidden_layers"] == largest:  # the one whose scores are scaled otherwise
+        size = entries["hidden_size"] // heads
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": of.need("attention.sliding_window"),
+        "query_pre_attn_scalar": size,
+    }
+
+
+def _gemma2(of: Metadata, entries: Entries) -> Entries:
+    return {
+        **_gemma(of, entries, largest=46),
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": of.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": of.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(of: Metadata, entries: Entries) -> Entries:
+    return {
+        **_gemma(of, entries, largest=62),
+        "architectures": ["Gemma3ForCausalLM"],
+        "rope_theta": of.get("rope.freq_base", 1000000.0),
+        "rope_local_base_freq": of.get("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": of.get("final_logit_softcapping") or None,
+    }
+
+
+_BY_ARCHITECTURE: Mapping[str, Callable[[Metadata, Entries], Entries]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "gpt-oss": _gpt_oss,
+    "mistral3": _mistral3,
+    "glm4": _glm4,
+    "deepseek2": _deepseek2,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+}

@@ -1,0 +1,58 @@
+"""The keys of one architecture and the tensors of all files of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.messages import printable
+from vllm_module.weights.gguf.file import GGUFFile
+from vllm_module.weights.gguf.header import GGUFTensor
+
+
+class Metadata:
+    """The keys of one architecture, and the tensors of all files."""
+
+    def __init__(self, files: Sequence[GGUFFile]) -> None:
+        self.files = files
+        self.where = printable(files[0].path)
+        self.keys: Mapping[str, Any] = files[0].metadata
+        self.architecture: str = self.keys["general.architecture"]
+        self.tensors: dict[str, GGUFTensor] = {
+            tensor.name: tensor for file in files for tensor in file.header.tensors
+        }
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a key of the architecture, or ``default`` if the file has none."""
+        return self.keys.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """Return a key of the architecture that the file must have."""
+        if (value := self.get(key)) is None:
+            raise CheckpointFormatError(
+                f"{self.where}: the metadata has no {self.architecture}.{key}, and there is no "
+                "config.json beside the file: put one there, or convert the model again"
+            )
+        return value
+
+    def shape(self, name: str, dims: int) -> tuple[int, ...]:
+        """Return the shape of a tensor that the files must have, of ``dims`` dimensions."""
+        if name not in self.tensors:
+            raise CheckpointFormatError(
+                f"{self.where}: the tensor {name} is missing; download the model again"
+            )
+        shape = self.tensors[name].shape
+        if len(shape) != dims:
+            raise CheckpointFormatError(
+                f"{self.where}: the tensor {name} should have {dims} dimensions, and its shape is "
+                f"{list(shape)}; download the model again"
+            )
+        return shape
+
+    def factors(self, name: str) -> list[float] | None:
+        """Return the values of a tensor with factors on frequencies, if there is one."""
+        for file in self.files:
+            if name in file.rope_tensors:
+                return file.floats(file.rope_tensors[name])
+        return None
