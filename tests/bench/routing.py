@@ -3,9 +3,10 @@
 94 layers of 128 experts, and as many names in more layers or experts, up to four times as many;
 61 layers of 256 with the scales of FP8 blocks. Once through a tree of toy modules with 2 x 2
 tensors, and once into ``FusedMoE``, whose parameters hold all experts. Names are shuffled. "route"
-compares every name, shape and dtype and records what it fills; "load" also cuts and copies; "stream"
-loads from an iterator, tensor by tensor. They are given in units of a bare ``copy_`` of such a
-tensor, and a stream in units of a load. Five rounds alternate the four; the CPU's time is counted, and a figure is printed only if every slot was filled.
+compares every name, shape and dtype and records what it fills; "load" also cuts and copies;
+"stream" loads from an iterator, tensor by tensor. The first two are given in units of a bare
+``copy_`` of such a tensor, a stream in units of a load. Five rounds alternate the four; the CPU's
+time is counted, and a figure is printed only if every slot was filled.
 
     python tests/bench/routing.py [--out tests/bench/results/routing.json]
 """
@@ -130,7 +131,8 @@ def main() -> None:
         cases += [(188, 128, True, False), (376, 128, True, False)]
         cases += [(61, 256, False, True), (61, 256, True, True)]
     print(
-        "layers experts        form   names  copy µs       route in copies        load in copies       stream in loads"
+        "layers experts        form   names  copy µs       route in copies        load in copies"
+        "       stream in loads"
     )
     for case in cases:
         result = measure(*case)

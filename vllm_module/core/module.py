@@ -12,7 +12,7 @@ exception: each is copied as it arrives, by a plan of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from types import GeneratorType, MappingProxyType
 from typing import Any
@@ -27,6 +27,7 @@ from vllm_module.core.planner import Group, Planner, Weights, planning
 from vllm_module.core.report import LoadReport
 from vllm_module.core.routes import Child, Skip, find, routes_of
 from vllm_module.core.run import loading
+from vllm_module.garbage import paused_gc
 
 
 class vLLMModule(nn.Module):
@@ -170,7 +171,7 @@ class vLLMModule(nn.Module):
 
         What would be refused is in the plan's report. An iterator is used up.
         """
-        with planning(self, weights) as planner:
+        with planning(self, weights) as planner, paused_gc(isinstance(weights, Collection)):
             self.load_weights(weights)  # adds to this plan
             return planner.plan()
 

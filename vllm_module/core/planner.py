@@ -220,7 +220,8 @@ class Planner:
         Without a ``slot`` it fills the whole tensor. ``name`` is the checkpoint's full name.
         """
         tensor = location.find()
-        if tensor is None or (slot is not None and slot not in slots_of(tensor)):
+        slots = () if tensor is None else slots_of(tensor)
+        if tensor is None or (slot is not None and slot not in slots):
             self._refuse(name, weight, location, slot)
             return
         report, path, claims = self.report, location.path, location.claims
@@ -228,7 +229,7 @@ class Planner:
             claims = location.claims = self._claims.setdefault(tensor, {})
         tied_to = None
         claim = (name, path)
-        for each in slots_of(tensor) if slot is None else (slot,):
+        for each in slots if slot is None else (slot,):
             earlier = claims.setdefault(each, claim)
             if earlier is claim:
                 continue

@@ -82,22 +82,23 @@ DECLARATIONS = frozenset(
 
 
 def _built(module: Any) -> Routes:
-    tensors = tensor_names(module)
+    kind, tensors = type(module).__name__, tensor_names(module)
     children = tuple(_declared(*each) for each in module._modules.items() if each[1] is not None)
     if not loads_itself(module):
         _refuse_declarations(module)
-        return _declared_routes(type(module).__name__, tensors, children)
-    skipped, aliases = module.skipped_weights, module.weight_aliases
+        return _declared_routes(kind, tensors, children)
+    slots, skipped, aliases = module.shard_names, module.skipped_weights, module.weight_aliases
+    if not (skipped or aliases):
+        if not (children or slots):  # a layer that is not fused, as most are
+            return _of_tensors(tensors)
+        return _declared_routes(kind, tensors, children, tuple(slots))
     if not (isinstance(skipped, Mapping) and isinstance(aliases, Mapping)):
         raise TypeError(
-            f"{type(module).__name__}: skipped_weights and weight_aliases map names, to reasons "
-            "and to other names: expected two dicts"
+            f"{kind}: skipped_weights and weight_aliases map names, to reasons and to other names: "
+            "expected two dicts"
         )
-    slots = tuple(module.shard_names)
-    if not (children or slots or skipped or aliases):  # a layer that is not fused, as most are
-        return _of_tensors(tensors)
     return _declared_routes(
-        type(module).__name__, tensors, children, slots, (*skipped.items(),), (*aliases.items(),)
+        kind, tensors, children, tuple(slots), (*skipped.items(),), (*aliases.items(),)
     )
 
 
@@ -113,7 +114,8 @@ def _declared(attr: str, child: Any) -> _Declared:
     # Not loads_itself: a call for each of many experts would show in every small update.
     if "load_state" not in child.__dict__:
         return _Declared(attr)
-    return _Declared(attr, tuple(child.shard_names), (*child.stored_beside.items(),))
+    slots, beside = child.shard_names, child.stored_beside
+    return _Declared(attr, tuple(slots), tuple(beside.items()) if beside else ())
 
 
 @lru_cache(maxsize=64)  # the same for all layers of a model, which may have hundreds of slots

@@ -7,7 +7,7 @@ order, each with the memory that it belongs in, so another reader may fetch them
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -289,7 +289,7 @@ def loading(
     with planning(module, weights, partial=partial, arrived=run.fill) as planner:
         run.top = planner.top
         with _undone_if_broken(run, planner):
-            with paused_gc() if isinstance(weights, Collection) else nullcontext():
+            with paused_gc(isinstance(weights, Collection)):
                 yield planner
             run.execute(planner.plan(), open_reader)
 
