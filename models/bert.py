@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig, Positive, Size
 from vllm_module.layers import (
@@ -19,7 +20,6 @@ from vllm_module.layers import (
     VocabParallelEmbedding,
     get_act,
 )
-from vllm_module.module import vLLMModule
 
 Lengths = Sequence[int] | None
 POOLER = "embeddings are pooled from the hidden states"

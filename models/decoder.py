@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import (
     AttentionMetadata,
@@ -23,7 +24,6 @@ from vllm_module.layers import (
     rows_for,
 )
 from vllm_module.layers.rotary import CosSin
-from vllm_module.module import vLLMModule
 
 
 class DecoderLayer(vLLMModule):

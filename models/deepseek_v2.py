@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Count, HFConfig, NumExperts, NumNamed, Positive, Size
 from vllm_module.layers import (
     AttentionMetadata,
@@ -27,7 +28,6 @@ from vllm_module.layers import (
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaConfig, LlamaMLP
-from vllm_module.module import vLLMModule
 
 
 class DeepseekV2Config(LlamaConfig):

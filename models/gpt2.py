@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import HFConfig, Positive, Size
 from vllm_module.layers import (
     Attention,
@@ -19,7 +20,6 @@ from vllm_module.layers import (
     VocabParallelEmbedding,
     get_act,
 )
-from vllm_module.module import vLLMModule
 
 
 class GPT2Config(HFConfig):

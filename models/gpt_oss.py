@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.hf_config import NumExperts, Positive, Size
 from vllm_module.layers import (
@@ -21,7 +22,6 @@ from vllm_module.layers import (
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import ColumnvLLMParameter, Dim
 
 

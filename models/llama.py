@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import HFConfig, Positive, Size
 from vllm_module.layers import (
     Attention,
@@ -23,7 +24,6 @@ from vllm_module.layers import (
 from vllm_module.layers.rotary import CosSin
 from vllm_module.layers.rotation import Rotate
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm_module.module import vLLMModule
 
 
 class LlamaConfig(HFConfig):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import NumExperts, Positive, Size
 from vllm_module.layers import (
     AttentionMetadata,
@@ -18,7 +19,6 @@ from vllm_module.layers import (
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import MistralAttention, MistralConfig
-from vllm_module.module import vLLMModule
 
 
 class MixtralConfig(MistralConfig):

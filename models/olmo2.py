@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Positive
 from vllm_module.layers import AttentionMetadata, RMSNorm, RotaryEmbedding, ShardedRMSNorm
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
-from vllm_module.module import vLLMModule
 
 
 class Olmo2Config(LlamaConfig):

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig, Positive, Size
 from vllm_module.layers import (
@@ -24,7 +25,6 @@ from vllm_module.layers import (
 )
 from vllm_module.layers.rotary import CosSin
 from vllm_module.models.gpt2 import GPT2Block, GPT2LMHeadModel
-from vllm_module.module import vLLMModule
 from vllm_module.rope_parameters import rope_parameters
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Count, NumExperts, Size
 from vllm_module.layers import FusedMoE, Router, layer_sliding_window
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaMLP
 from vllm_module.models.qwen2 import Qwen2Attention, Qwen2Config
-from vllm_module.module import vLLMModule
 
 
 class Qwen2MoeConfig(Qwen2Config):

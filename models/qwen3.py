@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Size
 from vllm_module.layers import (
     Attention,
@@ -22,7 +23,6 @@ from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaMLP
 from vllm_module.models.qwen2 import Qwen2Config
-from vllm_module.module import vLLMModule
 
 
 class Qwen3Config(Qwen2Config):

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Count, NumExperts, Size
 from vllm_module.layers import FusedMoE, Router
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.qwen2 import Qwen2Config
 from vllm_module.models.qwen2_moe import Qwen2MoeDecoderLayer
 from vllm_module.models.qwen3 import Qwen3Attention
-from vllm_module.module import vLLMModule
 
 
 class Qwen3MoeConfig(Qwen2Config):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import ShardingError
 from vllm_module.hf_config import ConvKernel, NumExperts, Positive, Size
 from vllm_module.layers import (
@@ -26,7 +27,6 @@ from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaMLP
 from vllm_module.models.qwen2_moe import Qwen2MoeSparseMoeBlock
 from vllm_module.models.qwen3_moe import Qwen3MoeConfig
-from vllm_module.module import vLLMModule
 
 
 class Qwen3NextConfig(Qwen3MoeConfig):

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Positive, Size
 from vllm_module.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, get_act
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaConfig, MistralAttention
-from vllm_module.module import vLLMModule
 
 
 class Starcoder2Config(LlamaConfig):

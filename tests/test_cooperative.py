@@ -28,11 +28,11 @@ from torch import nn
 from vllm_module.cooperative.batches import lay_out
 from vllm_module.cooperative.choice import Facts, choose, is_cached
 from vllm_module.cooperative.wants import shared_rows
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
 from vllm_module.distributed.shared_memory import Offer, OfferedMemory
 from vllm_module.distributed.shared_ring import RingShape, SharedRing
 from vllm_module.errors import WeightReadError
-from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import PairsCheckpoint
 
 HERE = Path(__file__).parent

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vllm_module import WeightLoadError
+from vllm_module.core.report import fold
 from vllm_module.layers import RMSNorm
-from vllm_module.report import fold
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from vllm_module.lazy import lazy_names
 
 if TYPE_CHECKING:
     from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig, QuantizationConfig
+    from vllm_module.core.module import vLLMModule
     from vllm_module.distributed import tensor_parallel
     from vllm_module.errors import WeightLoadError
     from vllm_module.loader import get_model
-    from vllm_module.module import vLLMModule
     from vllm_module.parameters import BasevLLMParameter
     from vllm_module.registry import register_model
     from vllm_module.runtime.beam_search import BeamSearchParams
@@ -47,7 +47,7 @@ else:
             "register_model": "vllm_module.registry",
             "register_source": "vllm_module.weights.source",
             "tensor_parallel": "vllm_module.distributed",
-            "vLLMModule": "vllm_module.module",
+            "vLLMModule": "vllm_module.core.module",
         },
     )
 

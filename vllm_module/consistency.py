@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import torch
 
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.tree import locations
 from vllm_module.distributed import ProcessGroup, together
 from vllm_module.errors import RankError
 from vllm_module.hf_config import HFConfig
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import Rules
-from vllm_module.tree import locations
 from vllm_module.weights.pairs import OpenWeights
 
 T = TypeVar("T")

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def paused_gc() -> Iterator[None]:
+def paused_gc(pauses: bool = True) -> Iterator[None]:
     """Collect no garbage in the block: each pass would walk all objects of it and free nothing."""
-    was_enabled = gc.isenabled()
+    was_enabled = pauses and gc.isenabled()
+    if not was_enabled:
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            if gc.get_freeze_count() == 0:
-                gc.freeze()  # enabling begins with a pass over all new objects, but for this
-                gc.unfreeze()
-            gc.enable()
+        if gc.get_freeze_count() == 0:
+            gc.freeze()  # enabling begins with a pass over all new objects, but for this
+            gc.unfreeze()
+        gc.enable()

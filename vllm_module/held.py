@@ -7,22 +7,23 @@ and processed. Names are no checkpoint's, so no ``load_weights`` of a model is c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from vllm_module.core.fill import Fill
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.plan import LoadPlan
+from vllm_module.core.report import LoadReport, Problem, fold
+from vllm_module.core.run import execute, loading
+from vllm_module.core.tree import Node, held_locations
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError, WeightLoadError
-from vllm_module.load import Load
 from vllm_module.messages import printable, printable_name
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
-from vllm_module.plan import LoadPlan
-from vllm_module.report import LoadReport, fold
-from vllm_module.tree import Node, held_locations
-from vllm_module.weights import Checkpoint, Weight
+from vllm_module.weights import Checkpoint, Readers, Weight
 from vllm_module.weights.sharded_state import ShardedState
 
 _MOST_NAMED = 10  # tensors that a message lists by the names of a file
@@ -49,22 +50,30 @@ def load_from(
     model: vLLMModule,
     weights: Mapping[str, Weight],
     recorded: Iterable[tuple[str, Weight]] | None = None,
+    planned: Callable[[LoadPlan], None] | None = None,
 ) -> None:
     """Load ``model``, all of it, from what its source opened.
 
-    ``recorded`` are its :func:`own_tensors` with handles that record what is read. Raises what
-    these and :meth:`vLLMModule.load_weights` do.
+    ``recorded`` are its :func:`own_tensors` with handles that record what is read. ``planned`` is
+    called with the plan before it is run. Raises what these and :meth:`vLLMModule.load_weights` do.
     """
+
+    def open_reader(plan: LoadPlan) -> Readers:
+        if planned is not None:
+            planned(plan)
+        return Readers(model.load_state.device)
+
     pairs = own_tensors(model, weights).items() if recorded is None else recorded
-    if not isinstance(weights, ShardedState):
-        try:
-            model.load_weights(pairs)  # pairs, as an override expects them
-        except WeightLoadError as error:
-            if error.report is not None and (advice := _lacking(weights, error.report)):
-                error.args = (f"{error} {advice}",)
-            raise
+    if isinstance(weights, ShardedState):
+        execute(plan_held(model, dict(pairs)), open_reader)
         return
-    load_held(model, dict(pairs))
+    try:
+        with loading(model, pairs, open_reader=open_reader):
+            model.load_weights(pairs)  # pairs, as an override expects them
+    except WeightLoadError as error:
+        if error.report is not None and (advice := _lacking(weights, error.report)):
+            error.args = (f"{error} {advice}",)
+        raise
 
 
 def _lacking(weights: Mapping[str, Weight], report: LoadReport) -> str:
@@ -94,8 +103,7 @@ def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_held(model: vLLMModule, held: Mapping[str, Weight]) -> None:
     """Load ``model`` with what :func:`held_tensors` had of it, or a copy of that."""
-    with Load.of(model, held) as load:
-        load.assign_held(held)
+    execute(plan_held(model, held))
 
 
 def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
@@ -105,9 +113,38 @@ def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
         plan = model.plan_weights(own)
         plan.report.advice = _lacking(weights, plan.report)
         return plan
-    with Load.of(model, own, "plan") as load:
-        load.assign_held(own)
-    return LoadPlan(model, load.report, load.assigned)
+    return plan_held(model, own)
+
+
+def plan_held(model: vLLMModule, held: Mapping[str, Weight]) -> LoadPlan:
+    """Return the plan that each tensor fills a parameter as this rank holds it, by its path.
+
+    No name is routed. What a conversion makes is filled too. The order is that of the tree, in
+    which a sharded state is stored.
+    """
+    left, report, fills = dict(held), LoadReport(), []
+    top = Node(model)
+    try:
+        for location in held_locations(top):
+            path, expected = location.path, location.tensor
+            weight = left.pop(path, None)
+            if weight is None:
+                detail = f"expected shape {list(expected.shape)}, as this rank holds it"
+                report.missing.append(Problem(path, detail))
+            elif (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
+                detail = (
+                    f"this rank holds {expected.dtype} {list(expected.shape)}, got {weight.dtype} "
+                    f"{list(weight.shape)}"
+                )
+                report.misshapen.append(Problem(path, detail))
+            else:
+                report.loaded[path] = [path]
+                fills.append(Fill(path, None, weight, location, held=True))
+    finally:
+        top.forget_below()
+    detail = f"{type(model).__name__} has no parameter or buffer of this path"
+    report.unexpected += [Problem(name, detail) for name in left]
+    return LoadPlan(model, report, fills)
 
 
 def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> LoadPlan:
@@ -116,8 +153,7 @@ def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> Lo
     if not isinstance(weights, ShardedState):
         return other
     held = weights.of_rank(rank)
-    with_own = [each._replace(weight=held[each.name]) for each in other.assignments]
-    return replace(other, assignments=with_own)
+    return replace(other, fills=[fill._replace(weight=held[fill.name]) for fill in other.fills])
 
 
 def _rank(model: vLLMModule, state: ShardedState) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,11 +18,12 @@ from vllm_module.consistency import (
     in_step,
 )
 from vllm_module.cooperative import CooperativeCheckpoint, read_together
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.plan import LoadPlan
 from vllm_module.distributed import message_group, together
-from vllm_module.held import load_from, number_of_tensors, plan_from
+from vllm_module.held import load_from, number_of_tensors
 from vllm_module.messages import printable_name
 from vllm_module.model_source import ModelSource
-from vllm_module.module import vLLMModule
 from vllm_module.registry import implementation
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.sharded_state import ShardedState
@@ -100,11 +100,12 @@ def find_and_load(
 
     def load() -> vLLMModule:
         with ExitStack() as reading:
-            if load_config.show_progress:  # first, as its plan may read weights, in another order
-                reading.enter_context(progress(model, weights))
+            planned: Callable[[LoadPlan], None] | None = None
+            if load_config.show_progress:
+                planned = reading.enter_context(progress(weights))
             if isinstance(weights, CooperativeCheckpoint):
                 reading.enter_context(weights)
-            load_from(model, weights)
+            load_from(model, weights, planned=planned)
         return model
 
     with ExitStack() as opened, message_group(timeout) as group:
@@ -128,36 +129,35 @@ def find_and_load(
 
 @contextmanager
 def progress(
-    model: vLLMModule,
     checkpoint: OpenWeights | CooperativeCheckpoint,
     label: str = "loading",
     console: Console | None = None,
-) -> Iterator[None]:
-    """Draw a progress bar with bytes and rate while the block loads ``model``.
+) -> Iterator[Callable[[LoadPlan], None]]:
+    """Draw a progress bar with bytes and rate while the block loads from ``checkpoint``.
 
-    It is drawn on ``console``, or on standard error.
+    It is drawn on ``console``, or on standard error. The block gets a function to call with the
+    plan, which tells how many bytes there are.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    total = sum(
-        math.prod(read.source.shape) * read.source.dtype.itemsize
-        for read in plan_from(model, checkpoint).reads()
-    )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     done = threading.Event()
     console = console or Console(stderr=True)
     with Progress(*columns, TransferSpeedColumn(), console=console) as bar:
-        task = bar.add_task(label, total=total)
+        task = bar.add_task(label, total=None)
 
         def follow() -> None:
             while not done.wait(0.1):
                 bar.update(task, completed=checkpoint.bytes_read)
 
+        def planned(plan: LoadPlan) -> None:
+            bar.update(task, total=sum(read.nbytes for read in plan.reads()))
+
         follower = threading.Thread(target=follow, name="progress", daemon=True)
         follower.start()
         try:
-            yield
+            yield planned
         finally:
             done.set()
             follower.join()

@@ -15,11 +15,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vllm_module import registry
 from vllm_module.config import ModelConfig
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read_entries
 from vllm_module.messages import describe_error, printable, printable_name, shorten
-from vllm_module.module import vLLMModule
 from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
 from vllm_module.registry import model_class
 from vllm_module.weights.dummy import DummyWeights

@@ -35,7 +35,7 @@ from vllm_module.waiting import WaitLimitError
 from vllm_module.weights.source import registered_sources
 
 if TYPE_CHECKING:
-    from vllm_module.module import vLLMModule
+    from vllm_module.core.module import vLLMModule
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +364,7 @@ def _import(architecture: str, target: str) -> type[vLLMModule]:
 
 def _not_a_model(architecture: str, cls: object) -> str | None:
     """Return why ``cls`` cannot be a model, or ``None`` if it can."""
-    from vllm_module.module import vLLMModule
+    from vllm_module.core.module import vLLMModule
 
     if isinstance(cls, type) and issubclass(cls, vLLMModule):
         return None
@@ -376,7 +376,7 @@ def _not_a_model(architecture: str, cls: object) -> str | None:
 
 def _models_in(module: ModuleType) -> dict[str, type[vLLMModule]]:
     """Return the classes that the file defines, not those that it imports."""
-    from vllm_module.module import vLLMModule
+    from vllm_module.core.module import vLLMModule
 
     return {
         name: value

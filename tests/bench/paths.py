@@ -28,6 +28,7 @@ from vllm_module.weights import open_checkpoint
 
 HOUSE = Path(vllm_module.__file__).resolve().parents[1]
 Function = tuple[str, str]
+RECORDS: Function = ("vllm_module/core/planner.py", "fill")
 
 
 def function_of(frame: FrameType) -> Function | None:
@@ -67,14 +68,15 @@ def way_of_a_tensor(folder: Path) -> list[Function]:
 
     save_file({"proj.weight": torch.rand(8, 8)}, folder / "model.safetensors")
     model, way = Model(), {}
+    pairs = open_checkpoint(folder).items()  # which reads headers
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name in ("assign", "enter"):  # enter: until 0012
+        if event == "call" and function_of(frame) == RECORDS:
             way.setdefault("recorded", stack(frame))
         elif event == "c_call" and argument.__name__ == "preadv":
             way.setdefault("read", stack(frame))
 
-    profiled(lambda: model.load_weights(open_checkpoint(folder).items()), look)
+    profiled(lambda: model.load_weights(pairs), look)
     return list(dict.fromkeys(way["recorded"] + way["read"]))
 
 

@@ -3,9 +3,10 @@
 94 layers of 128 experts, and as many names in more layers or experts, up to four times as many;
 61 layers of 256 with the scales of FP8 blocks. Once through a tree of toy modules with 2 x 2
 tensors, and once into ``FusedMoE``, whose parameters hold all experts. Names are shuffled. "route"
-compares every name, shape and dtype and records what it fills; "load" also materializes, cuts and
-copies. Both are given in units of a bare ``copy_`` of such a tensor. Five rounds alternate the
-three; the CPU's time is counted, and a figure is printed only if every slot was filled.
+compares every name, shape and dtype and records what it fills; "load" also cuts and copies;
+"stream" loads from an iterator, tensor by tensor. The first two are given in units of a bare
+``copy_`` of such a tensor, a stream in units of a load. Five rounds alternate the four; the CPU's
+time is counted, and a figure is printed only if every slot was filled.
 
     python tests/bench/routing.py [--out tests/bench/results/routing.json]
 """
@@ -98,6 +99,7 @@ def measure(layers: int, experts: int, fused: bool, scales: bool) -> dict[str, A
     works = {
         "route": lambda: model.plan_weights(weights),
         "load": lambda: model.load_weights(weights),
+        "stream": lambda: model.load_weights(iter(weights)),
         "copy": copy,
     }
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -112,6 +114,7 @@ def measure(layers: int, experts: int, fused: bool, scales: bool) -> dict[str, A
         result[f"{name}_us"] = statistics.median(taken) / len(weights) * 1e6
         if name != "copy":
             result[f"{name}_copies"] = spread(over(seconds, name, "copy"))
+    result["stream_loads"] = spread(over(seconds, "stream", "load"))
     return result
 
 
@@ -127,14 +130,18 @@ def main() -> None:
         cases += [(188, 128, False, False), (376, 128, False, False)]
         cases += [(188, 128, True, False), (376, 128, True, False)]
         cases += [(61, 256, False, True), (61, 256, True, True)]
-    print("layers experts        form   names  copy µs       route in copies        load in copies")
+    print(
+        "layers experts        form   names  copy µs       route in copies        load in copies"
+        "       stream in loads"
+    )
     for case in cases:
         result = measure(*case)
         results.append(result)
         form = ("fused" if case[2] else "modules") + (" fp8" if case[3] else "")
         print(
             f"{case[0]:6} {case[1]:7} {form:>11} {result['names']:7} {result['copy_us']:8.2f} "
-            f"{shown(result['route_copies'])} {shown(result['load_copies'])}",
+            f"{shown(result['route_copies'])} {shown(result['load_copies'])} "
+            f"{shown(result['stream_loads'])}",
             flush=True,
         )
     if options.out:

@@ -40,7 +40,7 @@ def quantized(folder: Path) -> tuple[RankTrace, int]:
     with tensor_parallel(rank=1, size=2):
         measured, _, model = load_rank(source, CPU, 1, show_progress=False, trace=trace)
     for module in model.modules():  # nothing of the recording stays in the model
-        assert "process_weights" not in vars(module)
+        assert "processing" not in vars(module)
         for conversion in getattr(module, "conversions", {}).values():
             assert type(conversion).__module__ == "vllm_module.quantization.online"
     model.check_ready()

@@ -28,11 +28,11 @@ from vllm_module import (
     tensor_parallel,
 )
 from vllm_module.cooperative import CooperativeCheckpoint, reading
+from vllm_module.core.planner import Planner
 from vllm_module.distributed import shared_ring
 from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import RankError, WeightReadError
-from vllm_module.load import Load
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.handle import FileHandle
@@ -83,7 +83,7 @@ class Deviating(LlamaForCausalLM):
 
     def load_weights(self, weights: Any) -> Any:
         pairs = dict(weights)
-        if Load.current().mode != "plan":
+        if Planner.current().reads:
             pairs["model.norm.weight"].read()
             early = [pairs["model.layers.0.mlp.down_proj.weight"].read() for _ in range(2)]
             pairs["model.layers.0.mlp.down_proj.weight"] = early[0]
@@ -96,7 +96,7 @@ class Peeking(LlamaForCausalLM):
 
     def load_weights(self, weights: Any) -> Any:
         pairs = dict(weights)
-        if Load.current().mode == "plan":
+        if not Planner.current().reads:
             pairs["model.norm.weight"].read()
         return super().load_weights(pairs.items())
 

@@ -261,14 +261,14 @@ def test_one_layer_is_in_memory_at_a_time(
 ) -> None:
     """A layer's weight is freed before the next layer is loaded."""
     loaded: list[weakref.ref[torch.Tensor]] = []
-    process = QuantizableLayer.process_weights
+    process = QuantizableLayer._process_quantized
 
     def counting(self: QuantizableLayer) -> None:
         assert [each for each in loaded if each() is not None] == []
         loaded.append(weakref.ref(self.weight))
         process(self)
 
-    monkeypatch.setattr(QuantizableLayer, "process_weights", counting)
+    monkeypatch.setattr(QuantizableLayer, "_process_quantized", counting)
     config = ModelConfig(model=str(checkpoint("llama")), quantization="fp8")
     result = convert(config, tmp_path / "out")
     assert len(loaded) == 8

@@ -180,7 +180,7 @@ def test_a_rank_reads_its_files_once_and_in_order(
     with tensor_parallel(rank=1, size=2), source.open() as opened:
         model = source.build(torch.device("cpu"), len(opened))
         plan = plan_from(model, opened)
-        places = [(each.weight.file, each.weight.byte_range[0]) for each in plan.assignments]
+        places = [(each.weight.file, each.weight.byte_range[0]) for each in plan.fills]
         assert places == sorted(places)
         load_from(model, opened)
         kept = sum(parameter.nbytes for parameter in model.parameters())

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from vllm_module import cooperative, load
+from vllm_module import cooperative
 from vllm_module.cooperative import checkpoint as loading
 from vllm_module.cooperative import reading
+from vllm_module.core import planner
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import groups, tensor_parallel_group, together
 from vllm_module.distributed.groups import SimulatedGroup
-from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import PairsCheckpoint
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ def load_together(right: Any, module: vLLMModule, weights: Any) -> Any:
     group = tensor_parallel_group()
     simulated = isinstance(group, SimulatedGroup)
     alone = groups._meeting.get() is None if simulated else not dist.is_initialized()
-    inside = load._current.get() is not None
+    inside = planner._current.get() is not None
     if alone or inside or group.size == 1 or not isinstance(weights, Mapping):
         return right(module, weights)
     pairs = PairsCheckpoint(SimpleNamespace(folder=Path("law")), weights)  # type: ignore[arg-type]
@@ -100,5 +101,5 @@ def small_batches(nbytes: int = 1024, buffers: int = 2, stall: float = 60.0) -> 
 @contextmanager
 def cooperating(instead: Any) -> Iterator[None]:
     """Load together in every law; ``instead`` is the function of ``faults.py``."""
-    with small_batches(), instead("module:vLLMModule.load_weights", load_together)():
+    with small_batches(), instead("core.module:vLLMModule.load_weights", load_together)():
         yield

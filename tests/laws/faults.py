@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_module import routes
+from vllm_module.core import routes
+from vllm_module.core.tree import locations
 from vllm_module.errors import WeightLoadError
 from vllm_module.parameters import Dim
 from vllm_module.parameters.division import division_of
-from vllm_module.tree import locations
 
 HERE = Path(__file__).parent
 sharding = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_sharding.py")))
@@ -114,7 +114,7 @@ def routes_in_a_global() -> Iterator[None]:
     routes._CACHE = cache
     keep = loading.first(lambda node: cache.setdefault(id(node.module), node))
     try:
-        with instead("routes:routes_of", keep)():
+        with instead("core.routes:routes_of", keep)():
             yield
     finally:
         del routes._CACHE
@@ -122,8 +122,8 @@ def routes_in_a_global() -> Iterator[None]:
 
 @contextmanager
 def gc_left_off() -> Iterator[None]:
-    on = instead("module:vLLMModule.__init__", loading.first(lambda module: gc.enable()))
-    off = instead("load:Load.finish", loading.first(lambda load: gc.disable()))
+    on = instead("core.module:vLLMModule.__init__", loading.first(lambda module: gc.enable()))
+    off = instead(EXECUTE, loading.first(lambda *_: gc.disable()))
     try:
         with on(), off():  # each case begins with collection on
             yield
@@ -145,18 +145,18 @@ def together(where: str, faulty: Callable[..., Any]) -> Callable[[], AbstractCon
     return applied
 
 
-ASSIGN = "load:Load.assign"
-FIND = "routes:find"
-FINISH = "load:Load.finish"
-GROUPS = "load:Load.groups"
-MATERIALIZED = "tree:materialized"
+FILL = "core.planner:Planner.fill"
+FIND = "core.routes:find"
+EXECUTE = "core.run:Run.execute"
+GROUPS = "core.planner:Planner.groups"
+MATERIALIZED = "core.tree:materialized"
 MATMUL = "quantization.method:UnquantizedMethod.apply"
-MISFIT = "assignment:misfit"
+MISFIT = "core.fit:misfit"
 PIECES = "parameters:BasevLLMParameter.pieces"
-READ = "load:Load.read"
-REFUSE = "report:LoadReport.raise_if_refused"
-ROUTES = "routes:routes_of"
-SAME_BITS = "assignment:_same_bits"
+READ = "core.run:Run.fill"
+REFUSE = "core.report:LoadReport.raise_if_refused"
+ROUTES = "core.routes:routes_of"
+SAME_BITS = "core.fill:_same_bits"
 SHARDS = "parameters:Dim.shards"
 
 FAULTS = (
@@ -234,7 +234,7 @@ FAULTS = (
     Fault("a packed code is one too high", "sharding_equivalent", "packed while loading",
           instead("quantization.packed_online:PackedRegion.receive", sharding.one_code_higher)),
     Fault("the padding of slots is not zeroed", "order_independent", "ColumnvLLMParameter",
-          instead("allocation:Allocation._new", sharding.unpadded_if_partial)),
+          instead("core.allocation:Allocation._new", sharding.unpadded_if_partial)),
     # What the layers compute
     Fault("every rank adds the bias", "sharding_equivalent", "row",
           instead(MATMUL, lambda apply, method, layer, x, bias: apply(method, layer, x, layer.bias))),
@@ -289,13 +289,13 @@ FAULTS = (
     Fault("a component is matched by its beginning", "routed_exactly", "attention",
           instead(ROUTES, loading.matched(lambda known, component: component.startswith(known)))),
     Fault("unknown names are passed over", "accounting_exact", "mlp",
-          instead(ASSIGN, loading.assigned_if(lambda location, slot: slot is not None or location.find() is not None))),
+          instead(FILL, loading.filled_if(lambda location, slot: slot is not None or location.find() is not None))),
     Fault("names of a slot a layer lacks are passed over", "routed_exactly", "mlp",
-          instead(ASSIGN, loading.assigned_if(lambda location, slot: "." not in location.attr or location.find() is not None))),
+          instead(FILL, loading.filled_if(lambda location, slot: "." not in location.attr or location.find() is not None))),
     Fault("a fused layer's names are not its slots'", "accounting_exact", "mlp",
-          instead(ASSIGN, loading.to_slots(lambda names: names[:1] * len(names)))),
+          instead(FILL, loading.to_slots(lambda names: names[:1] * len(names)))),
     Fault("two slots of a fused layer are exchanged", "sharding_equivalent", "mlp",
-          instead(ASSIGN, loading.to_slots(lambda names: names[::-1]))),
+          instead(FILL, loading.to_slots(lambda names: names[::-1]))),
     Fault("a component may have one letter more", "routed_exactly", "named",
           instead(ROUTES, loading.matched(lambda known, component: known == component[:-1]))),
     Fault("aliases lead nowhere", "order_independent", "named",
@@ -307,23 +307,23 @@ FAULTS = (
     Fault("a rule for a path skips what begins like it", "routed_exactly", "renamed",
           instead(FIND, loading.skipping_siblings)),
     Fault("experts that a rank does not keep are passed over", "accounting_exact", "experts",
-          instead(ASSIGN, loading.assigned_if(loading.is_kept))),
+          instead(FILL, loading.filled_if(loading.is_kept))),
     Fault("experts that a rank does not keep may be missing", "accounting_exact", "experts",
           instead(REFUSE, loading.without_missing_experts)),
     Fault("an expert too many is passed over", "routed_exactly", "experts",
-          instead(ASSIGN, loading.assigned_if(lambda location, slot:
+          instead(FILL, loading.filled_if(lambda location, slot:
                   not location.attr.partition(".")[0].isdecimal()))),
     Fault("slots of one name stored in two layers are one in the checkpoint", "sharding_equivalent", "layouts",
-          instead("tree:Location.stored_name", loading.above_its_layer)),
+          instead("core.tree:Location.stored_name", loading.above_its_layer)),
     # What is accepted
     Fault("a slot may be filled twice", "accounting_exact", "mlp",
-          instead(ASSIGN, loading.filled_twice)),
+          instead(FILL, loading.filled_twice)),
     Fault("completeness is not asked for", "accounting_exact", "mlp",
           instead(REFUSE, loading.without_missing)),
     Fault("tensors are counted and not their slots", "accounting_exact", "mlp",
           instead(REFUSE, loading.without_missing_slots)),
     Fault("buffers are skipped", "sharding_equivalent", "plain",
-          instead("tree:Location.find", loading.parameter_only)),
+          instead("core.tree:Location.find", loading.parameter_only)),
     Fault("any shape is accepted", "accounting_exact", "mlp",
           instead(MISFIT, loading.despite("expected shape"))),
     Fault("a shape of as many elements is accepted", "accounting_exact", "mlp",
@@ -338,28 +338,28 @@ FAULTS = (
     Fault("eight bits are taken for sixteen", "accounting_exact", "mlp",
           instead(MISFIT, loading.despite("expected dtype", "got torch.float8"))),
     Fault("a name may end with a dot", "routed_exactly", "column",
-          instead("load:Load.target", loading.without_dot)),
+          instead("core.tree:Node.location", lambda location, node, attr: location(node, attr.rstrip(".")))),
     Fault("a load that broke before it wrote stops the module", "reload_in_place", "column",
-          instead("load:Load.__init__", loading.written_from_the_start)),
+          instead("core.run:Run.__init__", loading.written_from_the_start)),
     Fault("a tensor without data is accepted", "accounting_exact", "column",
           instead(MISFIT, lambda misfit, *args, needs_data: misfit(*args, needs_data=False))),
     Fault("tied tensors are compared by their first byte", "accounting_exact", "vocabulary",
           instead(SAME_BITS, loading.tied_if(lambda *values: loading.same_bits(*values, first=1)))),
     Fault("tied tensors are not compared", "accounting_exact", "vocabulary",
-          instead("assignment:Assignment.check_tied", lambda check_tied, assignment, unread: None)),
+          instead("core.fill:Fill.check_tied", lambda check_tied, fill, unread: None)),
     Fault("tied tensors are compared after the first write", "accounting_exact", "vocabulary",
           instead(READ, loading.written_before_compared)),
     Fault("tied tensors are compared by their first row", "accounting_exact", "vocabulary",
           instead(SAME_BITS, loading.tied_if(lambda one, other: torch.equal(one[:1], other[:1])))),
     Fault("a tensor tied to a misshapen one is compared and not loaded", "accounting_exact", "named",
-          instead(ASSIGN, loading.tied_to_misfits)),
+          instead(FILL, loading.tied_to_misfits)),
     Fault("a refused collection was half read", "accounting_exact", "mlp",
           instead(GROUPS, loading.streamed)),
     # What is left behind
     Fault("a parameter is tagged while it is read", "pure", "norm",
-          instead("assignment:Assignment.jobs", loading.first(lambda assignment: loading.tag(assignment.location.tensor)))),
+          instead("core.fill:Fill.jobs", loading.first(lambda fill: loading.tag(fill.location.tensor)))),
     Fault("a checkpoint's tensor is tagged", "pure", "norm",
-          instead(ASSIGN, loading.first(lambda load, name, weight, *_: loading.tag(weight)))),
+          instead(FILL, loading.first(lambda planner, name, weight, *_: loading.tag(weight)))),
     Fault("a parameter loses its type when it becomes real", "pure", "column",
           instead(MATERIALIZED, loading.untyped)),
     Fault("routes are kept in a global", "pure", "mlp", routes_in_a_global),
@@ -378,24 +378,24 @@ FAULTS = (
           instead("weights.handle:FileHandle.narrow", loading.one_further)),
     # When a module is ready, and where its memory is
     Fault("a parameter with some slots filled counts as ready", "meta_first", "mlp",
-          instead("readiness:check_ready", loading.first(loading.some_are_all))),
+          instead("core.state:check_ready", loading.first(loading.some_are_all))),
     Fault("a parameter is born with memory", "meta_first", "column",
           instead("parameters:BasevLLMParameter.__new__", lambda new, *args, **kwargs:
                   new(*args, **kwargs).materialize_on("cpu"))),
     Fault("a plan of a stream is carried out", "meta_first", "column",
-          instead(GROUPS, loading.read_as_it_comes("plan"))),
+          instead(GROUPS, loading.read_as_it_comes(planning=True))),
     Fault("a module runs while it is loaded", "reload_in_place", "column",
-          instead("readiness:check_ready", loading.while_it_is_loaded)),
+          instead("core.state:check_ready", loading.while_it_is_loaded)),
     Fault("a module is loaded twice at a time", "reload_in_place", "column",
-          instead("load:Load.of", loading.first(loading.twice_at_a_time))),
+          instead("core.state:in_progress", loading.first(loading.twice_at_a_time))),
     Fault("a load that broke marks the root alone", "reload_in_place", "mlp",
-          instead("load:Load.of", loading.root_alone)),
+          instead("core.run:loading", loading.root_alone)),
     Fault("a reload takes new memory", "reload_in_place", "column",
-          instead(FINISH, loading.in_new_memory)),
+          instead(EXECUTE, loading.in_new_memory)),
     Fault("a load that broke goes on serving", "reload_in_place", "column",
           instead(READ, loading.unwritten)),
     Fault("an update makes a mixture whole", "reload_in_place", "column",
-          instead(FINISH, loading.whole_after_update)),
+          instead(EXECUTE, loading.whole_after_update)),
     # What is made of weights as they arrive
     Fault("a weight's scales go to another slot", "sharding_equivalent", "quantized while loading",
           instead("parameters:BasevLLMParameter.region", lambda region, parameter, slot:
@@ -411,28 +411,28 @@ FAULTS = (
     Fault("a code's scale is that of another row", "sharding_equivalent", "quantized to NF4 while loading",
           instead("kernels.quantize_nf4:quantize_nf4", loading.scales_of_another_row)),
     Fault("scales are demanded of a full-precision checkpoint", "order_independent", "quantized while loading",
-          instead("tree:made_by", lambda made_by, conversions: set())),
+          instead("core.tree:made_by", lambda made_by, conversions: set())),
     Fault("a scale is left on meta", "meta_first", "quantized while loading",
-          instead(FINISH, loading.scales_left_on_meta)),
+          instead(EXECUTE, loading.scales_left_on_meta)),
     Fault("a module is processed by the name that it was given", "order_independent", "derived",
           instead(READ, loading.by_the_given_name)),
     Fault("what is above is not processed again", "reload_in_place", "derived",
-          instead("tree:Node.processes", loading.not_above)),
+          instead("core.run:_processes", loading.not_above)),
     # What a load costs
     Fault("streamed tensors are kept", "memory_bounded", "mlp",
-          instead(ASSIGN, loading.first(loading.kept))),
+          instead(FILL, loading.first(loading.kept))),
     Fault("a parameter is made twice", "memory_bounded", "mlp",
           instead(MATERIALIZED, lambda materialized, *args: (materialized(*args), materialized(*args))[0])),
     Fault("tensors are read whole and cut afterwards", "reads_what_it_keeps", "column",
-          instead("assignment:Assignment.pieces", loading.read_whole)),
+          instead("core.fill:Fill.pieces", loading.read_whole)),
     Fault("a rank reads experts that it does not keep", "reads_what_it_keeps", "experts",
-          instead("assignment:Assignment.jobs", loading.dropped_too)),
+          instead("core.fill:Fill.jobs", loading.dropped_too)),
     Fault("streamed handles are read as they come", "reads_what_it_keeps", "mlp",
-          instead(GROUPS, loading.read_as_it_comes("load", "update"))),
+          instead(GROUPS, loading.read_as_it_comes(planning=False))),
     Fault("bytes are read twice", "reads_what_it_keeps", "column",
-          instead("assignment:Assignment.jobs", lambda jobs, each: (*jobs(each), *jobs(each)))),
+          instead("core.fill:Fill.jobs", lambda jobs, each: (*jobs(each), *jobs(each)))),
     Fault("an update walks the whole tree", "cost_linear", "mlp",
-          instead(READ, loading.first(lambda load, since=0: list(locations(load.root))))),
+          instead(READ, loading.first(lambda run, *_: list(locations(run.root))))),
     Fault("every name looks at all before it", "cost_linear", "mlp",
-          instead(ASSIGN, loading.first(lambda load, *_: sum(1 for _ in load.report.loaded)))),
+          instead(FILL, loading.first(lambda planner, *_: sum(1 for _ in planner.report.loaded)))),
 )  # fmt: skip

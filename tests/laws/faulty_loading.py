@@ -17,16 +17,17 @@ import torch
 from torch import nn
 
 from vllm_module import BasevLLMParameter
+from vllm_module.core.planner import Planner
+from vllm_module.core.routes import Child, Skip
+from vllm_module.core.run import Run
+from vllm_module.core.state import is_complete, modules_that_load
+from vllm_module.core.tree import is_typed, locations, slots_of, state_of
 from vllm_module.kernels.quantize import quantize_static
-from vllm_module.load import Load
 from vllm_module.parameters import (
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
     PerTensorScaleParameter,
 )
-from vllm_module.readiness import is_complete, modules_that_load
-from vllm_module.routes import Child, Skip
-from vllm_module.tree import Node, is_typed, locations, slots_of, state_of
 from vllm_module.weights import read_into
 
 # Where a name leads
@@ -54,10 +55,12 @@ def matched(alike: Callable[[str, str], bool]) -> Callable[..., Any]:
 def to_slots(change: Callable[[tuple[str, ...]], Sequence[str]]) -> Callable[..., None]:
     """Fill the slots ``change(slots)`` with the tensors of a fused parameter's ``slots``."""
 
-    def faulty(assign: Any, load: Load, name: str, weight: Any, target: Any, slot: Any) -> None:
-        slots = tuple(target.slots)
+    def faulty(
+        fill: Any, planner: Planner, name: str, weight: Any, location: Any, slot: Any
+    ) -> None:
+        slots = () if location.find() is None else tuple(location.slots)
         slot = dict(zip(slots, change(slots), strict=True)).get(slot, slot)
-        assign(load, name, weight, target, slot)
+        fill(planner, name, weight, location, slot)
 
     return faulty
 
@@ -67,12 +70,14 @@ def without_aliases(routes_of: Any, node: Any) -> dict[str, Any]:
     return {key: r for key, r in routes_of(node).items() if key.rstrip(".") not in aliases}
 
 
-def assigned_if(known: Callable[..., bool]) -> Callable[..., None]:
+def filled_if(known: Callable[..., bool]) -> Callable[..., None]:
     """Pass over a name without a word unless ``known(location, slot)``."""
 
-    def faulty(assign: Any, load: Load, name: str, weight: Any, target: Any, slot: Any) -> None:
-        if known(target.location, slot):
-            assign(load, name, weight, target, slot)
+    def faulty(
+        fill: Any, planner: Planner, name: str, weight: Any, location: Any, slot: Any
+    ) -> None:
+        if known(location, slot):
+            fill(planner, name, weight, location, slot)
 
     return faulty
 
@@ -140,9 +145,9 @@ def only_its_dtype(
     return reason or (None if weight.dtype == location.stored_dtype else "expected one dtype")
 
 
-def filled_twice(assign: Any, load: Load, *arguments: Any) -> None:
-    assign(load, *arguments)
-    load.report.duplicated.clear()
+def filled_twice(fill: Any, planner: Planner, *arguments: Any) -> None:
+    fill(planner, *arguments)
+    planner.report.duplicated.clear()
 
 
 def without_missing(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +156,7 @@ def without_missing(raise_if_refused: Any, report: Any, *args: Any, **kwargs: An
 
 
 def without_missing_slots(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
-    loaded = [each for each in locations(Load.current().root) if each.path in report.loaded]
+    loaded = [each for each in locations(Planner.current().root) if each.path in report.loaded]
     names = {each.stored_name(slot) for each in loaded for slot in slots_of(each.tensor)}
     report.missing[:] = [problem for problem in report.missing if problem.name not in names]
     raise_if_refused(report, *args, **kwargs)
@@ -160,7 +165,7 @@ def without_missing_slots(raise_if_refused: Any, report: Any, *args: Any, **kwar
 def without_missing_experts(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
     dropped = {
         each.stored_name(slot)
-        for each in locations(Load.current().root)
+        for each in locations(Planner.current().root)
         for slot in slots_of(each.tensor)
         if not is_kept(each, slot)
     }
@@ -171,10 +176,6 @@ def without_missing_experts(raise_if_refused: Any, report: Any, *args: Any, **kw
 def parameter_only(find: Any, location: Any) -> Any:
     tensor = find(location)
     return tensor if isinstance(tensor, nn.Parameter) else None
-
-
-def without_dot(target: Any, load: Load, location: Any) -> Any:
-    return target(load, location._replace(attr=location.attr.rstrip(".")))
 
 
 def tied_if(same: Callable[..., bool]) -> Callable[..., bool]:
@@ -195,31 +196,33 @@ def same_bits(one: torch.Tensor, other: torch.Tensor, first: int) -> bool:
     return torch.equal(one, other)
 
 
-def written_before_compared(read: Any, load: Load, since: int = 0) -> None:
-    for each in load.assigned[since:]:
-        if each.tied_to is not None and not each.location.tensor.is_meta:
-            each.location.tensor.data.zero_()
-    read(load, since)
+def written_before_compared(read: Any, run: Run, fills: Any, waiting: Any) -> None:
+    for fill in fills:
+        if fill.tied_to is not None and not fill.location.tensor.is_meta:
+            fill.location.tensor.data.zero_()
+    read(run, fills, waiting)
 
 
-def tied_to_misfits(assign: Any, load: Load, *arguments: Any) -> None:
-    load._misfits.clear()
-    assign(load, *arguments)
+def tied_to_misfits(fill: Any, planner: Planner, *arguments: Any) -> None:
+    planner._misfits.clear()
+    fill(planner, *arguments)
 
 
-def streamed(groups: Any, load: Load, module: Any, weights: Any) -> Iterator[Any]:
-    return groups(load, module, iter(weights.items() if isinstance(weights, Mapping) else weights))
+def streamed(groups: Any, planner: Planner, module: Any, weights: Any) -> Iterator[Any]:
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    return groups(planner, module, iter(pairs))
 
 
-def read_as_it_comes(*modes: str) -> Callable[..., Iterator[Any]]:
-    """Read each pair of a stream before the next, handles too, in loads of these ``modes``."""
+def read_as_it_comes(*, planning: bool) -> Callable[..., Iterator[Any]]:
+    """Read each pair of a stream before the next, handles too: in plans, or in loads."""
 
-    def faulty(groups: Any, load: Load, module: Any, weights: Any) -> Iterator[Any]:
-        for group in groups(load, module, weights):
-            waiting = len(load.assigned)
+    def faulty(groups: Any, planner: Planner, module: Any, weights: Any) -> Iterator[Any]:
+        arrived = planner._arrived or Run(planner.root).fill
+        for group in groups(planner, module, weights):
+            waiting = len(planner.fills)
             yield group
-            if load.mode in modes and not isinstance(weights, Collection):
-                load.read(waiting)
+            if planner.reads is not planning and not isinstance(weights, Collection):
+                planner._take(waiting, arrived)
 
     return faulty
 
@@ -263,9 +266,9 @@ def in_float32(materialized: Any, tensor: torch.Tensor, device: Any) -> Any:
 # What several calls and files leave out
 
 
-def forgetting(load: Load, since: int = 0) -> None:
-    for each in load.assigned[since:] if load.mode == "update" else ():
-        each.location.node.state.loaded.clear()
+def forgetting(run: Run, fills: Any, waiting: Any) -> None:
+    for fill in fills if run.partial else ():
+        fill.location.node.state.loaded.clear()
 
 
 def one_further(narrow: Any, handle: Any, dim: int, start: int, length: int) -> Any:
@@ -293,18 +296,18 @@ def while_it_is_loaded(check_ready: Any, root: nn.Module) -> None:
             state.in_progress = True
 
 
-def twice_at_a_time(cls: type[Load], module: Any, weights: Any, mode: str = "load") -> None:
+def twice_at_a_time(module: Any) -> None:
     try:
-        Load.current()
+        Planner.current()
     except AssertionError:  # the outermost call of its thread
         state_of(module).in_progress = False
 
 
 @contextmanager
-def root_alone(of: Any, cls: Any, module: Any, *arguments: Any) -> Iterator[Any]:
+def root_alone(loading: Any, module: Any, *arguments: Any, **named: Any) -> Iterator[Any]:
     try:
-        with of(cls, module, *arguments) as load:
-            yield load
+        with loading(module, *arguments, **named) as planner:
+            yield planner
     except BaseException:
         for each in modules_that_load(module):
             if each is not module:
@@ -312,27 +315,28 @@ def root_alone(of: Any, cls: Any, module: Any, *arguments: Any) -> Iterator[Any]
         raise
 
 
-def in_new_memory(finish: Any, load: Load) -> None:
-    finish(load)
-    for node, attr in locations(load.root) if load.mode != "plan" else ():
-        setattr(node.module, attr, copy.deepcopy(getattr(node.module, attr)))
+def in_new_memory(execute: Any, run: Run, *arguments: Any) -> None:
+    execute(run, *arguments)
+    for location in locations(run.root):
+        module, attr = location.node.module, location.attr
+        setattr(module, attr, copy.deepcopy(getattr(module, attr)))
 
 
-def unwritten(read: Any, load: Load, since: int = 0) -> None:
+def unwritten(read: Any, run: Run, *arguments: Any) -> None:
     try:
-        read(load, since)
+        read(run, *arguments)
     finally:
-        load.written = False
+        run.written = False
 
 
-def written_from_the_start(init: Any, load: Load, *arguments: Any) -> None:
-    init(load, *arguments)
-    load.written = True
+def written_from_the_start(init: Any, run: Run, *arguments: Any, **named: Any) -> None:
+    init(run, *arguments, **named)
+    run.written = True
 
 
-def whole_after_update(finish: Any, load: Load) -> None:
-    finish(load)
-    for module in modules_that_load(load.root) if load.mode == "update" else ():
+def whole_after_update(execute: Any, run: Run, *arguments: Any) -> None:
+    execute(run, *arguments)
+    for module in modules_that_load(run.root) if run.partial else ():
         state_of(module).refusal = None
 
 
@@ -364,45 +368,45 @@ def scales_of_another_row(
     absmax.copy_(absmax.roll(1, 0))
 
 
-def scales_left_on_meta(finish: Any, load: Load) -> None:
-    finish(load)
+def scales_left_on_meta(execute: Any, run: Run, *arguments: Any) -> None:
+    execute(run, *arguments)
     kinds = PerTensorScaleParameter | ChannelQuantScaleParameter | BlockQuantScaleParameter
-    for module in load.root.modules() if is_complete(load.root) else ():
+    for module in run.root.modules() if is_complete(run.root) else ():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, kinds):
                 module._parameters[name] = parameter.materialize_on("meta")
 
 
-def by_the_given_name(read: Any, load: Load, since: int = 0) -> None:
-    given = {each.location.path: each for each in load.assigned[since:]}
-    read(load, since)
+def by_the_given_name(read: Any, run: Run, fills: Any, waiting: Any) -> None:
+    given = {fill.location.path: fill for fill in fills}
+    read(run, fills, waiting)
     filled = {each.location.tensor: each.slots for each in given.values()}
-    for location in locations(load.root):
+    for location in locations(run.root):
         if location.path not in given and location.tensor in filled:
             loaded = location.node.state.loaded.get(location.local, set())
             loaded.difference_update(filled[location.tensor])
 
 
-def not_above(processes: Any, node: Node) -> bool:
-    above = sum(1 for _ in modules_that_load(node.module)) > 1
-    return processes(node) and not (above and Load.current().mode == "update")
+def not_above(processes: Any, module: Any) -> bool:
+    above = sum(1 for _ in modules_that_load(module)) > 1
+    return processes(module) and not (above and Planner.current().partial)
 
 
 # What a load costs
 
 
-def kept(load: Load, name: str, weight: Any, *others: Any) -> None:
-    load.kept = [*getattr(load, "kept", ()), weight]
+def kept(planner: Planner, name: str, weight: Any, *others: Any) -> None:
+    planner.kept = [*getattr(planner, "kept", ()), weight]
 
 
-def read_whole(pieces: Any, assignment: Any) -> Any:
-    weight = assignment.weight
+def read_whole(pieces: Any, fill: Any) -> Any:
+    weight = fill.weight
     weight = weight if isinstance(weight, torch.Tensor) else weight.read()
-    return pieces(assignment._replace(weight=weight))
+    return pieces(fill._replace(weight=weight))
 
 
-def dropped_too(jobs: Any, assignment: Any) -> Iterator[Any]:
-    yield from jobs(assignment)
-    if not is_kept(assignment.location, assignment.slot):
-        weight = assignment.weight
+def dropped_too(jobs: Any, fill: Any) -> Iterator[Any]:
+    yield from jobs(fill)
+    if not is_kept(fill.location, fill.slot):
+        weight = fill.weight
         yield weight, torch.empty(weight.shape, dtype=weight.dtype)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-from vllm_module import assignment, load, testing
+from vllm_module import testing
+from vllm_module.core import fit, planner, run
 
 TABLE = runpy.run_path(str(Path(__file__).with_name("faults.py")))
 FAULTS = TABLE["FAULTS"]
@@ -53,7 +54,7 @@ def test_loading_together_breaks_no_law_by_itself() -> None:
         assert SUBJECTS["row"].hold(testing.assert_sharding_equivalent)
 
 
-@pytest.mark.parametrize("gone", ["parameters:Dim.gone", "load:gone", "load:Gone.read"])
+@pytest.mark.parametrize("gone", ["parameters:Dim.gone", "core.run:gone", "core.run:Gone.fill"])
 def test_a_fault_of_what_is_gone_is_an_error(gone: str) -> None:
     """A function that a refactor removes takes no fault silently with it."""
     with pytest.raises(KeyError), TABLE["instead"](gone, lambda right, *arguments: None)():
@@ -64,10 +65,10 @@ def test_a_fault_is_taken_back() -> None:
     """After a fault every class and every module that imported a function has the right one."""
 
     def names() -> dict[str, Any]:
-        return {"function": load.misfit, "imported": assignment.misfit, **vars(load.Load)}
+        return {"function": fit.misfit, "imported": planner.find, **vars(run.Run)}
 
     right = names()
-    for where in ("assignment:misfit", "load:Load.of", "load:Load.read"):
+    for where in ("core.fit:misfit", "core.routes:find", "core.run:Run.fill"):
         with TABLE["instead"](where, lambda right, *arguments, **named: None)():
             assert names() != right
         assert names() == right

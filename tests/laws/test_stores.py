@@ -16,8 +16,8 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save
 
-from vllm_module import load
-from vllm_module.module import vLLMModule
+from vllm_module.core import planner
+from vllm_module.core.module import vLLMModule
 from vllm_module.testing import LAWS, Law
 from vllm_module.testing.sources import WatchedSource
 from vllm_module.weights.stores import spans
@@ -77,7 +77,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def from_store(right: Any) -> Any:
         def call(module: vLLMModule, weights: Any) -> Any:
-            if load._current.get() is not None or not isinstance(weights, Mapping | list):
+            if planner._current.get() is not None or not isinstance(weights, Mapping | list):
                 return right(module, weights)  # inside of another load, or a stream
             watched = isinstance(weights, WatchedSource)
             pairs: Any = weights._tensors if watched else weights

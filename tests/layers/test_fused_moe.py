@@ -13,10 +13,10 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError, UnsupportedModelError, WeightLoadError
 from vllm_module.layers import FusedMoE, Router, SwigluOAIAndMul
-from vllm_module.module import vLLMModule
 from vllm_module.quantization import ONLINE, Rules, Scheme, quantize
 from vllm_module.quantization.online import QuantizeOnline
 from vllm_module.testing import random_weights

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from vllm_module import vLLMModule
+from vllm_module.core.state import unguard
 from vllm_module.distributed import run_ranks
 from vllm_module.kernels import dtypes, scaled_matmul
 from vllm_module.layers import (
@@ -37,7 +38,6 @@ from vllm_module.layers import (
 from vllm_module.layers.plain import is_plain
 from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, Scheme
 from vllm_module.quantization.rows import QuantizedRows
-from vllm_module.readiness import unguard
 from vllm_module.testing.checkpoints import random_weights
 
 E4M3 = torch.float8_e4m3fn

@@ -206,7 +206,7 @@ def test_reports_have_the_names_of_the_checkpoint(saved: Callable[..., Path]) ->
     for own in (expert, other):
         renamed = own.replace("block_sparse_moe", "mlp")
         (line,) = [each for each in str(raised.value).splitlines() if f"  {own}: " in each]
-        assert line.endswith(f"(transformers: {renamed})")
+        assert line.endswith(f"(renamed: {renamed})")
     lacking = {name: tensor for name, tensor in tensors.items() if name != expert}
     with pytest.raises(WeightLoadError, match=rf"slot 'w2' of .* \(or {expert}\)"):
         model.load_weights(lacking)

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_module import WeightLoadError, assignment
+from vllm_module import WeightLoadError
+from vllm_module.core import fill
 from vllm_module.errors import (
     DuplicateWeightError,
     MisshapenWeightError,
@@ -124,7 +125,7 @@ def test_tied_tensors_are_one_and_stored_with_one_value(streamed: bool) -> None:
 @pytest.mark.parametrize("row", [0, 4, 9])
 def test_tied_tensors_are_compared_in_every_row(row: int, monkeypatch) -> None:
     """A large tied tensor is compared some rows at a time, and all of them are."""
-    monkeypatch.setattr(assignment, "_COMPARED_BYTES", 3 * 8 * 4)  # 3 of the 10 rows
+    monkeypatch.setattr(fill, "_COMPARED_BYTES", 3 * 8 * 4)  # 3 of the 10 rows
     tensors = tree.checkpoint(1)
     tensors["head.weight"] = tensors["embed.weight"].clone()
     tree.Model(1, tied=True).load_weights(tensors)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vllm_module import WeightLoadError, vLLMModule
+from vllm_module.core.planner import Renamed
 from vllm_module.errors import MissingWeightError, ModelNotReadyError
 from vllm_module.layers import RMSNorm
 from vllm_module.testing.checkpoints import assert_same_state, state
@@ -212,3 +213,29 @@ def test_an_override_may_stream_some_and_call_children_with_others(streamed: boo
     del weights["second.0.weight"]
     with pytest.raises(MissingWeightError, match=r"second\.0\.weight"):
         Mixed().load_weights(weights)
+
+
+def test_a_renamed_tensor_keeps_the_name_of_the_checkpoint_in_reports() -> None:
+    """An override that passes on ``Renamed`` names; what is wrong has both names."""
+
+    class Old(tree.Block):
+        def load_weights(self, weights):
+            return super().load_weights(
+                [(Renamed(name.replace("gamma", "weight"), f"x.{name}"), w) for name, w in weights]
+            )
+
+        def stored_as(self, name: str) -> str | None:
+            return name.replace("norm.weight", "norm.gamma")
+
+    tensors = tree.block_checkpoint()
+    tensors["norm.gamma"] = tensors.pop("norm.weight")
+    module = Old()
+    module.load_weights(tensors)
+    assert module.load_report is not None
+    assert module.load_report.loaded["norm.weight"] == ["x.norm.gamma"]
+    bad = tensors | {"norm.gamma": torch.ones(7)}
+    with pytest.raises(WeightLoadError, match=r"x\.norm\.gamma: .*\(renamed: norm\.weight\)"):
+        Old().load_weights(bad)
+    del tensors["norm.gamma"]
+    with pytest.raises(MissingWeightError, match=r"norm\.weight: .* \(or norm\.gamma\)"):
+        Old().load_weights(tensors)

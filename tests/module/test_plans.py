@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_module.core.run import execute
 from vllm_module.distributed import tensor_parallel
-from vllm_module.errors import MissingWeightError, ModelNotReadyError
+from vllm_module.errors import MissingWeightError, ModelNotReadyError, WeightReadError
 from vllm_module.testing import failing_reads
 from vllm_module.testing.checkpoints import assert_same_state, state
 from vllm_module.weights import PIECE_BYTES, reader_threads, staging_buffers
@@ -107,3 +108,62 @@ def test_a_plan_is_shown_as_a_table() -> None:
     ).items()
     assert "<th style='text-align:left'>missing</th>" in plan._repr_html_()
     assert "Model" in plan._repr_html_()
+
+
+def test_a_plan_is_run_as_a_load_is() -> None:
+    """A plan holds all that a load needs: running it gives the bits that a load gives."""
+    tensors = tree.checkpoint()
+    expected, model = tree.Model().eval(), tree.Model().eval()
+    expected.load_weights(tensors)
+    plan = model.plan_weights(tensors)
+    execute(plan)
+    assert_same_state(state(model), state(expected), "by its plan")
+    model(torch.arange(3))
+    assert model.load_report is plan.report
+    del tensors["blocks.0.norm.weight"]
+    refused = tree.Model()
+    with pytest.raises(MissingWeightError, match=r"blocks\.0\.norm\.weight"):
+        execute(refused.plan_weights(tensors))
+    assert all(p.is_meta for n, p in refused.named_parameters() if ".plain." not in n)
+
+
+class Elsewhere:
+    """A reader that asks a server for all of a module's pieces before it fills any."""
+
+    def __init__(self, asked: list[str], fails_at: str = "") -> None:
+        self.asked, self.fails_at = asked, fails_at
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.asked.append("closed")
+
+    def stages(self, weight, destination) -> bool:
+        return True
+
+    def read(self, jobs) -> None:
+        jobs = list(jobs)
+        self.asked += [handle.name for handle, _ in jobs]
+        for handle, destination in jobs:
+            if handle.name == self.fails_at:
+                raise WeightReadError(f"{handle.name}: the server hung up")
+            handle.read_into(destination)
+
+
+def test_another_reader_gets_the_plan_in_its_order() -> None:
+    """It fetches what the plan says, and a failure leaves the model on meta."""
+    tensors = tree.checkpoint()
+    expected, model = tree.Model(), tree.Model()
+    expected.load_weights(tensors)
+    asked: list[str] = []
+    plan = model.plan_weights(tensors)
+    execute(plan, lambda plan: Elsewhere(asked))
+    assert_same_state(state(model), state(expected), "read elsewhere")
+    assert asked == [*(fill.name for fill in plan.fills), "closed"]
+    broken = tree.Model()
+    with pytest.raises(WeightReadError, match=r"embed\.weight: the server hung up"):
+        execute(broken.plan_weights(tensors), lambda plan: Elsewhere([], "embed.weight"))
+    assert all(p.is_meta for n, p in broken.named_parameters() if ".plain." not in n)
+    with pytest.raises(ModelNotReadyError, match="hung up"):
+        broken(torch.arange(3))

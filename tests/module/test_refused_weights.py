@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from vllm_module import assignment, vLLMModule
+from vllm_module import vLLMModule
+from vllm_module.core import fill
 from vllm_module.errors import (
     MisshapenWeightError,
     UnexpectedWeightError,
@@ -216,7 +217,7 @@ def test_a_nan_of_a_file_is_refused_by_its_name(
     place: int,
 ) -> None:
     """On a device, in any dtype, at any place of a slot; the model can be loaded again."""
-    monkeypatch.setattr(assignment, "_is_looked_at", lambda tensor: True)
+    monkeypatch.setattr(fill, "_is_looked_at", lambda tensor: True)
     write_checkpoint(tmp_path, with_nan(dtype, place, sign), config={})
     fresh = tree.Model(1)
     with open_checkpoint(tmp_path) as files:
@@ -243,7 +244,7 @@ def test_a_slot_that_waits_for_its_weights_has_no_nan_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update that fills one slot of new memory is not refused for the others."""
-    monkeypatch.setattr(assignment, "_is_looked_at", lambda tensor: True)
+    monkeypatch.setattr(fill, "_is_looked_at", lambda tensor: True)
     tensors = tree.checkpoint(1)
     write_checkpoint(tmp_path, tensors, config={})
     fresh = tree.Model(1)

@@ -387,3 +387,25 @@ def test_a_plain_module_that_one_module_holds_twice_loads_under_either_name(
     model.load_weights({f"{name}.0.weight": torch.ones(2, 2) for name in names})
     model.check_ready()
     assert model.processed == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_every_module_with_weights_loads_itself(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``load_weights`` is called on each leaf; a stream skips the modules above, not the leaf."""
+    called: list[nn.Module] = []
+    right = vLLMModule.load_weights
+
+    def counting(self: vLLMModule, weights) -> set[str]:
+        called.append(self)
+        return right(self, weights)
+
+    monkeypatch.setattr(vLLMModule, "load_weights", counting)
+    model, tensors = tree.Model(), tree.checkpoint()
+    model.load_weights(iter(tensors.items()) if streamed else tensors)
+    own = [m for m in model.modules() if isinstance(m, vLLMModule) and [*m.parameters(False)]]
+    assert len(own) == 10
+    assert set(own) <= set(called)
+    if not streamed:  # once for all of its names
+        assert len(called) == len(set(called))

@@ -32,7 +32,8 @@ operators.operator = lambda reference, kernel, fake, mutates=(): kernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_module import readiness
+from vllm_module.core import state
+from vllm_module.core.tree import materialized
 from vllm_module.distributed import groups, tensor_parallel
 from vllm_module.hf_config import parse_config
 from vllm_module.kernels.rms_norm import rms_norm
@@ -47,7 +48,6 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.state_cache import StateCache
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_batches, warm_up_steps
-from vllm_module.tree import materialized
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from compiling import launching
@@ -122,8 +122,8 @@ def on_meta(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(META)
-    for module in readiness.modules_that_load(model):
-        readiness.unguard(module)
+    for module in state.modules_that_load(model):
+        state.unguard(module)
     return model
 
 
@@ -141,8 +141,9 @@ def load_anything(model: Any) -> None:
                 value = loaded[parameter].data
                 value.view(torch.uint8).zero_() if narrow else value.fill_(1)
             module._parameters[name] = loaded[parameter]
-    for module in reversed(list(readiness.modules_that_load(model))):
-        module.process_weights()
+    for module in reversed(list(state.modules_that_load(model))):
+        for step in module.processing():
+            step()
 
 
 class Watched:

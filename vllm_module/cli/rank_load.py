@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 
 from vllm_module.cli.output import console, size
 from vllm_module.cli.pictures.load_trace import RankTrace
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.plan import LoadPlan
+from vllm_module.core.report import LoadReport
 from vllm_module.held import load_from, number_of_tensors
 from vllm_module.loader import progress
 from vllm_module.model_source import ModelSource
-from vllm_module.module import vLLMModule
-from vllm_module.report import LoadReport
 from vllm_module.wrapped.model import replicated_share
 
 _PROCESS = Path("/proc/self")
@@ -74,13 +76,14 @@ def load_rank(
         before = _reset_peaks(device)
         show_progress &= err.is_terminal
         recorded = None
+        planned: Callable[[LoadPlan], None] | None = None
         with ExitStack() as stack:
             if show_progress:
-                stack.enter_context(progress(model, checkpoint, f"rank {rank}", err))
+                planned = stack.enter_context(progress(checkpoint, f"rank {rank}", err))
             if trace is not None:
                 recorded = stack.enter_context(trace.recording(model, checkpoint, device))
             start = time.perf_counter()
-            load_from(model, checkpoint, recorded)
+            load_from(model, checkpoint, recorded, planned)
             seconds = time.perf_counter() - start
         nbytes = checkpoint.bytes_read
     assert model.load_report is not None

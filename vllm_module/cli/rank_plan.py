@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vllm_module.assignment import Assignment, HeldAssignment
 from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, dtype_name, kept_pieces
 from vllm_module.config import EngineConfig
+from vllm_module.core.fill import Fill
+from vllm_module.core.report import LoadReport
+from vllm_module.core.tree import is_typed, slots_of
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.held import plan_from, plan_of_rank
 from vllm_module.model_source import ModelSource
-from vllm_module.report import LoadReport
 from vllm_module.runtime.kv_cache import page_bytes
 from vllm_module.runtime.state_cache import state_bytes
-from vllm_module.tree import is_typed, slots_of
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import FileHandle
 from vllm_module.wrapped.model import replicated_share
@@ -164,17 +164,17 @@ def plan_ranks(
         paths.setdefault(tensor, []).append(path)
     plan = plan_from(model, checkpoint)
     groups = plan.alike()
-    plan = replace(plan, assignments=[group[0] for group in groups])
+    plan = replace(plan, fills=[group[0] for group in groups])
     plans: list[TensorPlan] = []
     kept: list[list[tuple[KeptPiece, ...]]] = []  # by rank and group
     ranks = []
     for rank in range(max(tp_size, ep_size)):
         of_rank = plan_of_rank(plan, rank, checkpoint)
-        kept.append([kept_pieces(each) for each in of_rank.assignments])
+        kept.append([kept_pieces(each) for each in of_rank.fills])
         read = [index for index, pieces in enumerate(kept[-1]) if pieces]
         counts = [len(groups[index]) for index in read]
         nbytes = [sum(piece.bytes for piece in kept[-1][index]) for index in read]
-        of_rank = replace(of_rank, assignments=[of_rank.assignments[each] for each in read])
+        of_rank = replace(of_rank, fills=[of_rank.fills[each] for each in read])
         memory = {device: of_rank.memory(device, counts) for device in ("cpu", "cuda")}
         ranks.append(
             RankPlan(
@@ -196,7 +196,7 @@ def plan_ranks(
 
 
 def _tensor_plans(
-    groups: Sequence[Sequence[Assignment]],
+    groups: Sequence[Sequence[Fill]],
     kept: Iterable[tuple[tuple[KeptPiece, ...], ...]],
     model: nn.Module,
 ) -> list[TensorPlan]:
@@ -210,9 +210,9 @@ def _tensor_plans(
         weight, slot, location = group[0].weight, group[0].slot, group[0].location
         at = -1 if slot is None else list(slots_of(location.tensor)).index(slot)
         quantized = location.conversion is not None
-        own = isinstance(group[0], HeldAssignment)
+        own = group[0].held
         of = Kept(tuple(weight.shape), dtype_name(weight.dtype), quantized, of_ranks, own)
-        for name, _, weight, location, tied_to in group:
+        for name, _, weight, location, tied_to, _ in group:
             path, file, begin = location.path, None, None
             if isinstance(weight, FileHandle) and not own:  # a user's own source has others
                 file, begin = weight.file.name, weight.byte_range[0]

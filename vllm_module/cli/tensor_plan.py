@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.assignment import Assignment
 from vllm_module.cli.output import grouped, shape, size
-from vllm_module.report import fold
+from vllm_module.core.fill import Fill
+from vllm_module.core.report import fold
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import FileHandle
 
@@ -121,9 +121,9 @@ def slot_kind(slot: str) -> str:
     return ".".join(part for part in slot.split(".") if not part.isdecimal())
 
 
-def kept_pieces(assignment: Assignment) -> tuple[KeptPiece, ...]:
-    """Return what the rank of this assignment keeps of its tensor."""
-    return tuple(_kept_piece(assignment.weight, each.source) for each in assignment.pieces())
+def kept_pieces(fill: Fill) -> tuple[KeptPiece, ...]:
+    """Return what the rank of this plan keeps of the tensor."""
+    return tuple(_kept_piece(fill.weight, each.source) for each in fill.pieces())
 
 
 def _kept_piece(weight: Weight, source: Weight) -> KeptPiece:

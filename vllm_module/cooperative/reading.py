@@ -14,9 +14,9 @@ from vllm_module.cooperative.checkpoint import CooperativeCheckpoint
 from vllm_module.cooperative.choice import Facts, choose
 from vllm_module.cooperative.region import Regions
 from vllm_module.cooperative.wants import Wants, shared_regions
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import RingShape, SharedRing
-from vllm_module.module import vLLMModule
 from vllm_module.weights.pairs import OpenWeights
 
 T = TypeVar("T")

@@ -7,15 +7,13 @@ import math
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
 
-from vllm_module.assignment import in_reading_order
 from vllm_module.cooperative.region import Box, Region, volume
+from vllm_module.core.plan import LoadPlan
 from vllm_module.distributed.shared_ring import RingShape
-from vllm_module.plan import LoadPlan
 from vllm_module.weights import Handle
 
 # A region that is cut inside its rows into segments of this length is read well by itself.
@@ -47,9 +45,8 @@ class Wants(NamedTuple):
         passes: dict[int, int] = {}
         ends: dict[int, int] = {}  # of the region before, in the same tensor
         names = hashlib.sha256()
-        fills = (fill for _, group in in_reading_order(plan.assignments) for fill in group.values())
-        for assignment in chain.from_iterable(fills):
-            weight = assignment.weight
+        for fill in plan.fills:
+            weight = fill.weight
             if not isinstance(weight, Region):
                 continue  # an override has read it
             names.update(weight.name.encode(errors="surrogatepass") + b"\0")
@@ -58,9 +55,9 @@ class Wants(NamedTuple):
                 number = numbers[weight.name] = len(numbers)
             else:  # the second time may be long after the first
                 passes[number] = _FAR
-            if assignment.tied_to is not None:
+            if fill.tied_to is not None:
                 continue  # it is compared before the others are read
-            for piece in assignment.pieces():
+            for piece in fill.pieces():
                 region = cast(Region, piece.source)
                 if not volume(region.box):
                     continue

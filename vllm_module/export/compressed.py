@@ -13,8 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from vllm_module.assignment import Assignment
 from vllm_module.config import ModelConfig
+from vllm_module.core.fill import Fill
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.plan import LoadPlan
+from vllm_module.core.report import LoadReport
+from vllm_module.core.tree import slots_of
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.export import compressed_config
@@ -24,13 +28,9 @@ from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.hf_config import read_entries
 from vllm_module.messages import printable
 from vllm_module.model_source import ModelSource
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
-from vllm_module.plan import LoadPlan
 from vllm_module.quantization import QuantizableLayer, Scheme
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
-from vllm_module.report import LoadReport
-from vllm_module.tree import slots_of
 from vllm_module.weights import Weight
 from vllm_module.weights.sharded_state import ShardedState
 
@@ -214,26 +214,26 @@ def _packed(
 
 
 def _units(plan: LoadPlan) -> Iterator[_Unit]:
-    """Yield what is written for each assignment, in the order of the checkpoint."""
-    of_module: dict[nn.Module, list[Assignment]] = {}
-    for each in plan.assignments:
+    """Yield what is written for each fill, in the order of the plan."""
+    of_module: dict[nn.Module, list[Fill]] = {}
+    for each in plan.fills:
         of_module.setdefault(each.location.node.module, []).append(each)
-    for each in plan.assignments:
+    for each in plan.fills:
         if each.location.conversion is None:
             yield _Copy(each.name, each.weight)
-        elif assignments := of_module.pop(each.location.node.module, None):  # the first of a layer
-            yield _layer(assignments)
+        elif fills := of_module.pop(each.location.node.module, None):  # the first of a layer
+            yield _layer(fills)
 
 
-def _layer(assignments: Sequence[Assignment]) -> _Layer:
+def _layer(fills: Sequence[Fill]) -> _Layer:
     """Return the unit of one layer; refuse what the layout cannot describe."""
-    location = assignments[0].location
+    location = fills[0].location
     path, layer = location.node.path[:-1], location.node.module
     assert isinstance(layer, QuantizableLayer)
     stored = stored_as(path, layer.quant_method)
     pairs: list[tuple[str, Weight]] = []
     names: dict[str, str] = {}
-    for each in assignments:
+    for each in fills:
         attr = each.location.attr
         pairs.append((f"{each.slot}.{attr}" if each.slot else attr, each.weight))
         if each.location.conversion is not None:
@@ -254,12 +254,12 @@ def _layer(assignments: Sequence[Assignment]) -> _Layer:
     return _Layer(path, layer, stored, pairs, names)
 
 
-def _names(assignment: Assignment) -> dict[str, str]:
-    """Return the slots that an assignment fills, by the names that a checkpoint has for them.
+def _names(fill: Fill) -> dict[str, str]:
+    """Return the slots that ``fill`` fills, by the names that a checkpoint has for them.
 
     A tensor of several slots is split, because each may have scales of its own.
     """
-    name, slot, _, location, _ = assignment
+    name, slot, location = fill.name, fill.slot, fill.location
     slots = slots_of(location.tensor)
     if name.endswith(_WEIGHT) and (slot is not None or len(slots) == 1):
         return {name.removesuffix(_WEIGHT): slot or next(iter(slots))}
@@ -302,7 +302,7 @@ def _ignored(model: vLLMModule, plan: LoadPlan) -> set[str]:
     """Return the checkpoint's names of the layers that are not quantized, tied heads included."""
     ignored = {
         name
-        for each in plan.assignments
+        for each in plan.fills
         if each.location.attr == "weight" and each.location.conversion is None
         if each.location.tensor.dim() > 1
         for name in _names(each)
@@ -312,7 +312,7 @@ def _ignored(model: vLLMModule, plan: LoadPlan) -> set[str]:
         for path, module in model.named_modules()
         if isinstance(module, QuantizableLayer) and not module.is_quantized
     )
-    assigned = {each.location.node.path[:-1] for each in plan.assignments}
+    assigned = {each.location.node.path[:-1] for each in plan.fills}
     return ignored | {path for path in plain if path not in assigned}
 
 

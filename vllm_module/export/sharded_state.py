@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vllm_module.config import ModelConfig
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
@@ -19,7 +20,6 @@ from vllm_module.held import held_tensors, load_from
 from vllm_module.hf_config import read_entries
 from vllm_module.messages import printable
 from vllm_module.model_source import ModelSource
-from vllm_module.module import vLLMModule
 from vllm_module.version import __version__
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.sharded_state import (
@@ -146,7 +146,8 @@ def _demand_same_when_processed_again(model: vLLMModule) -> None:
             continue
         before = _digests(module)
         with torch.no_grad():
-            module.process_weights()
+            for step in module.processing():
+                step()
         after = _digests(module)
         if changed := [name for name, digest in after.items() if digest != before.get(name)]:
             tensor = f"{path}.{changed[0]}" if path else changed[0]

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.act_and_mul import (
     gelu_and_mul,
@@ -13,7 +14,6 @@ from vllm_module.kernels.act_and_mul import (
     silu_and_mul_quantize,
     swiglu_oai_and_mul,
 )
-from vllm_module.module import vLLMModule
 from vllm_module.quantization.rows import QuantizedRows, RowScheme
 
 

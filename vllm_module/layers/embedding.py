@@ -7,9 +7,9 @@ import math
 import torch
 from torch.nn import functional as F
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.layers.linear import LinearBase
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import Dim, ModelWeightParameter
 
 DEFAULT_VOCAB_PADDING_SIZE = 64

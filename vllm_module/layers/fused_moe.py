@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import (
     SimulatedGroup,
     TensorParallelGroup,
@@ -29,7 +30,6 @@ from vllm_module.kernels.linear import linear
 from vllm_module.kernels.sort_by_expert import sort_by_expert
 from vllm_module.kernels.topk_routing import topk_routing
 from vllm_module.layers.activation import get_act_and_mul
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import (
     ColumnvLLMParameter,
     Dim,

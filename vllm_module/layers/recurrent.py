@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.kernels.causal_conv1d import causal_conv1d
 from vllm_module.layers.attention import AttentionMetadata
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, ColumnvLLMParameter, Common, Dim
 
 # state_slots, query_start_loc, context_lens and max_query_len of AttentionMetadata.

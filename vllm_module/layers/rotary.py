@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rotary_embedding import rotary_embedding
-from vllm_module.module import vLLMModule
 from vllm_module.rope_parameters import (
     DynamicRope,
     LinearRope,

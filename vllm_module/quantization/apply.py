@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import ShardingError, UnsupportedModelError
-from vllm_module.module import vLLMModule
 from vllm_module.quantization.bitsandbytes import OnlineNF4Method
 from vllm_module.quantization.eight_bit import EightBitMethod
 from vllm_module.quantization.kv_cache import QuantizableKVCache

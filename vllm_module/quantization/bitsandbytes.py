@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from vllm_module.conversions import Conversion
+from vllm_module.core.conversions import Conversion
 from vllm_module.errors import UnsupportedModelError, WeightReadError
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.packed_matmul import packed_matmul

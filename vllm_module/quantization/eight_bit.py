@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from vllm_module.conversions import Conversion
+from vllm_module.core.conversions import Conversion
 from vllm_module.kernels.dtypes import can_convert
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.scaled_matmul import scaled_matmul

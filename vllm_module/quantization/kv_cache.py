@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import WeightReadError
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import Dim, PerTensorScaleParameter
 
 KV_SCALES = ("k_scale", "v_scale")
@@ -44,13 +46,12 @@ class QuantizableKVCache(vLLMModule):
             scale = PerTensorScaleParameter(Dim.whole(1), tp_rank=0, tp_size=1, dtype=torch.float32)
             self.register_parameter(name, scale)
 
-    @property
-    def processes(self) -> bool:
-        return self.k_scale is not None or super().processes
+    def processing(self) -> Sequence[Callable[[], None]]:
+        own = () if self.k_scale is None else (self._check_scales,)
+        return (*own, *super().processing())
 
-    def process_weights(self) -> None:
-        for name in KV_SCALES if self.k_scale is not None else ():
+    def _check_scales(self) -> None:
+        for name in KV_SCALES:
             scale = self.get_parameter(name)
             if not bool((scale.isfinite() & (scale > 0)).all()):
                 raise WeightReadError(f"{name} must be finite and positive, got {scale.item()}")
-        super().process_weights()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from vllm_module.conversions import Conversion
+from vllm_module.core.conversions import Conversion
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.tree import locations, slots_of
 from vllm_module.distributed import TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.linear import linear
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import (
     BasevLLMParameter,
     Common,
@@ -23,7 +24,6 @@ from vllm_module.parameters import (
     ModelWeightParameter,
 )
 from vllm_module.quantization.rows import QuantizedRows, RowScheme
-from vllm_module.tree import locations, slots_of
 
 
 class QuantizeMethod(ABC):
@@ -287,15 +287,13 @@ class QuantizableLayer(vLLMModule):
             "tp_rank": group.rank, "tp_size": group.size, "dtype": dtype, "experts": self.experts
         }  # fmt: skip
 
-    @property
-    def processes(self) -> bool:
-        return self.quant_method.processes or super().processes
+    def processing(self) -> Sequence[Callable[[], None]]:
+        own = (self._process_quantized,) if self.quant_method.processes else ()
+        return (*own, *super().processing())
 
-    def process_weights(self) -> None:
-        if self.quant_method.processes:
-            self.quant_method.process_weights_after_loading(self)
+    def _process_quantized(self) -> None:
+        self.quant_method.process_weights_after_loading(self)
         self._compute_buffers()
-        super().process_weights()
 
     def computed_buffers(self) -> Mapping[str, torch.Tensor | None]:
         """Return the buffers that follow from the parameters, ``None`` for one that is not used.
@@ -315,7 +313,7 @@ class QuantizableLayer(vLLMModule):
 def valid_weights(model: vLLMModule) -> dict[str, torch.Tensor]:
     """Return what methods give as :meth:`QuantizeMethod.valid_weight`, by the name in a checkpoint.
 
-    The names are some of :meth:`~vllm_module.module.vLLMModule.expected_weights`.
+    The names are some of :meth:`~vllm_module.core.module.vLLMModule.expected_weights`.
     """
     found: dict[str, torch.Tensor] = {}
     for location in locations(model):

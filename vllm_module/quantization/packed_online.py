@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.conversions import Conversion
+from vllm_module.core.conversions import Conversion
 from vllm_module.errors import ShardingError
 from vllm_module.parameters import (
     BasevLLMParameter,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.kernels.copy_blocks import copy_blocks
 from vllm_module.kernels.swap_blocks import swap_blocks
-from vllm_module.module import vLLMModule
 from vllm_module.quantization import QuantizableKVCache
 
 Pairs = Sequence[tuple[int, int]]

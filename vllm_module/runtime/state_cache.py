@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.layers import RecurrentLayer
-from vllm_module.module import vLLMModule
 from vllm_module.runtime.step import Moves
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_module.assignment import refuse_nan
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from vllm_module.core.fill import refuse_nan
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
 from vllm_module.held import held_tensors, load_from, load_held
@@ -242,7 +242,7 @@ class Worker:
             plan.report.missing.clear()
         plan.report.raise_if_refused(type(self.model).__name__, touched=False)
         if not self.model.allow_nan:
-            refuse_nan(plan.assignments)
+            refuse_nan(plan.fills)
 
     def weights_state(self) -> tuple[str | None, bool]:
         """Return why the model refuses to run, or ``None``; and whether it took the last update."""

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from hypothesis import note
 
-from vllm_module.assignment import absent_weight
+from vllm_module.core.fit import absent_weight
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.tree import locations, slots_of
 from vllm_module.errors import DuplicateWeightError, ModelNotReadyError, WeightLoadError
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
@@ -24,7 +25,6 @@ from vllm_module.testing.checkpoints import (
     write_checkpoint,
 )
 from vllm_module.testing.sources import WatchedHandle, WatchedSource
-from vllm_module.tree import locations, slots_of
 from vllm_module.weights import open_checkpoint
 
 

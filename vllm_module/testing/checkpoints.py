@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_module.conversions import Conversion
-from vllm_module.module import vLLMModule
+from vllm_module.core.conversions import Conversion
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.tree import locations
 from vllm_module.parameters import BasevLLMParameter, FlattenedParameter
 from vllm_module.quantization import valid_weights
-from vllm_module.tree import locations
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 # What names begin with, and what they may begin with instead, by the declarations of one module.

@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_module.module import vLLMModule
+from vllm_module.core.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Slot
 from vllm_module.testing.case import Case, law
 from vllm_module.testing.checkpoints import Names, made, made_up_weights
@@ -95,7 +95,7 @@ def assert_memory_bounded(case: Case) -> None:
     # What is stored in another order is put in order in a copy of it, padded as the parameter is.
     copies = max(_reorderings(each) * max(largest, each.nbytes) for each in module.parameters())
     working = 0
-    if any(each.processes for each in module.modules() if isinstance(each, vLLMModule)):
+    if any(each.processing() for each in module.modules() if isinstance(each, vLLMModule)):
         # Converting and checking work on one tensor at a time, with float32 copies of it and of its
         # scales.
         working = 6 * 4 * max(tensor.numel() for tensor in case.tensors.values())

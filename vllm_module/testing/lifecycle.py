@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (

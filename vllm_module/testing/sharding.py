@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.tree import locations
 from vllm_module.errors import UnexpectedWeightError
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Dim, Experts, Slot
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
@@ -24,7 +25,6 @@ from vllm_module.testing.checkpoints import (
     state,
     stored_tensors,
 )
-from vllm_module.tree import locations
 
 # How much sharded outputs may differ from unsharded ones, relative to the largest, since sums have
 # another order. float64 models normalize and rotate in float32.

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import (
     expert_parallel,
     expert_parallel_group,
     tensor_parallel_group,
 )
 from vllm_module.hf_config import HFConfig
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import (
     BasevLLMParameter,
     BlockQuantScaleParameter,

@@ -63,7 +63,7 @@ class Readers:
         self._queue: Queue[list[Job] | None] = Queue(2 * self._most_threads + 1)
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
-        self.stopped = False
+        self.stopped = self._queued = False
         # A new thread has torch's default modes, not those of the thread that starts it.
         self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -113,14 +113,15 @@ class Readers:
                     if nbytes >= _batch_bytes(piece[0]):
                         self._queue_batch(batch)
                         batch, nbytes = [], 0
-            self._read_batch(batch)
-            self._empty_queue()
+            if batch:
+                self._read_batch(batch)
         except BaseException:
             self.stopped = True
             raise
         finally:
-            self._empty_queue()  # after an exception batches are left in it
-            self._queue.join()
+            if self._queued:
+                self._empty_queue()  # after an exception batches are left in it
+                self._queue.join()
         self._raise_error()
         if self._staging is not None:
             self._staging.deliver()
@@ -128,6 +129,7 @@ class Readers:
     def _queue_batch(self, batch: list[Job]) -> None:
         """Queue a batch for the threads or, if the queue is full, read it in this thread."""
         self._raise_error()
+        self._queued = True
         while len(self._threads) < self._most_threads:
             thread = Thread(target=self._work, name="weight-reader", daemon=True)
             try:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import SimulatedGroup, expert_parallel_group, tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.combine_experts import combine_experts
 from vllm_module.kernels.sort_by_expert import sort_by_expert
 from vllm_module.layers.fused_moe import ExpertsLinear
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import Dim, Experts, Slot
 
 _SMALL = {"gate_up_proj": (3, 4, 3), "down_proj": (2, 3, 2)}  # of three experts, for a trial

@@ -6,20 +6,17 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.planner import Planner, Renamed, Weights
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import Attention, AttentionMetadata
-from vllm_module.load import Load, Weights
-from vllm_module.messages import printable_name, shorten
-from vllm_module.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter
-from vllm_module.report import Problem
 from vllm_module.weights import Weight
 from vllm_module.wrapped.attention import LAYERS, MASKED, NAME, Running, register, stepping
 from vllm_module.wrapped.build import build, build_whole
@@ -74,6 +71,7 @@ class TransformersForCausalLM(vLLMModule):
         fix_frequencies(model, config.max_model_len)
         own = divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
+        self._given: list[str] = []  # names of the checkpoint that is loaded
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
         self._trunk, found = find_trunk(model, takes_positions=own.takes_positions)
@@ -149,52 +147,30 @@ class TransformersForCausalLM(vLLMModule):
         """Load a checkpoint, whose names and layout transformers' rules say."""
         pairs: Any = weights
         streamed = iter(pairs) is pairs
-        load = Load.current()
-        full_names = load.renamed_by(self)
+        self._given.clear()
+        renamed = self._renamed(pairs)
+        return super().load_weights(renamed if streamed else list(renamed))
 
-        @cache
-        def known() -> set[str]:
-            above = len(load.full_name(self, ""))
-            return beginnings(name[above:] for name in full_names.values())
+    def stored_as(self, name: str) -> str | None:
+        """Return what transformers renames to ``name``, in the way of the names that were given."""
+        return self._names.closest(name, beginnings(self._given))
 
-        load.report_missing_as(self, lambda path: self._names.closest(path, known()))
-        report = load.report
-        kinds = report.unexpected, report.misshapen
-        before = [len(problems) for problems in kinds]
-        stored: dict[str, list[str]] = {}
-        renamed = self._renamed(pairs, stored)
-        loaded = super().load_weights(renamed if streamed else list(renamed))
-        for problems, first in zip(kinds, before, strict=True):
-            for number, (own, detail) in enumerate(problems[first:], first):
-                if names := ", ".join(map(printable_name, stored.get(own, ()))):
-                    problems[number] = Problem(own, f"{detail} (transformers: {names})")
-        return loaded
-
-    def _renamed(
-        self, pairs: Iterable[tuple[str, Weight]], stored: dict[str, list[str]]
-    ) -> Iterator[tuple[str, Weight]]:
-        """Yield pairs by our names; ``stored`` gets them by the checkpoint's, if they differ."""
-        load = Load.current()
-        full_names = load.renamed_by(self)
+    def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """Yield pairs by our names, which keep those of the checkpoint for reports."""
         for pair in pairs:
             named = isinstance(pair, (tuple, list)) and len(pair) == 2
             if not (named and isinstance(pair[0], str)):  # which is refused as in any model
                 yield pair
                 continue
             given, weight = pair
-            own, parts = load.full_name(self, given), self._names.of(given, weight)
+            self._given.append(given)
+            stored = given.stored if isinstance(given, Renamed) else given
+            parts = self._names.of(given, weight)
             if isinstance(parts, str):
-                load.skip(own, parts)
+                Planner.current().skip(stored, parts)
                 continue
             for each, part in parts:
-                name = self._with_attention(each)
-                if name != given:
-                    stored.setdefault(own, []).append(name)
-                if (first := full_names.setdefault(name, own)) != own:
-                    detail = f"{name} is already filled by {shorten(first)}"
-                    load.report.duplicated.append(Problem(own, detail))
-                else:
-                    yield name, part
+                yield Renamed(self._with_attention(each), stored), part
 
     def _with_attention(self, name: str) -> str:
         """Return the path of a scale of keys or values, stored where transformers attends."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.tree import loads_itself
 from vllm_module.distributed import expert_parallel_group, tensor_parallel_group
 from vllm_module.errors import ShardingError, UnsupportedModelError
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.linear import LinearBase
 from vllm_module.parameters import BasevLLMParameter
-from vllm_module.tree import loads_itself
 from vllm_module.wrapped.experts import RoutedOnMeta, WrappedExperts, is_experts, is_routed
 from vllm_module.wrapped.names import Names
 from vllm_module.wrapped.plan_styles import (

@@ -30,10 +30,10 @@ from vllm_module.cli.output import (
     size,
     working,
 )
+from vllm_module.core.report import fold
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.garbage import paused_gc
 from vllm_module.messages import printable
-from vllm_module.report import fold
 
 if TYPE_CHECKING:
     from vllm_module.weights.pairs import OpenWeights

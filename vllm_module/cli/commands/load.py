@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from vllm_module.cli.pictures.load_trace import RankTrace
     from vllm_module.cli.rank_load import RankLoad
     from vllm_module.config import ModelConfig
+    from vllm_module.core.report import LoadReport
     from vllm_module.model_source import ModelSource
-    from vllm_module.report import LoadReport
 
 
 def load(

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from vllm_module.cli.output import CommandError
+from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import HFConfig
 from vllm_module.model_source import build_model
-from vllm_module.module import vLLMModule
 
 PARAGRAPH = (
     "A model is a tree, and here the tree loads itself. A name in a checkpoint is a path: each "
@@ -151,7 +151,7 @@ def _adam(
 @torch.no_grad()
 def _export(model: vLLMModule, weights: dict[str, torch.Tensor]) -> None:
     """Copy the model's parameters back into ``weights``, following the plan backwards."""
-    for each in model.plan_weights(weights).assignments:
+    for each in model.plan_weights(weights).fills:
         for piece in each.pieces():
             assert isinstance(piece.source, torch.Tensor)
             piece.source.copy_(piece.target)

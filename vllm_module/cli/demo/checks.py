@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from vllm_module.cli.output import CommandError
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
 from vllm_module.model_source import ModelSource
-from vllm_module.module import vLLMModule
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.llm import LLM
@@ -122,14 +122,14 @@ def check_shards(checkpoint: Mapping[str, Weight], models: Sequence[vLLMModule])
     """
     parts = defaultdict(list)
     for model in models:
-        for each in model.plan_weights(checkpoint).assignments:
+        for each in model.plan_weights(checkpoint).fills:
             parts[each.name].append(each)
-    for name, assignments in parts.items():
-        location = assignments[0].location
+    for name, fills in parts.items():
+        location = fills[0].location
         stored = torch.empty(checkpoint[name].shape, dtype=location.tensor.dtype)
         read_into(checkpoint[name], stored)
         rebuilt = torch.full_like(stored, torch.nan)
-        for each in assignments:
+        for each in fills:
             for part, expected in zip(
                 each._replace(weight=rebuilt).pieces(),
                 each._replace(weight=stored).pieces(),

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_module.core.module import vLLMModule
 from vllm_module.held import own_tensors, plan_from
-from vllm_module.module import vLLMModule
 from vllm_module.weights import Destination, Weight
 from vllm_module.weights.handle import Handle, Sink
 from vllm_module.weights.pairs import OpenWeights
@@ -75,9 +75,7 @@ class RankTrace:
         self, model: vLLMModule, checkpoint: OpenWeights, device: torch.device
     ) -> Iterator[list[tuple[str, Handle]]]:
         """Record the load in the block; yield the checkpoint's pairs, to load ``model`` from."""
-        path_of = {
-            each.name: each.location.path for each in plan_from(model, checkpoint).assignments
-        }
+        path_of = {each.name: each.location.path for each in plan_from(model, checkpoint).fills}
         tensors = {*model.parameters(), *model.buffers()}
         self.final_bytes = sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
         handles: Mapping[str, Any] = own_tensors(model, checkpoint)
@@ -114,14 +112,14 @@ class RankTrace:
                     for attr, conversion in module.conversions.items()
                 }
                 stack.enter_context(_attribute(module, "conversions", recorded))
-            if module.processes:
-                process = module.process_weights
+            if steps := module.processing():
 
-                def processing() -> None:
+                def process() -> None:
                     with self.span("process", path, path):
-                        process()
+                        for step in steps:
+                            step()
 
-                stack.enter_context(_attribute(module, "process_weights", processing))
+                stack.enter_context(_attribute(module, "processing", lambda: (process,)))
             yield
 
     @contextmanager

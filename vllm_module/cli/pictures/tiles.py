@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vllm_module.cli.output import grouped
 from vllm_module.cli.rank_plan import RankPlan
 from vllm_module.cli.tensor_plan import slot_kind
-from vllm_module.report import fold
+from vllm_module.core.report import fold
 
 
 class Tile(NamedTuple):

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from vllm_module.conversions import Conversion
+from vllm_module.core.conversions import Conversion
+from vllm_module.core.report import LoadReport
 from vllm_module.parameters import BasevLLMParameter
-from vllm_module.report import LoadReport
 
 _NO_CONVERSIONS: dict[str, Conversion] = {}
 _NOTHING_BESIDE: dict[str, str] = {}
@@ -65,12 +65,14 @@ class Node:
         conversions: those that the module declares.
         stored_beside: tensors that a checkpoint stores beside the module, not below it, each with
             the name that they have there.
-        routes: where the components of names lead from here, once a load has asked.
+        overrides: whether the module has a ``load_weights`` of its own.
+        routes: where the components of names lead from here, once a plan has asked.
 
     """
 
     __slots__ = (
-        "_children", "_owner", "conversions", "module", "parent", "path", "routes", "stored_beside",
+        "_alone", "_children", "_locations", "_owner", "conversions", "module", "overrides",
+        "parent", "path", "routes", "stored_beside",
     )  # fmt: skip
 
     conversions: Mapping[str, Conversion]
@@ -81,12 +83,16 @@ class Node:
         self.path: str = "" if parent is None else f"{parent.path}{name}."
         self.routes: dict[str, Any] | None = None
         self._children: dict[str, Node] | None = None  # most nodes have none
+        self._locations: dict[str, Location] | None = None
+        self._alone: bool | None = None
         self.conversions, self.stored_beside = _NO_CONVERSIONS, _NOTHING_BESIDE
+        self.overrides = False
         self._owner: Node | None = None  # not self: a cycle would keep a deleted model alive
         if "load_state" in module.__dict__:  # not loads_itself: there is a node for each expert
             declared: Any = module
             self.conversions = declared.conversions
             self.stored_beside = declared.stored_beside
+            self.overrides = declared.overrides_load_weights
         elif parent is not None:
             self._owner = parent.owner
 
@@ -101,18 +107,17 @@ class Node:
         return state_of(self.owner.module)
 
     @property
-    def processes(self) -> bool:
-        """Whether the module computes something from its loaded weights."""
-        module: Any = self.module
-        return loads_itself(module) and module.processes
-
-    @property
     def processes_alone(self) -> bool:
-        """Whether it does so as soon as its own weights are there: no module below loads itself."""
-        if not self.processes:
-            return False
-        below = (each for each in self.module.modules() if each is not self.module)
-        return not any(map(loads_itself, below))
+        """Whether the module processes weights as soon as it has its own: none below loads itself.
+
+        The others wait for the end of the load.
+        """
+        if self._alone is None:
+            module: Any = self.module
+            below = (each for each in module.modules() if each is not module)
+            processes = loads_itself(module) and bool(module.processing())
+            self._alone = processes and not any(map(loads_itself, below))
+        return self._alone
 
     def child(self, name: str) -> Node:
         """Return the node of the child ``name``."""
@@ -124,13 +129,22 @@ class Node:
             node = self._children[name] = Node(module, self, name)
         return node
 
+    def location(self, attr: str) -> Location:
+        """Return the location of the module's tensor ``attr``, which need not be there."""
+        if self._locations is None:
+            self._locations = {}
+        location = self._locations.get(attr)
+        if location is None:
+            location = self._locations[attr] = Location(self, attr)
+        return location
+
     def forget_below(self) -> None:
-        """Drop nodes and routes below: they refer back, and a cycle keeps a deleted model alive."""
+        """Drop nodes, locations and routes: a cycle of them would keep a deleted model alive."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
             waiting += (node._children or {}).values()
-            node.routes = node._children = None
+            node.routes = node._children = node._locations = None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the module's own tensors that a checkpoint stores, each with its name."""
@@ -143,22 +157,26 @@ class Node:
 
     def locations(self) -> Iterator[Location]:
         """Yield the locations of the module's own tensors that a checkpoint stores."""
-        return (Location(self, attr) for attr, _ in self.tensors())
+        return (self.location(attr) for attr, _ in self.tensors())
 
 
-class Location(NamedTuple):
+class Location:
     """Where a tensor is: the attribute ``attr`` of the module at ``node``.
 
     The tensor itself is looked up each time, because materializing replaces it.
+
+    Attributes:
+        path: the full name of the tensor in the tree.
+        claims: what has filled each slot, while a plan is made; ``None`` until a name leads here.
+
     """
 
-    node: Node
-    attr: str
+    __slots__ = ("attr", "claims", "node", "path")
 
-    @property
-    def path(self) -> str:
-        """The full name of the tensor in the tree."""
-        return self.node.path + self.attr
+    def __init__(self, node: Node, attr: str) -> None:
+        self.node, self.attr = node, attr
+        self.path: str = node.path + attr
+        self.claims: dict[str, tuple[str, str]] | None = None
 
     @property
     def local(self) -> str:
@@ -184,6 +202,11 @@ class Location(NamedTuple):
         if parameter is not None or attr in module._non_persistent_buffers_set:
             return parameter
         return module._buffers.get(attr)
+
+    @property
+    def slots(self) -> Collection[str]:
+        """The names of the tensor's slots."""
+        return slots_of(self.tensor)
 
     @property
     def is_made(self) -> bool:
@@ -271,7 +294,7 @@ def held_locations(top: Node) -> Iterator[Location]:
         for attr, tensor in named:
             if tensor is not None and tensor not in seen:
                 seen.add(tensor)
-                yield Location(node, attr)
+                yield node.location(attr)
 
 
 def modules_below(root: nn.Module) -> list[nn.Module]:

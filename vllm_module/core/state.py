@@ -7,20 +7,21 @@ is ready pays nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_module.errors import ModelNotReadyError
-from vllm_module.report import fold
-from vllm_module.tree import (
+from vllm_module.core.report import fold
+from vllm_module.core.tree import (
     loads_itself,
     locations,
     materialized,
     slots_of,
     state_of,
 )
+from vllm_module.errors import ModelNotReadyError
 
 _NONE: frozenset[str] = frozenset()
 
@@ -43,6 +44,19 @@ def unguard(module: nn.Module) -> None:
     if state.guard is not None:
         state.guard.remove()
         state.guard = None
+
+
+@contextmanager
+def in_progress(module: nn.Module) -> Iterator[None]:
+    """Let no other load or plan of ``module`` begin, and no forward pass, while the block runs."""
+    state = state_of(module)
+    if state.in_progress:
+        raise RuntimeError(f"this {type(module).__name__} is already being loaded")
+    state.in_progress = True
+    try:
+        yield
+    finally:
+        state.in_progress = False
 
 
 def _require_ready(module: nn.Module, args: object) -> None:

@@ -5,13 +5,14 @@ group to the child that the component names; the children do the same with the r
 fused layer declares ``shard_names``, and the module above finds it under each of them, so no model
 needs a mapping table. A declared name may have several components; then the longest one counts.
 
-All names are routed, and all that is wrong is refused in one report, before bytes are read
-(``load.py``). The exception are tensors from an iterator, which are copied as they arrive.
+What each name does is written into a plan (``planner.py``). All that is wrong is refused in one
+report before a byte is read; then the plan is run (``run.py``). Tensors of an iterator are the
+exception: each is copied as it arrives, by a plan of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from types import GeneratorType, MappingProxyType
 from typing import Any
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_module import readiness, tree
-from vllm_module.assignment import Target
-from vllm_module.conversions import Conversion
-from vllm_module.load import Group, Load, Weights
-from vllm_module.plan import LoadPlan
-from vllm_module.report import LoadReport
-from vllm_module.routes import Child, Skip, find, routes_of
-from vllm_module.tree import LoadState, Location
+from vllm_module.core import state, tree
+from vllm_module.core.conversions import Conversion
+from vllm_module.core.plan import LoadPlan
+from vllm_module.core.planner import Group, Planner, Weights, planning
+from vllm_module.core.report import LoadReport
+from vllm_module.core.routes import Child, Skip, find, routes_of
+from vllm_module.core.run import loading
+from vllm_module.garbage import paused_gc
 
 
 class vLLMModule(nn.Module):
@@ -78,47 +79,40 @@ class vLLMModule(nn.Module):
         them in :meth:`process_weights_after_loading`.
         """
         if isinstance(weights, Group):  # from the module above, which needs no names back
-            self._route(weights, Load.current())
+            self._route(weights, Planner.current())
             return set()
-        with Load.of(self, weights) as load, load.names_of(self) as names:
-            for group in load.groups(self, weights):  # one, or of a stream one for each pair
-                self._route(group, load)
+        with loading(self, weights) as planner, planner.names_of(self) as names:
+            for group in planner.groups(self, weights):  # one, or of a stream one for each pair
+                self._hand_on(group, planner)
         return names
 
-    def _route(self, weights: Group, load: Load) -> None:
-        """Hand each name to the tensor, child or rule that it leads to."""
-        node = weights.node
-        routes = routes_of(node)  # by whole name, or by first component with the dot behind it
-        groups: dict[str, Group] = {}  # by child; the slots of a fused one share its group
-        targets: dict[tuple[str, str], Target] = {}  # by child and attribute
+    def _route(self, weights: Group, planner: Planner) -> None:
+        """Hand each name to the child, tensor or rule that it leads to."""
+        node, groups = weights.node, dict[str, Group]()  # by child: slots of a fused one share it
+        routes = routes_of(node)
         for name, weight, full_name in weights:
-            route, rest = routes.get(name), ""
-            if route is None:
-                component, dot, rest = name.partition(".")
-                route = routes.get(component + dot)
-            if isinstance(route, dict):  # a declared name has more components
-                route, rest = find(routes, name)
+            route, rest = find(routes, name)
             if isinstance(route, Child):
                 group = groups.get(route.attr)
                 if group is None:
                     group = groups[route.attr] = Group(node.child(route.attr))
                 group.append((route.prefix + rest, weight, full_name))
             elif isinstance(route, Skip):
-                load.skip(full_name, route.reason)
+                planner.skip(full_name, route.reason)
+            elif route is None:  # no tensor has this name, which is refused
+                planner.fill(full_name, weight, node.location(name))
             else:
-                child, attr, slot = route or ("", name, None)  # without a route it is refused
-                attr = attr or rest
-                target = targets.get((child, attr))
-                if target is None:
-                    holder = node.child(child) if child else node
-                    target = targets[child, attr] = load.target(Location(holder, attr))
-                load.assign(full_name, weight, target, slot)
+                planner.fill(full_name, weight, node.location(route.attr or rest), route.slot)
         for group in groups.values():
-            child_module = group.node.module
-            if isinstance(child_module, vLLMModule):
-                child_module.load_weights(group)
-            else:  # a plain module, such as nn.ModuleList, is routed for by this one
-                self._route(group, load)
+            self._hand_on(group, planner)
+
+    def _hand_on(self, weights: Group, planner: Planner) -> None:
+        """Let the module that ``weights`` are for load them."""
+        module = weights.node.module
+        if isinstance(module, vLLMModule) and module is not self:
+            module.load_weights(weights)
+        else:  # a plain module, such as nn.ModuleList, is routed for by the one above it
+            self._route(weights, planner)
 
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
         """Return what fills a slot of tensor ``name`` that a whole checkpoint may lack.
@@ -138,19 +132,23 @@ class vLLMModule(nn.Module):
         ``WeightLoadError`` whose message begins with the name of the tensor.
         """
 
-    @property
-    def processes(self) -> bool:
-        """Whether :meth:`process_weights` does anything."""
-        own = type(self).process_weights_after_loading
-        return own is not vLLMModule.process_weights_after_loading
+    def processing(self) -> Sequence[Callable[[], None]]:
+        """Return what a load calls once the weights here and below are there: nothing, by default.
 
-    def process_weights(self) -> None:
-        """Process the loaded weights, called by a load.
-
-        A base class of layers that has work of its own overrides this and :attr:`processes`, so
-        that :meth:`process_weights_after_loading` stays free for the layers.
+        A base class of layers that has work of its own puts it first, so that
+        :meth:`process_weights_after_loading` stays free for the layers.
         """
-        self.process_weights_after_loading()
+        own = type(self).process_weights_after_loading
+        if own is vLLMModule.process_weights_after_loading:
+            return ()
+        return (self.process_weights_after_loading,)
+
+    def stored_as(self, name: str) -> str | None:
+        """Return what a checkpoint calls the tensor ``name``, for messages, if it is known.
+
+        For an override of :meth:`load_weights` that renames.
+        """
+        return None
 
     @property
     def overrides_load_weights(self) -> bool:
@@ -164,8 +162,8 @@ class vLLMModule(nn.Module):
         Like :meth:`load_weights`, except that nothing has to be complete. If the stream breaks,
         the model refuses to run until a :meth:`load_weights` succeeds.
         """
-        with Load.of(self, weights, "update") as load, load.names_of(self) as names:
-            self.load_weights(weights)  # takes part in this load
+        with loading(self, weights, partial=True) as planner, planner.names_of(self) as names:
+            self.load_weights(weights)  # adds to this plan
         return names
 
     def plan_weights(self, weights: Weights) -> LoadPlan:
@@ -173,9 +171,9 @@ class vLLMModule(nn.Module):
 
         What would be refused is in the plan's report. An iterator is used up.
         """
-        with Load.of(self, weights, "plan") as load:
-            self.load_weights(weights)  # takes part in this load
-        return LoadPlan(self, load.report, load.assigned)
+        with planning(self, weights) as planner, paused_gc(isinstance(weights, Collection)):
+            self.load_weights(weights)  # adds to this plan
+            return planner.plan()
 
     def expected_weights(self) -> dict[str, torch.Tensor]:
         """Return what a whole checkpoint holds for this module: a meta tensor for each name.
@@ -188,7 +186,7 @@ class vLLMModule(nn.Module):
 
     def check_ready(self) -> None:
         """Raise ``ModelNotReadyError``, naming every tensor below that holds no values."""
-        readiness.check_ready(self)
+        state.check_ready(self)
 
     def sleep(self) -> None:
         """Release the memory of all weights: back to meta, until :meth:`load_weights` fills them.
@@ -196,7 +194,7 @@ class vLLMModule(nn.Module):
         Tied tensors stay tied if all modules that hold them are below this one. Memory that
         something else refers to, such as a captured CUDA graph, is not released.
         """
-        readiness.sleep(self)
+        state.sleep(self)
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -205,8 +203,8 @@ class vLLMModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.load_state = LoadState()
-        readiness.guard(self)  # no forward pass before the weights are loaded
+        self.load_state = tree.LoadState()
+        state.guard(self)  # no forward pass before the weights are loaded
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -225,13 +223,13 @@ class vLLMModule(nn.Module):
 
 
 def _within_load(override: Any) -> Any:
-    """Wrap an overridden ``load_weights``: it takes part in a load, and returns what it filled."""
+    """Wrap an overridden ``load_weights``: it adds to a plan, and returns what it filled."""
 
     @wraps(override)
     def load_weights(self: vLLMModule, weights: Weights) -> set[str]:
-        with Load.of(self, weights) as load, load.names_of(self) as names:
+        with loading(self, weights) as planner, planner.names_of(self) as names:
             # A Group is for the base class alone: super() has to return names.
-            pairs = load.pairs_of(weights) if isinstance(weights, Group) else weights
+            pairs = planner.pairs_of(weights) if isinstance(weights, Group) else weights
             pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
             if isinstance(override(self, pairs), GeneratorType):
                 raise TypeError(f"{type(self).__name__}.load_weights must not be a generator")

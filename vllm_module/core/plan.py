@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from vllm_module.assignment import Assignment
+from vllm_module.core.fill import Fill
+from vllm_module.core.report import LoadReport
+from vllm_module.core.tree import Location, Node, is_typed
 from vllm_module.parameters import Reordered
-from vllm_module.report import LoadReport
 from vllm_module.summary import Summarized, mebibytes
-from vllm_module.tree import Location, Node, is_typed
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
 
 
-class PlannedRead(NamedTuple):
-    """One piece of a checkpoint tensor that this rank would read, and the slot it is for."""
+class Read(NamedTuple):
+    """One piece of a checkpoint tensor that this rank reads, and the slot it is for."""
 
     name: str
     parameter: str
     slot: str | None
     source: Weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece, as the checkpoint stores it."""
+        return self.source.shape.numel() * self.source.dtype.itemsize
 
 
 class PlannedMemory(NamedTuple):
@@ -51,23 +57,26 @@ class LoadPlan(Summarized):
     Attributes:
         module: the module that made the plan, or a copy of it that has another rank's parameters.
         report: what would happen to every name.
-        assignments: the checkpoint tensors that would be read, each with the slot that it fills.
+        fills: the checkpoint tensors that would be read, each with the slot that it fills, in the
+            order of reading.
+        folder: of the checkpoint, if it is known; for messages.
 
     """
 
     module: nn.Module
     report: LoadReport
-    assignments: list[Assignment]
+    fills: list[Fill]
+    folder: Path | None = None
 
     def _facts(self) -> list[tuple[str, str]]:
         memory, report = self.memory(), self.report
         problems = ("missing", "unexpected", "duplicated", "misshapen")
         counts = {kind: len(getattr(report, kind)) for kind in ("skipped", *problems)}
-        reads = [read.source for read in self.reads()]
-        size = mebibytes(sum(each.shape.numel() * each.dtype.itemsize for each in reads))
+        reads = list(self.reads())
+        size = mebibytes(sum(read.nbytes for read in reads))
         return [
             ("model", type(self.module).__name__),
-            ("reads", f"{len(reads)} parts of {len(self.assignments)} tensors, {size}"),
+            ("reads", f"{len(reads)} parts of {len(self.fills)} tensors, {size}"),
             ("memory of the model", mebibytes(memory.model)),
             ("beside it while loading", mebibytes(memory.staging + memory.quantizing)),
             *((kind, str(count)) for kind, count in counts.items() if count),
@@ -82,19 +91,22 @@ class LoadPlan(Summarized):
         tensors: dict[torch.Tensor, torch.Tensor] = {}
         modules: dict[nn.Module, nn.Module] = {}
         nodes: dict[Node, Node] = {}
+        locations: dict[Location, Location] = {}
         module = _module_of_rank(self.module, rank, modules, tensors)
-        assignments = []
-        for each in self.assignments:
-            node, attr = each.location
-            location = Location(_node_of_rank(node, modules, nodes), attr)
-            assignments.append(each._replace(location=location))
-        return LoadPlan(module, self.report, assignments)
+        fills = []
+        for each in self.fills:
+            location = locations.get(each.location)
+            if location is None:
+                node = _node_of_rank(each.location.node, modules, nodes)
+                location = locations[each.location] = Location(node, each.location.attr)
+            fills.append(each._replace(location=location))
+        return LoadPlan(module, self.report, fills, self.folder)
 
-    def alike(self) -> list[list[Assignment]]:
-        """Return the assignments in groups: each rank keeps the same part of all tensors of one."""
-        groups: dict[Hashable, list[Assignment]] = {}
+    def alike(self) -> list[list[Fill]]:
+        """Return the fills in groups: each rank keeps the same part of all tensors of one."""
+        groups: dict[Hashable, list[Fill]] = {}
         kinds: dict[Location, Hashable] = {}
-        for each in self.assignments:
+        for each in self.fills:
             weight, location = each.weight, each.location
             kind = kinds.get(location)
             if kind is None:
@@ -103,11 +115,11 @@ class LoadPlan(Summarized):
             groups.setdefault(key, []).append(each)
         return list(groups.values())
 
-    def reads(self) -> Iterator[PlannedRead]:
+    def reads(self) -> Iterator[Read]:
         """Yield every piece that this rank would read, its handle narrowed to what is kept."""
-        for each in self.assignments:
+        for each in self.fills:
             for piece in each.pieces():
-                yield PlannedRead(each.name, each.location.path, each.slot, piece.source)
+                yield Read(each.name, each.location.path, each.slot, piece.source)
 
     def memory(
         self, device: torch.device | str = "cpu", counts: Sequence[int] | None = None
@@ -117,14 +129,14 @@ class LoadPlan(Summarized):
         Each reading thread holds one piece at a time. A piece of a handle is read directly into a
         parameter in host memory that has its dtype, and takes no other memory then. Onto another
         device it is read through pinned buffers of ``PIECE_BYTES``. ``counts`` tells for how many
-        tensors that are :meth:`alike` each assignment stands; for 1 unless given.
+        tensors that are :meth:`alike` each fill stands; for 1 unless given.
         """
         device = torch.device(device)
         on_cpu, threads = device.type == "cpu", reader_threads(device)
         pieces = 0
         staged: list[int] = []
         converted: list[int] = []
-        for each, count in zip(self.assignments, counts or repeat(1), strict=False):
+        for each, count in zip(self.fills, counts or repeat(1), strict=False):
             for source, target in each.jobs():
                 nbytes = source.shape.numel() * source.dtype.itemsize
                 memory = target if isinstance(target, torch.Tensor) else None
@@ -141,6 +153,25 @@ class LoadPlan(Summarized):
         if not on_cpu:
             staging = min(pieces, staging_buffers(threads)) * PIECE_BYTES
         return PlannedMemory(model, staging, converting)
+
+
+def in_reading_order(fills: Iterable[Fill]) -> list[Fill]:
+    """Return fills in the order in which they are read: one tensor after the other.
+
+    The tensors of a module that processes its weights as soon as it has them are together, so that
+    it does so before the next one takes memory.
+    """
+    of_tensor: dict[Location, list[Fill]] = {}
+    for fill in fills:
+        of_tensor.setdefault(fill.location, []).append(fill)
+    alone: dict[Node, bool] = {}
+    groups: dict[Node | None, list[Fill]] = {}
+    for location, filling in of_tensor.items():
+        owner = location.node.owner
+        if owner not in alone:
+            alone[owner] = owner.processes_alone
+        groups.setdefault(owner if alone[owner] else None, []).extend(filling)
+    return [fill for group in groups.values() for fill in group]
 
 
 def _kind(location: Location) -> Hashable:

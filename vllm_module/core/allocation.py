@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from vllm_module.tree import Location, Node, is_typed, materialized, stored_tensors
+from vllm_module.core.tree import Location, Node, is_typed, materialized, stored_tensors
 from vllm_module.weights import prefer_huge_pages
 
 Modules: TypeAlias = Callable[[], Sequence[nn.Module]]
@@ -47,7 +47,7 @@ class Allocation:
             for node in nodes() if tied else ():
                 for attr, tensor in node.tensors():
                     if tensor in tied:
-                        self._holders.setdefault(tensor, []).append(Location(node, attr))
+                        self._holders.setdefault(tensor, []).append(node.location(attr))
         return self._holders.get(location.tensor, [location])
 
     def materialize(self, location: Location, modules: Modules, nodes: Nodes) -> bool:
@@ -64,7 +64,7 @@ class Allocation:
             for name in conversion.makes:
                 made = location.node.module._parameters[name]
                 assert made is not None
-                self._replace(made, self._new(made, device), [Location(location.node, name)])
+                self._replace(made, self._new(made, device), [location.node.location(name)])
         self._replace(tensor, self._new(tensor, device), holders)
         return False
 

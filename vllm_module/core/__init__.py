@@ -1,0 +1,1 @@
+"""The idea: modules that plan what fills them, and plans that are run."""

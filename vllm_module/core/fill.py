@@ -1,0 +1,169 @@
+"""One checkpoint tensor and the slot it fills: which pieces are read, and whether ties agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from vllm_module.core.fit import converts
+from vllm_module.core.tree import Location, is_typed, slots_of
+from vllm_module.errors import DuplicateWeightError, WeightReadError
+from vllm_module.parameters import Piece
+from vllm_module.weights import Destination, Weight, read_into
+
+_COMPARED_BYTES = 16 << 20  # of a tied tensor at a time, so that no second copy is held whole
+
+
+class Fill(NamedTuple):
+    """One checkpoint tensor and the slot that it fills.
+
+    Attributes:
+        name: the checkpoint's full name.
+        slot: of the tensor at ``location``; ``None`` where the checkpoint stores all slots as one.
+        weight: the tensor or handle.
+        location: the parameter or buffer.
+        tied_to: another name that fills the same tensor. Nothing is read then but to compare.
+        held: the weight is all of the parameter, as this rank holds it; nothing is cut.
+
+    """
+
+    name: str
+    slot: str | None
+    weight: Weight
+    location: Location
+    tied_to: str | None = None
+    held: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots that it fills."""
+        return tuple(slots_of(self.location.tensor)) if self.slot is None else (self.slot,)
+
+    def pieces(self) -> Iterable[Piece]:
+        """Return each piece that this rank keeps, with the view of the parameter it belongs in."""
+        tensor = self.location.tensor
+        if is_typed(tensor) and not self.held:
+            return tensor.pieces(self.weight, self.slot)
+        at = (None,) * tensor.dim() if self.held else ()
+        return (Piece(self.weight, tensor.data, at),) if tensor.numel() else ()
+
+    def jobs(self) -> Iterable[tuple[Weight, Destination]]:
+        """Return each piece to read, and what it is read into: memory, or a conversion's sink."""
+        conversion = self.location.conversion
+        if conversion is None:
+            return [(piece.source, piece.destination) for piece in self.pieces()]
+        return conversion.jobs(self.location.node.module, self.weight, self.slot)
+
+    def check_tied(self, unread: Iterable[Fill]) -> None:
+        """Raise ``DuplicateWeightError`` where another name gives the tied tensor other bits.
+
+        That name is among ``unread``, or it was read into the tensor before. Both are read in
+        pieces, into host memory.
+        """
+        tensor = self.location.tensor
+        others = [each for each in unread if each.tied_to is None]
+        sources = {
+            _place(piece.target): _in_order(piece)
+            for other in others
+            if other.location.tensor is tensor
+            for piece in other.pieces()
+        }
+        for piece in self.pieces():
+            other = sources.get(_place(piece.target), piece.target)
+            same = not (isinstance(other, torch.Tensor) and other.is_meta)  # nothing was read
+            if not same or not _same_bits(_in_order(piece), other, tensor.dtype):
+                raise DuplicateWeightError(
+                    f"{self.name} and {self.tied_to} fill one tensor, to which the "
+                    "configuration ties both, but their values differ. Set tie_word_embeddings "
+                    "to false in config.json if they are meant to, else drop the wrong one "
+                    "from the checkpoint"
+                )
+
+
+def refuse_nan(fills: Iterable[Fill]) -> None:
+    """Raise ``WeightReadError`` if a tensor in memory has a NaN; handles are not read."""
+    for fill in fills:
+        # What a rank holds itself is in memory where a model slept with it.
+        if isinstance(fill.weight, torch.Tensor) and not fill.held and _has_nan(fill.weight):
+            raise _nan_in(fill.name)
+
+
+def refuse_nan_read(fills: Iterable[Fill]) -> None:
+    """Raise ``WeightReadError`` if a tensor on a device has a NaN that was read from a handle."""
+    clean = set()  # of tensors without a NaN, which several fills share
+    for fill in fills:
+        location = fill.location
+        if isinstance(fill.weight, torch.Tensor) or location in clean:
+            continue
+        tensor = location.tensor
+        # Slots that nothing has filled yet hold NaN.
+        if not _is_looked_at(tensor) or location.conversion is not None or not _has_nan(tensor):
+            clean.add(location)
+        elif any(_has_nan(piece.target) for piece in fill.pieces()):
+            raise _nan_in(fill.name)
+
+
+def _is_looked_at(tensor: torch.Tensor) -> bool:
+    """Tell whether a look at all numbers takes little time beside reading them.
+
+    A device has the bandwidth. On a CPU a warm load took half as long again; there a NaN that was
+    read shows in the first logits.
+    """
+    return not tensor.is_cpu
+
+
+def _nan_in(name: str) -> WeightReadError:
+    return WeightReadError(
+        f"{name} has a NaN, and weights should be numbers: save or download the tensor again, or "
+        "set allow_nan to load it as it is"
+    )
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    """Tell whether a number of ``values``, floating point of 16 bits or more, is NaN.
+
+    Quantized values are checked by their method. An infinity is a number that a checkpoint may
+    mean: as a bias it excludes a token or an expert.
+    """
+    if not converts(values.dtype) or not values.numel():
+        return False
+    # A sum with a NaN is NaN, and computing it takes a fraction of the time that looking at each
+    # number does. A sum of large numbers or infinities may be NaN or infinite, too; the largest
+    # number is NaN only if one is.
+    return not math.isfinite(values.sum().item()) and math.isnan(values.amax().item())
+
+
+def _place(view: torch.Tensor) -> tuple[int, int]:
+    """Tell the views of one tensor apart, on the meta device too."""
+    return int(view.storage_offset()), view.numel()
+
+
+def _in_order(piece: Piece) -> Weight:
+    """Return what a piece is read from; in memory and in order, if it is stored in another one."""
+    if piece.order is None:
+        return piece.source
+    stored = piece.source if isinstance(piece.source, torch.Tensor) else piece.source.read()
+    return piece.order.restore(stored)
+
+
+def _same_bits(one: Weight, other: Weight, dtype: torch.dtype) -> bool:
+    """Tell whether two weights are the same once both are converted to ``dtype``."""
+    if one is other:
+        return True
+    # An expert of a packed tensor has one more dimension than the same expert by itself.
+    rows = one.shape[0] if one.shape and len(one.shape) == len(other.shape) else 1
+    step = max(1, rows * _COMPARED_BYTES // max(1, one.shape.numel() * dtype.itemsize))
+    for first in range(0, rows, step):
+        bits = []
+        for weight in (one, other):
+            if step < rows:
+                weight = weight.narrow(0, first, min(step, rows - first))
+            copy = torch.empty(weight.shape, dtype=dtype, device="cpu")
+            read_into(weight, copy)
+            bits.append(copy.reshape(-1).view(torch.uint8))
+        if not torch.equal(*bits):
+            return False
+    return True
