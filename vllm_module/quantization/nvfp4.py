@@ -9,21 +9,19 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.grouped_matmul import grouped_matmul
 from vllm_module.kernels.grouped_matmul_mxfp4 import E2M1
-from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import Packing, dequantize_packed
+from vllm_module.kernels.packed_words import Packing
 from vllm_module.parameters import (
     BasevLLMParameter,
     GroupQuantScaleParameter,
     PackedvLLMParameter,
     PerTensorScaleParameter,
 )
+from vllm_module.quantization.codebook import CodebookMethod
 from vllm_module.quantization.demand import demand
-from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.method import QuantizableLayer
 
 BLOCK = 16  # numbers along the input that share an FP8 scale, by the format
-_PACKING = Packing(4)  # the first of two numbers has the low bits of a byte
 _ADVICE = "quantize the checkpoint again"
 
 
@@ -51,7 +49,7 @@ MODELOPT = NVFP4Format("weight", "weight_scale", "weight_scale_2", "input_scale"
 
 
 @dataclass(frozen=True)
-class NVFP4Method(QuantizeMethod):
+class NVFP4Method(CodebookMethod):
     """Weights in NVFP4, of linear layers or of experts, each with tensors of its own.
 
     Inputs are not quantized, on any device: their static scale is checked and not used.
@@ -66,9 +64,9 @@ class NVFP4Method(QuantizeMethod):
     static_inputs: bool
     parameter_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
+    packing = Packing(4)  # the first of two numbers has the low bits of a byte
+    blocksize = BLOCK
     buffer_names = ("codebook", "scales_for_matmul")
-    processes = True
-    replaceable = True
 
     def __post_init__(self) -> None:
         names = self.format[:3] + ((self.format.inputs,) if self.static_inputs else ())
@@ -130,8 +128,16 @@ class NVFP4Method(QuantizeMethod):
             return {"codebook": codebook}
         return {"codebook": codebook, "scales_for_matmul": self._scales(layer)}
 
+    def words(self, layer: QuantizableLayer) -> torch.Tensor:
+        return layer.get_parameter(self.format.words)
+
+    def scales(self, layer: QuantizableLayer) -> torch.Tensor:
+        if layer.experts is None:
+            return layer.get_buffer("scales_for_matmul")
+        return self._scales(layer)
+
     def _scales(self, layer: QuantizableLayer) -> torch.Tensor:
-        """Return float32 ``[..., output, input / 16]``, the scales by those of their slots."""
+        """Return the scales by those of their slots."""
         scales, whole = map(layer.get_parameter, self.format[1:3])
         assert isinstance(scales, BasevLLMParameter)
         rows = [
@@ -139,41 +145,3 @@ class NVFP4Method(QuantizeMethod):
             for at, shard in enumerate(scales.shards[-2])
         ]
         return self._by(scales.float(), torch.cat(rows, -1).unsqueeze(-1)).detach()
-
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return self._dequantized(layer, layer.params_dtype)
-
-    def _dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
-        words, scales = layer.get_parameter(self.format.words), self._scales(layer)
-        weight = dequantize_packed(
-            words.flatten(0, -2),
-            scales.flatten(0, -2),
-            _PACKING,
-            BLOCK,
-            dtype,
-            codebook=layer.get_buffer("codebook"),
-        )
-        return weight.view(*words.shape[:-1], 2 * words.shape[-1])
-
-    def apply(
-        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        words, scales = (
-            layer.get_parameter(self.format.words),
-            layer.get_buffer("scales_for_matmul"),
-        )
-        codebook = layer.get_buffer("codebook")
-        return packed_matmul(x, words, scales, _PACKING, BLOCK, codebook=codebook, bias=bias)
-
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        """Multiply by the weights of all experts of the layer, dequantized for this product."""
-        weight = self._dequantized(layer, x.dtype)
-        return grouped_matmul(x, weight, offsets, bias=bias, rows=rows, top_k=top_k)
