@@ -313,11 +313,15 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["modules_in_block_to_quantize"],
     ),
     "awq-bits": (AWQ | {"bits": 8}, CheckpointFormatError, ["bits"]),
-    "awq-gemv": (AWQ | {"version": "gemv"}, UnsupportedModelError, ["expected gemm", "'gemv'"]),
-    "awq-format": (
-        {**AWQ, "version": None, "format": "gemv"},
+    "awq-gemv-fast": (
+        AWQ | {"version": "gemv_fast"},
         UnsupportedModelError,
-        ["quantization_config.format", "'gemv'"],
+        ["expected gemm", "'gemv_fast'"],
+    ),
+    "awq-format": (
+        {**AWQ, "version": None, "format": "gemv_fast"},
+        UnsupportedModelError,
+        ["quantization_config.format", "'gemv_fast'"],
     ),
     "awq-skip": (
         AWQ | {"modules_to_not_convert": "mlp"},

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.quantization.config_refusals import unsupported
 from vllm_module.quantization.packed import AWQ, GPTQ, GPTQ_OF_WORDS, GPTQ_V2, PackedMethod
+from vllm_module.quantization.packed_gemv import AWQ_GEMV, GEMVMethod
 from vllm_module.quantization.scheme import EVERY_LAYER
 
 BITS = (2, 3, 4, 8)
@@ -108,19 +109,25 @@ class _AWQ(BaseModel):
 def awq_rules(stored: Mapping[str, Any]) -> Targets:
     """Return the layers of an AWQ checkpoint, as :func:`gptq_rules` does."""
     config = _AWQ(**stored)
+    form = "gemm"
     for entry in ("version", "format"):  # transformers 5 calls it format
-        form = getattr(config, entry)
-        if form is not None and form.lower() != "gemm":
+        form = (getattr(config, entry) or form).lower()
+        if form not in ("gemm", "gemv"):
             raise UnsupportedModelError(
-                f"quantization_config.{entry} of config.json: expected gemm, got {form!r:.100}, "
-                "which packs weights in another order: convert it"
+                f"quantization_config.{entry} of config.json: expected gemm or gemv, got "
+                f"{form!r:.100}, which packs weights in another order: convert it"
             )
     size = None if config.group_size == -1 else config.group_size
+    if form == "gemv" and size is None:
+        raise unsupported("group_size", "a positive number with gemv", config.group_size)
+    method = PackedMethod(AWQ, 4, size, symmetric=False)
+    if form == "gemv":
+        method = GEMVMethod(AWQ_GEMV, 4, size, symmetric=False)
     # Nobody quantizes the head, and not everybody lists it.
     ignored = [*(config.modules_to_not_convert or ()), "lm_head"]
     return [
         *((target, None) for target in ignored),
-        (EVERY_LAYER, PackedMethod(AWQ, 4, size, symmetric=False)),
+        (EVERY_LAYER, method),
     ]
 
 
