@@ -114,14 +114,19 @@ def test_logits_are_those_of_the_weights_multiplied_out(
 
 def test_settings_of_layers() -> None:
     """Names go before patterns, those before blocks, and what is in no block is not quantized."""
-    rules = rules_for(None, WRITTEN | {"extra_config": EXTRA})
+    both = {"model.layers.2.self_attn.o_proj": {"bits": 16}}
+    blocks = "model.layers, model.vision.blocks"
+    config = WRITTEN | {"extra_config": EXTRA | both, "block_name_to_quantize": blocks}
+    rules = rules_for(None, config)
     assert rules is not None
     for name, expected in {
         "model.layers.0.mlp.down_proj": "None",
         "model.layers.10.mlp.down_proj": "GPTQ, 4 bits, symmetric, a scale for 32 inputs",
         "model.layers.1.mlp.down_proj": "GPTQ, 8 bits, symmetric, a scale for 32 inputs",
         "model.layers.1.self_attn.o_proj": "GPTQ, 4 bits, with zeros, a scale for 16 inputs",
-        "model.visual.blocks.0.fc1": "None",
+        "model.layers.2.self_attn.o_proj": "None",
+        "model.vision.blocks.0.fc1": "GPTQ, 4 bits, symmetric, a scale for 32 inputs",
+        "model.vision.merger.fc1": "None",
         "lm_head": "None",
     }.items():
         assert str(rules.rule_of(name)[1]) == expected, name

@@ -393,6 +393,27 @@ def test_a_block_that_is_cut_is_refused(name: str) -> None:
         run_ranks(2, work)
 
 
+@pytest.mark.parametrize(
+    ("config", "static"),
+    [
+        (ct("NVFP4", "nvfp4-pack-quantized"), True),
+        (ct("NVFP4A16", "nvfp4-pack-quantized"), False),
+    ],
+)
+def test_weights_alone_have_no_scale_of_inputs(config: dict[str, Any], static: bool) -> None:
+    """A configuration without inputs, or with dynamic ones, expects none in the file."""
+    rules = rules_for(None, config)
+    assert rules is not None
+    assert rules.rule_of("model.layers.0.mlp.up_proj")[1] == NVFP4Method(COMPRESSED_TENSORS, static)
+    if static:
+        (group,) = config["config_groups"].values()
+        group["input_activations"] |= {"dynamic": True, "observer": None}
+        rules = rules_for(None, config)
+        assert rules is not None
+        method = rules.rule_of("model.layers.0.mlp.up_proj")[1]
+        assert method == NVFP4Method(COMPRESSED_TENSORS, static_inputs=False)
+
+
 def edited(config: dict[str, Any], **entries: Any) -> dict[str, Any]:
     (group,) = config["config_groups"].values()
     key = "input_activations" if "dynamic" in entries or "type" in entries else "weights"
