@@ -52,6 +52,26 @@ def test_json_has_what_the_headers_say(run: Run, folder: Path) -> None:
         assert end - begin == tensor["bytes"]
 
 
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+            "auto-round auto_round:auto_gptq",
+        ),
+    ],
+)
+def test_how_a_checkpoint_is_quantized(
+    run: Run, edited: Callable[..., Path], entries: dict[str, Any], named: str
+) -> None:
+    """The method and the format that config.json names are among the entries."""
+    folder = edited(lambda tensors: None, quantization_config=entries)
+    assert f"quantization={named}\n" in run("inspect", folder).out
+    assert run("inspect", folder, "--json").json["architecture"]["quantization"] == named
+
+
 def test_only_headers_are_read(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither inspect nor plan reads a tensor."""
     monkeypatch.delattr(FileBytes, "read_runs")

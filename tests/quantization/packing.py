@@ -137,6 +137,21 @@ def awq(rows: int, columns: int, group: int | None = 32, *, seed: int = 0) -> La
     return Layer(stored, weight)
 
 
+def awq_gemv(rows: int, columns: int, group: int = 32, *, seed: int = 0) -> Layer:
+    """Return a layer as AutoAWQ stores it for GEMV: zeros and scales in padded rows of groups."""
+    codes, zeros, scales, _, weight = drawn(
+        rows, columns, 4, group, symmetric=False, in_order=None, seed=seed
+    )
+    per_row = {32: 32, 64: 16}.get(group, 8)
+    padding = (0, -zeros.shape[1] % per_row)
+    stored = {
+        "qweight": packed_rows(codes, 4),
+        "qzeros": packed_rows(torch.nn.functional.pad(zeros, padding), 4),
+        "scales": torch.nn.functional.pad(scales, padding),
+    }
+    return Layer(stored, weight)
+
+
 def act_order(columns: int, group: int, seed: int = 0) -> torch.Tensor:
     """Return the group of each input where a permutation gives groups their inputs."""
     generator = torch.Generator().manual_seed(seed)

@@ -111,6 +111,10 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]
     "awq-skipped": (QWEN3, _not_the_head(lambda name, weight: None if ".0.mlp." in name else
                                          _awq(name, weight)),
                     AWQ | {"modules_to_not_convert": ["layers.0.mlp"], "version": "GEMM"}),
+    "awq-gemv": (LLAMA, _not_the_head(lambda name, weight: packing.awq_gemv(
+        *weight.shape, seed=len(name))), AWQ | {"version": "GEMV"}),
+    "awq-gemv-64": (QWEN3, _not_the_head(lambda name, weight: packing.awq_gemv(
+        *weight.shape, 64, seed=len(name))), AWQ | {"version": "gemv", "group_size": 64}),
     "ct-int4": (LLAMA, _not_the_head(_by_ct), _compressed("pack-quantized")),
     "ct-int4-with-zeros": (QWEN3, _not_the_head(partial(_by_ct, symmetric=False)),
                            _compressed("pack-quantized", symmetric=False)),
@@ -125,14 +129,22 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]
         _not_the_head(partial(_static, bits=8, group=None, strategy="tensor", packed=False)),
         _compressed("int-quantized", num_bits=8, strategy="tensor", group_size=None,
                     inputs=_STATIC)),
+    # W4A8: four bits in a byte each, as the library writes them, or packed.
+    "ct-w4a8": (LLAMA, _not_the_head(partial(_by_ct, packed=False)),
+                _compressed("int-quantized", num_bits=4, inputs=_TOKEN)),
+    "ct-w4a8-channel": (QWEN3, _not_the_head(partial(_by_ct, group=None, packed=False)),
+                        _compressed("int-quantized", num_bits=4, **_CHANNEL, inputs=_TOKEN)),
+    "ct-w4a8-floats": (QWEN3, _not_the_head(partial(_by_ct, packed=False)),
+                       _compressed("int-quantized", num_bits=4, inputs=_TOKEN | {"type": "float"})),
+    "ct-w4a8-packed": (QWEN3, _not_the_head(_by_ct), _compressed("pack-quantized", inputs=_TOKEN)),
     "ct-int8-groups": (QWEN3, _not_the_head(partial(_by_ct, bits=8, packed=False)),
                        _compressed("naive-quantized", num_bits=8)),
 }  # fmt: skip
 # Of those with edges of another kind, all sizes; three bits need shards of 32 rows.
 SIZES = dict.fromkeys(CHECKPOINTS, (4,)) | dict.fromkeys(
-    ("gptq", "gptq-act-order", "ct-int4"), (1, 2, 4)
+    ("gptq", "gptq-act-order", "awq-gemv", "ct-int4", "ct-w4a8", "ct-w4a8-packed"), (1, 2, 4)
 )
-SIZES |= dict.fromkeys(("gptq-3-bits", "gptq-dynamic-and-head"), (2,))
+SIZES |= dict.fromkeys(("gptq-3-bits", "gptq-dynamic-and-head", "awq-gemv-64"), (2,))
 
 
 @pytest.fixture(scope="module")

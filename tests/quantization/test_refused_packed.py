@@ -313,11 +313,15 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["modules_in_block_to_quantize"],
     ),
     "awq-bits": (AWQ | {"bits": 8}, CheckpointFormatError, ["bits"]),
-    "awq-gemv": (AWQ | {"version": "gemv"}, UnsupportedModelError, ["expected gemm", "'gemv'"]),
-    "awq-format": (
-        {**AWQ, "version": None, "format": "gemv"},
+    "awq-gemv-fast": (
+        AWQ | {"version": "gemv_fast"},
         UnsupportedModelError,
-        ["quantization_config.format", "'gemv'"],
+        ["expected gemm", "'gemv_fast'"],
+    ),
+    "awq-format": (
+        {**AWQ, "version": None, "format": "gemv_fast"},
+        UnsupportedModelError,
+        ["quantization_config.format", "'gemv_fast'"],
     ),
     "awq-skip": (
         AWQ | {"modules_to_not_convert": "mlp"},
@@ -335,15 +339,6 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         UnsupportedModelError,
         ["input_activations", "expected dynamic ones"],
     ),
-    "ct-float-inputs": (
-        _ct(
-            "int-quantized",
-            num_bits=8,
-            inputs={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-        ),
-        UnsupportedModelError,
-        ["input_activations", "expected 8-bit integers"],
-    ),
     "ct-4-bit-inputs": (
         _ct(inputs={"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}),
         UnsupportedModelError,
@@ -359,7 +354,6 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         UnsupportedModelError,
         ["config_groups.group_0.weights", "symmetric"],
     ),
-    "ct-int4-in-bytes": (_ct("int-quantized"), UnsupportedModelError, ["expected 8 bits"]),
     "ct-int8-static-asymmetric": (
         _ct(
             "int-quantized",

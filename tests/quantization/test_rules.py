@@ -299,7 +299,7 @@ def test_a_stored_scheme(asked: str | None) -> None:
     assert isinstance(rules, Rules)
     scheme = rules.rule_of("model.layers.0.mlp.up_proj")[1]
     assert scheme is not None
-    assert (scheme.online, scheme.strategy) == (False, "tensor")
+    assert (scheme.online, scheme.strategy, scheme.or_tensor) == (False, "channel", True)
     assert rules.rule_of("lm_head")[1] is None
 
 

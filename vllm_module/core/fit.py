@@ -33,6 +33,10 @@ def misfit(
         return f"expected shape {expected}, got {list(weight.shape)}{hint}"
     conversion = location.conversion
     dtype = tensor.dtype if conversion is None else conversion.dtype
+    if conversion is None and is_typed(tensor) and tensor.stored_dtypes:
+        if weight.dtype in tensor.stored_dtypes:
+            return None
+        return f"expected dtype {' or '.join(map(str, tensor.stored_dtypes))}, got {weight.dtype}"
     widens = (weight.dtype, dtype) == (torch.int32, torch.int64)  # Kimi-K2's weight_shape
     if weight.dtype != dtype and not widens and not (converts(weight.dtype) and converts(dtype)):
         return f"expected dtype {dtype} or one that converts to it, got {weight.dtype}"

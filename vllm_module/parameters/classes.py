@@ -16,6 +16,7 @@ import torch
 from vllm_module.parameters.dim import Dim, Experts, Slot
 from vllm_module.parameters.division import Index
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
+from vllm_module.parameters.stored_order import StoredOrder
 from vllm_module.weights import Weight
 
 if TYPE_CHECKING:
@@ -221,14 +222,40 @@ class PerTensorScaleParameter(BasevLLMParameter):
 
 
 class ChannelQuantScaleParameter(BasevLLMParameter):
-    """One scale for each output feature, ``[output, 1]``."""
+    """One scale for each output feature, ``[output, 1]``.
+
+    With ``or_tensor``, a checkpoint may store one scale for all features of a slot, as ``[]`` or
+    ``[1]``.
+    """
+
+    or_tensor: bool
 
     def __new__(
-        cls, output: Dim, *, tp_rank: int, tp_size: int, dtype: torch.dtype, **more: Unpack[More]
+        cls,
+        output: Dim,
+        *,
+        or_tensor: bool = False,
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+        **more: Unpack[More],
     ) -> Self:
-        return super().__new__(
+        self = super().__new__(
             cls, output, Dim.whole(1), tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more
         )
+        self.or_tensor = or_tensor
+        return self
+
+    def accepts(self, slot: str | None, shape: torch.Size) -> bool:
+        return (self.or_tensor and shape in ((), (1,))) or super().accepts(slot, shape)
+
+    def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
+        if weight.shape not in ((), (1,)):
+            yield from super().pieces(weight, slot)
+            return
+        for index in self.division.kept(self.division.index_of(slot)):
+            region = self.region(index)
+            yield Piece(weight, region, index, StoredOrder(repeated=tuple(region.shape)))
 
 
 class GroupQuantScaleParameter(BasevLLMParameter):
@@ -259,6 +286,9 @@ class BlockQuantScaleParameter(BasevLLMParameter):
 
     Counts round up, as in DeepSeek-V3's ``weight_scale_inv``. Raises ``ShardingError`` where the
     edge between two slots or shards falls inside a block: both would own its scale.
+
+    ``stored_dtypes`` may have uint8 and float8_e8m0fnu: such a scale is stored as its exponent of
+    two, with 127 added.
     """
 
     def __new__(
@@ -267,6 +297,7 @@ class BlockQuantScaleParameter(BasevLLMParameter):
         input: Dim,
         *,
         block: tuple[int, int],
+        stored_dtypes: tuple[torch.dtype, ...] = (),
         tp_rank: int,
         tp_size: int,
         dtype: torch.dtype,
@@ -274,6 +305,16 @@ class BlockQuantScaleParameter(BasevLLMParameter):
     ) -> Self:
         rows = output.in_units(block[0], "scale block", partial=True)
         cols = input.in_units(block[1], "scale block", partial=True)
-        return super().__new__(
+        self = super().__new__(
             cls, rows, cols, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more
         )
+        self.stored_dtypes = stored_dtypes
+        return self
+
+    def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
+        for piece in super().pieces(weight, slot):
+            if weight.dtype.itemsize > 1:
+                yield piece
+            else:
+                order = (piece.order or StoredOrder())._replace(exponents=True)
+                yield piece._replace(order=order)

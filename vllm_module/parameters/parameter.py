@@ -56,11 +56,15 @@ class BasevLLMParameter(nn.Parameter):
 
     Attributes:
         division: what this rank keeps of each slot, shared by parameters that are declared alike.
+        stored_dtypes: those that a checkpoint may have, if others than ``dtype`` and those that
+            convert to it.
 
     Raises:
         ShardingError: a slot cannot be divided among ``tp_size`` ranks.
 
     """
+
+    stored_dtypes: tuple[torch.dtype, ...] = ()
 
     tp_rank: int
     tp_size: int

@@ -24,6 +24,8 @@ class StoredOrder(NamedTuple):
         flat: of a matrix that is stored as a vector, after how many other dimensions it is, the
             entries of a row, and which of them are kept, as their start and number.
         filled: the length that zeros fill a vector to.
+        repeated: the shape all of whose numbers are the one that is stored.
+        exponents: whether bytes are exponents of two, with 127 added; 255 stands for NaN.
 
     """
 
@@ -32,9 +34,15 @@ class StoredOrder(NamedTuple):
     transposed: bool = False
     flat: tuple[int, int, int, int] | None = None
     filled: int = 0
+    repeated: tuple[int, ...] | None = None
+    exponents: bool = False
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """Return ``stored`` in the order of the parameter; groups and pairs take a copy each."""
+        if self.repeated is not None:
+            return stored.view(()).expand(self.repeated)
+        if self.exponents:
+            stored = stored.view(torch.float8_e8m0fnu).float()
         if self.filled:
             return F.pad(stored, (0, self.filled - len(stored)))
         if self.flat is not None:

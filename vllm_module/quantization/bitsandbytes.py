@@ -16,8 +16,6 @@ import torch
 from vllm_module.core.conversions import Conversion
 from vllm_module.errors import UnsupportedModelError, WeightReadError
 from vllm_module.kernels.grouped_matmul import grouped_matmul
-from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import dequantize_packed
 from vllm_module.kernels.quantize_nf4 import NF4, PACKING
 from vllm_module.kernels.scaled_matmul import scaled_matmul
 from vllm_module.parameters import (
@@ -31,6 +29,7 @@ from vllm_module.parameters import (
     PerTensorTableParameter,
     Slot,
 )
+from vllm_module.quantization.codebook import CodebookMethod
 from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online_nf4 import QuantizeNF4
@@ -43,66 +42,16 @@ _CODES = 16
 _online = lru_cache(maxsize=64)(QuantizeNF4)  # layers alike share it
 
 
-class _FourBitMethod(QuantizeMethod):
-    """A weight of packed codes ``[output, input / 2]``, and ``absmax [output, input / blocksize]``.
+class _FourBitMethod(CodebookMethod):
+    """A codebook's codes with the scales ``absmax``, in blocks that divide each rank's rows."""
 
-    Args:
-        blocksize: inputs in a row that share a scale. A tensor's blocks must divide its rows, and a
-            rank's part of them.
-
-    """
-
-    processes = True
-    replaceable = True
-    buffer_names: tuple[str, ...] = ("codebook",)
+    packing = PACKING
 
     def __init__(self, blocksize: int = 64) -> None:
         self.blocksize = blocksize
 
     def scales(self, layer: QuantizableLayer) -> torch.Tensor:
-        """Return the scale of each block, float32 ``[output, input / blocksize]``."""
         return layer.get_parameter("absmax")
-
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return self._dequantized(layer, layer.params_dtype)
-
-    def apply(
-        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return packed_matmul(
-            x,
-            layer.weight,
-            self.scales(layer),
-            PACKING,
-            self.blocksize,
-            codebook=layer.get_buffer("codebook"),
-            bias=bias,
-        )
-
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        """Multiply by the weights of all experts of the layer, dequantized for this product."""
-        weight = self._dequantized(layer, x.dtype)
-        return grouped_matmul(x, weight, offsets, bias=bias, rows=rows, top_k=top_k)
-
-    def _dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
-        words, scales = layer.weight, self.scales(layer)
-        weight = dequantize_packed(
-            words.flatten(0, -2),
-            scales.flatten(0, -2),
-            PACKING,
-            self.blocksize,
-            dtype,
-            codebook=layer.get_buffer("codebook"),
-        )
-        return weight.view(*words.shape[:-1], 2 * words.shape[-1])
 
 
 class BitsAndBytes4BitMethod(_FourBitMethod):

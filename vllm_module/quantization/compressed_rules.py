@@ -13,10 +13,13 @@ from vllm_module.quantization.config_refusals import invalid, unsupported
 from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import BLOCK, MXFP4PackedMethod
+from vllm_module.quantization.nvfp4 import BLOCK as BLOCK_OF_NVFP4
+from vllm_module.quantization.nvfp4 import COMPRESSED_TENSORS as NVFP4
+from vllm_module.quantization.nvfp4 import NVFP4Method
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.quantization.packed_config import BITS
 from vllm_module.quantization.rules import Rule, Rules, checked_target
-from vllm_module.quantization.scheme import EVERY_LAYER, Activations, Scheme, Strategy
+from vllm_module.quantization.scheme import EVERY_LAYER, MXFP8, Activations, Scheme, Strategy
 
 
 def compressed_tensors_rules(stored: Mapping[str, Any]) -> Rules:
@@ -88,15 +91,15 @@ def _compressed_scheme(
     strategy = str(getattr(strategy, "value", strategy))
     if weights is not None and weights.type == "int":
         return _integers(where, group, strategy, form, act_order)
-    if form == "mxfp4-pack-quantized":
-        return _mxfp4(where, group, strategy)
+    if form in _OF_FORM:
+        return _small_floats(where, group, strategy, form)
     eight_bit_float = weights is not None and (weights.num_bits, weights.type) == (8, "float")
     if (
         not eight_bit_float
         or not weights.symmetric
         or strategy not in ("tensor", "channel", "block")
     ):
-        expected = "symmetric FP8 per tensor, channel or block, integers, or packed MXFP4"
+        expected = "symmetric FP8 per tensor, channel or block, integers, MXFP8, NVFP4 or MXFP4"
         raise unsupported(f"{where}.weights", expected, weights)
     activations: Activations = "none"
     if inputs is not None:
@@ -107,14 +110,28 @@ def _compressed_scheme(
     return Scheme(strategy, activations=activations, block=block)  # type: ignore[arg-type]
 
 
-def _mxfp4(where: str, group: Any, strategy: str) -> QuantizeMethod:
+# What floats of a format are: bits, and numbers in a group. Inputs of none are quantized.
+_OF_FORM = {
+    "mxfp4-pack-quantized": (4, "group", BLOCK),
+    "mxfp8-quantized": (8, "group", BLOCK),
+    "nvfp4-pack-quantized": (4, "tensor_group", BLOCK_OF_NVFP4),
+}
+
+
+def _small_floats(where: str, group: Any, strategy: str, form: str) -> Scheme | QuantizeMethod:
     weights, inputs = group.weights, group.input_activations
+    bits, expected, size = _OF_FORM[form]
     kind = weights is not None and (weights.num_bits, weights.type, weights.symmetric, strategy)
-    if kind != (4, "float", True, "group") or weights.group_size != BLOCK:
-        raise unsupported(f"{where}.weights", f"symmetric FP4 in groups of {BLOCK}", weights)
-    if inputs is not None and not (inputs.type == "float" and inputs.dynamic):
+    if kind != (bits, "float", True, expected) or weights.group_size != size:
+        raise unsupported(f"{where}.weights", f"symmetric FP{bits} in groups of {size}", weights)
+    if inputs is not None and inputs.type != "float":
+        raise unsupported(f"{where}.input_activations", "none, or floats", inputs)
+    if form.startswith("nvfp4"):
+        # "local" scales of groups are computed, and that of all numbers is stored.
+        return NVFP4Method(NVFP4, static_inputs=inputs is not None and inputs.dynamic is not True)
+    if inputs is not None and not inputs.dynamic:
         raise unsupported(f"{where}.input_activations", "none, or dynamic floats", inputs)
-    return MXFP4PackedMethod()
+    return MXFP8 if bits == 8 else MXFP4PackedMethod()
 
 
 def _integers(
@@ -125,11 +142,9 @@ def _integers(
     packed, dynamic = form == "pack-quantized", inputs is None or bool(inputs.dynamic)
     if form not in ("pack-quantized", "int-quantized", "naive-quantized"):
         raise unsupported(f"{where}.format", "pack-quantized or int-quantized", form)
-    # Inputs of integers are not quantized, so FP8 of them beside packed ones changes nothing.
-    kinds = ("int", "float") if packed else ("int",)
-    if inputs is not None and (inputs.num_bits != 8 or inputs.type not in kinds):
-        expected = "8-bit integers or floats" if packed else "8-bit integers"
-        raise unsupported(f"{where}.input_activations", expected, inputs)
+    # Inputs of integers are not quantized, so what they would be quantized to changes nothing.
+    if inputs is not None and (inputs.num_bits != 8 or inputs.type not in ("int", "float")):
+        raise unsupported(f"{where}.input_activations", "8-bit integers or floats", inputs)
     if not dynamic and (packed or not inputs.symmetric):
         expected = "dynamic ones" if packed else "dynamic or symmetric ones"
         raise unsupported(f"{where}.input_activations", expected, inputs)
@@ -140,8 +155,9 @@ def _integers(
         size = weights.group_size if strategy == "group" else None
         method = PackedMethod(COMPRESSED_TENSORS, weights.num_bits, size, weights.symmetric)
         return replace(method, act_order=act_order and size is not None)
-    if weights.num_bits != 8 or not weights.symmetric or strategy not in _EIGHT_BIT_STRATEGIES:
-        expected = "8 bits, symmetric, per tensor, channel or group"
+    # Fewer bits take a byte each, too, which the library writes for W4A8.
+    if weights.num_bits > 8 or not weights.symmetric or strategy not in _EIGHT_BIT_STRATEGIES:
+        expected = "at most 8 bits, symmetric, per tensor, channel or group"
         raise unsupported(f"{where}.weights", expected, weights)
     activations: Activations = "none"
     if inputs is not None:

@@ -10,7 +10,6 @@ from vllm_module.messages import shorten
 # By what quantization_config has as quant_method; people ask for them.
 _ELSEWHERE = {
     "aqlm": "AQLM",
-    "auto-round": "AutoRound",
     "eetq": "EETQ",
     "exl2": "ExLlamaV2",
     "exl3": "ExLlamaV3",

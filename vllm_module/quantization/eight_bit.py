@@ -56,10 +56,15 @@ class EightBitMethod(QuantizeMethod):
         if scheme.strategy == "tensor":
             scale = PerTensorScaleParameter(output, **common)
         elif scheme.strategy == "channel":
-            scale = ChannelQuantScaleParameter(output, **common)
+            scale = ChannelQuantScaleParameter(output, or_tensor=scheme.or_tensor, **common)
         else:
             scale = BlockQuantScaleParameter(
-                output, layer.input, block=scheme.block, transposed=layer.transposed, **common
+                output,
+                layer.input,
+                block=scheme.block,
+                stored_dtypes=scheme.scale_dtypes,
+                transposed=layer.transposed,
+                **common,
             )
         created: dict[str, BasevLLMParameter]
         created = {"weight": layer.new_weight(scheme.dtype), scheme.scale_name: scale}
@@ -71,6 +76,14 @@ class EightBitMethod(QuantizeMethod):
         if not self.scheme.online:
             return {}
         return {"weight": _online(self.scheme, layer.params_dtype, layer.transposed)}
+
+    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+        """Return exponents of two for scales that are stored as nothing else."""
+        dtypes, parameter = self.scheme.scale_dtypes, layer.get_parameter(name)
+        if name != self.scheme.scale_name or not dtypes or torch.float32 in dtypes:
+            return None
+        assert isinstance(parameter, BasevLLMParameter)
+        return torch.tensor(120, dtype=torch.uint8).expand(parameter.checkpoint_shape(slot))
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for scales and weights that nothing can be multiplied by."""

@@ -29,6 +29,9 @@ class Scheme:
         block: rows and columns of a block.
         online: the checkpoint is in full precision and is quantized while it is loaded.
         scale_name: name of the parameter with the weight's scales.
+        or_tensor: a checkpoint may store one scale for all channels of a tensor.
+        scale_dtypes: those that a checkpoint may have for scales of blocks, if not only floating
+            point of 16 bits and more: uint8 and float8_e8m0fnu are exponents of two.
 
     """
 
@@ -38,11 +41,17 @@ class Scheme:
     block: tuple[int, int] = (128, 128)
     online: bool = False
     scale_name: str = "weight_scale"
+    or_tensor: bool = False
+    scale_dtypes: tuple[torch.dtype, ...] = ()
 
     def __str__(self) -> str:
         strategy: str = self.strategy
         if strategy == "block":
             strategy = f"{self.block[0]}x{self.block[1]} block"
+        if self.or_tensor:
+            strategy += " or tensor"
+        if torch.uint8 in self.scale_dtypes:
+            strategy += " with powers of two as scales"
         how = "quantized while loading" if self.online else f"{self.activations} activations"
         return f"{str(self.dtype).removeprefix('torch.')} per {strategy}, {how}"
 
@@ -106,6 +115,9 @@ class Scheme:
 
 
 _INT8 = torch.int8
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+FLOATS_OR_E8M0 = (torch.float32, torch.bfloat16, torch.float16, torch.float64, EXPONENTS[1])
+MXFP8 = Scheme("block", activations="none", block=(1, 32), scale_dtypes=EXPONENTS)
 
 # The schemes for quantizing while loading, by vLLM's names.
 ONLINE: dict[str, Scheme] = {

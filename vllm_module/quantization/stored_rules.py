@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
@@ -20,9 +21,11 @@ from vllm_module.quantization.gguf import GGUFMethod
 from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import MXFP4Method
-from vllm_module.quantization.packed_config import awq_rules, gptq_rules
+from vllm_module.quantization.nvfp4 import BLOCK as BLOCK_OF_NVFP4
+from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
+from vllm_module.quantization.packed_config import auto_round_rules, awq_rules, gptq_rules
 from vllm_module.quantization.rules import Rule, Rules, RulesByName, checked_target
-from vllm_module.quantization.scheme import EVERY_LAYER, Scheme
+from vllm_module.quantization.scheme import EVERY_LAYER, FLOATS_OR_E8M0, MXFP8, Scheme
 
 
 class _FP8(BaseModel):
@@ -33,6 +36,7 @@ class _FP8(BaseModel):
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     weight_block_size: tuple[PositiveInt, PositiveInt] | None = None
+    scale_fmt: Literal["float", "ue8m0"] | None = None
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
     kv_cache_scheme: object = None
@@ -49,11 +53,20 @@ def _fp8(stored: Mapping[str, Any]) -> Rules:
             "quantization_config of config.json: static activations with a weight_block_size are "
             "not supported: expected dynamic ones"
         )
-    scheme = (
-        Scheme("block", block=block, scale_name="weight_scale_inv")
-        if block
-        else Scheme("tensor", activations=config.activation_scheme)
-    )
+    if block:
+        # DeepSeek-V3.1 stores powers of two as floats, others as their exponents.
+        exponents = config.scale_fmt == "ue8m0"
+        scheme = Scheme(
+            "block",
+            activations="none" if block == MXFP8.block else "dynamic",
+            block=block,
+            scale_name="weight_scale_inv",
+            scale_dtypes=FLOATS_OR_E8M0 + ((torch.uint8,) if exponents else ()),
+        )
+    elif config.activation_scheme == "dynamic":
+        scheme = Scheme("channel", or_tensor=True)  # which of them is seen in its tensors only
+    else:
+        scheme = Scheme("tensor", activations="static")
     # No published checkpoint quantizes the head, and not all of them list it as ignored.
     ignored = [*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()), "lm_head"]
     rules = [(checked_target(target), None) for target in ignored]
@@ -74,6 +87,15 @@ class _ModelOpt(BaseModel):
     kv_cache_scheme: object = None
     exclude_modules: list[str] | None = None
     ignore: list[str] | None = None
+    group_size: int | None = None
+
+
+# By quant_algo.
+_MODELOPT: dict[str, Scheme | QuantizeMethod] = {
+    "FP8": Scheme("tensor", activations="static"),
+    "NVFP4": NVFP4Method(MODELOPT, static_inputs=True),
+    "MXFP8": MXFP8,
+}
 
 
 def _modelopt(stored: Mapping[str, Any]) -> Rules:
@@ -82,8 +104,12 @@ def _modelopt(stored: Mapping[str, Any]) -> Rules:
         config = _ModelOpt(**(nested if isinstance(nested, Mapping) else stored))
     except ValidationError as error:
         raise invalid(error) from None
-    if config.quant_algo.upper() != "FP8":
-        raise unsupported("quant_algo", "FP8 of quant_method modelopt", config.quant_algo)
+    method = _MODELOPT.get(config.quant_algo.upper())
+    if method is None:
+        expected = f"{' or '.join(_MODELOPT)} of quant_method modelopt"
+        raise unsupported("quant_algo", expected, config.quant_algo)
+    if isinstance(method, NVFP4Method) and config.group_size not in (None, BLOCK_OF_NVFP4):
+        raise unsupported("group_size", f"{BLOCK_OF_NVFP4} for NVFP4", config.group_size)
     cache = config.kv_cache_quant_algo
     if cache is not None and cache.upper() != "FP8":
         raise unsupported("kv_cache_quant_algo", "FP8 or null", cache)
@@ -95,7 +121,7 @@ def _modelopt(stored: Mapping[str, Any]) -> Rules:
     ]
     has_scales = cache is not None or bool(config.kv_cache_scheme)
     return Rules(
-        (*rules, (EVERY_LAYER, Scheme("tensor", activations="static"))),
+        (*rules, (EVERY_LAYER, method)),
         kv_scales=("k_proj.k_scale", "v_proj.v_scale") if has_scales else None,
     )
 
@@ -203,5 +229,6 @@ STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "mxfp4": _mxfp4,
     "gptq": _packed(gptq_rules),
     "awq": _packed(awq_rules),
+    "auto-round": _packed(auto_round_rules),
     "bitsandbytes": _bitsandbytes,
 }

@@ -24,7 +24,7 @@ _MOST = 1 << 18  # elements computed at once, so that their integers stay in a C
 _WEIGHT = 0.02 * math.sqrt(3)  # uniform values up to this have a standard deviation of 0.02
 # Eight-bit values times a scale are about as large as weights that are not quantized.
 _EIGHT_BIT, _SCALE = 8.0, 2.0**-9
-_SCALE_NAME = re.compile(r"(.*[._])?(scale|scales|scale_inv|absmax|scales?_and_zeros?)")
+_SCALE_NAME = re.compile(r"(.*[._])?(scale|scales|scale_inv|scale_2|absmax|scales?_and_zeros?)")
 
 _GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, as a signed integer
 

@@ -49,7 +49,10 @@ _SHOWN = (
     "intermediate_size",
     "vocab_size",
     "tie_word_embeddings",
+    "quantization",
 )
+# What quantization_config says of a format, without the settings of layers.
+_OF_QUANTIZATION = ("quant_method", "format", "quant_algo", "packing_format")
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ def _architecture(
         # The tensors are listed all the same.
         return {"error": str(error), "supported": False}
     shown = {key: entries.get(key) for key in _SHOWN}
+    shown["quantization"] = _quantization(entries.get("quantization_config"))
     impl, refused = None, None
     supported: bool | None = False
     if not set(supported_architectures()).isdisjoint(names):
@@ -187,6 +191,15 @@ def _architecture(
         **({} if refused is None else {"refused": refused}),
         **{key: value for key, value in shown.items() if value is not None},
     }
+
+
+def _quantization(stored: object) -> str | None:
+    if not isinstance(stored, Mapping):
+        return None
+    nested = stored.get("quantization")  # of ModelOpt's own file
+    stored = {**nested, **stored} if isinstance(nested, Mapping) else stored
+    said = [stored[key] for key in _OF_QUANTIZATION if isinstance(stored.get(key), str)]
+    return " ".join(said) or None
 
 
 def _is_code(names: Sequence[str], entries: Mapping[str, Any]) -> bool:

@@ -1,0 +1,72 @@
+"""Weights of four bits whose codes have values of their own, such as NF4 and FP4."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_module.kernels.grouped_matmul import grouped_matmul
+from vllm_module.kernels.packed_matmul import packed_matmul
+from vllm_module.kernels.packed_words import Packing, dequantize_packed
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+
+
+class CodebookMethod(QuantizeMethod):
+    """A weight of bytes ``[output, input / 2]``, a scale for each block, and a value for each code.
+
+    The buffer ``codebook`` has the values. Experts are dequantized, all of a layer, for a product.
+
+    Attributes:
+        packing: which half of a byte has the first of two codes.
+        blocksize: inputs in a row that share a scale.
+
+    """
+
+    packing: Packing
+    blocksize: int
+    processes = True
+    replaceable = True
+    buffer_names: tuple[str, ...] = ("codebook",)
+
+    def words(self, layer: QuantizableLayer) -> torch.Tensor:
+        """Return the codes, uint8 ``[output, input / 2]``."""
+        return layer.weight
+
+    def scales(self, layer: QuantizableLayer) -> torch.Tensor:
+        """Return the scale of each block, float32 ``[output, input / blocksize]``."""
+        raise NotImplementedError
+
+    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+        return self._dequantized(layer, layer.params_dtype)
+
+    def apply(
+        self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        words, scales = self.words(layer), self.scales(layer)
+        codebook = layer.get_buffer("codebook")
+        return packed_matmul(
+            x, words, scales, self.packing, self.blocksize, codebook=codebook, bias=bias
+        )
+
+    def apply_experts(
+        self,
+        layer: QuantizableLayer,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        top_k: int,
+    ) -> torch.Tensor:
+        weight = self._dequantized(layer, x.dtype)
+        return grouped_matmul(x, weight, offsets, bias=bias, rows=rows, top_k=top_k)
+
+    def _dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
+        words, scales = self.words(layer), self.scales(layer)
+        weight = dequantize_packed(
+            words.flatten(0, -2),
+            scales.flatten(0, -2),
+            self.packing,
+            self.blocksize,
+            dtype,
+            codebook=layer.get_buffer("codebook"),
+        )
+        return weight.view(*words.shape[:-1], 2 * words.shape[-1])
