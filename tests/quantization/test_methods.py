@@ -121,7 +121,7 @@ def test_a_weight_of_an_own_class_is_not_replaced() -> None:
 
 
 def test_the_largest_static_input_scale_is_used() -> None:
-    """All slots have one input: it is divided by the largest of their scales, wherever it stands."""
+    """All slots have one input: the largest of their scales divides it, wherever it stands."""
     for scales in ([0.5, 0.25], [0.25, 0.5]):
         layer = MergedColumnParallelLinear(4, [2, 3], False, shard_names=["a", "b"])
         layer.quantize(EightBitMethod(Scheme("tensor", activations="static")))
