@@ -126,7 +126,7 @@ def test_nothing_to_compare_with(
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = run("check", folder, *PRECISE)
     assert result.code == 1
-    assert "vllm-module[transformers]" in result.err
+    assert "pip install 'transformers<6,>=5.0'" in result.err
 
 
 def test_what_is_not_a_number_is_far() -> None:
