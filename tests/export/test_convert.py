@@ -363,6 +363,16 @@ def test_the_command_writes_it(
     assert code == 0
     assert "14 layers quantized" in text
     assert run("convert", checkpoint("llama"), "--out", tmp_path / "c")[0] == 2
+    options = ("--quantization", "int4_per_group", "--group-size", 8, "--ignore", "o_proj")
+    names = json.loads(
+        run("convert", checkpoint("llama"), *options, "--out", tmp_path / "d", "--json")[1]
+    )["quantized"]
+    assert len(names) == 12
+    assert not any("o_proj" in name or name == "lm_head" for name in names)
+    config = json.loads((tmp_path / "d" / "config.json").read_text())["quantization_config"]
+    assert [each["weights"]["group_size"] for each in config["config_groups"].values()] == [8]
+    code, _, error = run("convert", checkpoint("llama"), *options[:3], 12, "--out", tmp_path / "e")
+    assert (code, "a multiple of 8, got 12" in error) == (2, True)
 
 
 def test_rows_in_the_order_of_other_formats_are_refused(
