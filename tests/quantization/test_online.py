@@ -285,3 +285,14 @@ def test_state_dict_has_the_scales() -> None:
         "down.weight_scale",
         "down.bias",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_the_bound_of_the_error_is_the_formula(dtype: torch.dtype) -> None:
+    """Half a step: of INT8 half the scale, of FP8 a sixteenth, or a 1024th of the scale below."""
+    values = torch.tensor([0.0, 0.001, 1.0, 100.0])
+    bound = Scheme("tensor", dtype, online=True).error_bound(values, torch.tensor(127.0))
+    half = torch.full((4,), 0.5)
+    if dtype.is_floating_point:
+        half = torch.maximum(values / 16, torch.tensor(127 / 448 / 1024))
+    torch.testing.assert_close(bound, half, rtol=1e-3, atol=0)
