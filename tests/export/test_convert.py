@@ -31,6 +31,7 @@ from vllm_module.errors import (
 )
 from vllm_module.export.compressed import convert
 from vllm_module.export.folder import FolderExistsError, new_folder
+from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.export.sharded_state import shard
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.quantization import QuantizableLayer
@@ -254,6 +255,18 @@ def test_files_have_an_index_and_can_be_mapped(
             assert entry.begin % entry.dtype.itemsize == 0, name
             assert index["weight_map"][name] == path.name
         assert index["metadata"]["total_size"] == opened.nbytes
+
+
+def test_a_file_lies_as_that_of_safetensors(tmp_path: Path) -> None:
+    """Wide dtypes are before narrow ones, so that each tensor can be mapped."""
+    kinds = {"a": torch.uint8, "b": torch.float32, "c": torch.bfloat16, "d": torch.int64}
+    tensors = {name: torch.ones(3, dtype=dtype) for name, dtype in kinds.items()}
+    stored = {name: Stored(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    with SafetensorsWriter(tmp_path / "ours", stored, aligned=True) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_one_layer_is_in_memory_at_a_time(
