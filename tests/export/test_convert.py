@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.quantization import QuantizableLayer
 from vllm_module.weights import open_checkpoint
 
+FILE_BYTES = 60_000
 BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(4, 4))
 MIXED = QuantizationConfig(
     scheme="fp8_per_tensor", overrides={"mlp": "fp8_per_channel"}, ignore=("lm_head", "o_proj")
@@ -100,7 +102,7 @@ def converted(
             convert(
                 ModelConfig(model=str(original), quantization=quantization),
                 folder,
-                file_bytes=60_000,
+                file_bytes=FILE_BYTES,
             )
             made[case] = original, folder
         return made[case]
@@ -250,11 +252,14 @@ def test_files_have_an_index_and_can_be_mapped(
     paths = sorted(folder.glob("*.safetensors"))
     assert len(paths) > 1
     index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sizes: Counter[Path] = Counter()
     with open_checkpoint(folder) as opened:
         for name, path, entry in opened.headers():
+            sizes[path] += opened[name].nbytes
             assert entry.begin % entry.dtype.itemsize == 0, name
             assert index["weight_map"][name] == path.name
         assert index["metadata"]["total_size"] == opened.nbytes
+    assert max(sizes.values()) <= FILE_BYTES
 
 
 def test_a_file_lies_as_that_of_safetensors(tmp_path: Path) -> None:
