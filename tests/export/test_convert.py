@@ -30,11 +30,12 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightReadError,
 )
-from vllm_module.export.compressed import convert
+from vllm_module.export.compressed import _undone, convert
 from vllm_module.export.folder import FolderExistsError, new_folder
 from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.export.sharded_state import shard
 from vllm_module.models.llama import LlamaForCausalLM
+from vllm_module.parameters.stored_order import StoredOrder
 from vllm_module.quantization import QuantizableLayer
 from vllm_module.weights import open_checkpoint
 
@@ -419,3 +420,20 @@ def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> 
     with pytest.raises(FolderExistsError, match="out was written by another process meanwhile"):
         write()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        StoredOrder(pairs=(0, 6)),
+        StoredOrder(pairs=(1, 8)),
+        StoredOrder(groups=(0, (3, 1), (0, 0))),
+        StoredOrder(groups=(1, (1, 5), (0, 0)), pairs=(0, 12)),
+    ],
+)
+def test_what_was_put_in_order_is_written_as_it_was(order: StoredOrder) -> None:
+    """The order is undone, also where doing it twice is another order."""
+    stored = torch.arange(12.0 * 24).view(12, 24)
+    held = order.restore(stored)
+    assert not torch.equal(order.restore(held), stored)
+    assert torch.equal(_undone(order, held), stored)
