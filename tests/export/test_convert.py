@@ -381,6 +381,8 @@ def test_the_command_writes_it(
     code, text, _ = run("convert", checkpoint("qwen2"), "--quantization", "fp8", "--out", out / "b")
     assert code == 0
     assert "14 layers quantized" in text
+    tied = json.loads((out / "b" / "config.json").read_text())["quantization_config"]
+    assert "lm_head" in tied["ignore"]  # for readers that would look for its scales
     assert run("convert", checkpoint("llama"), "--out", tmp_path / "c")[0] == 2
     options = ("--quantization", "int4_per_group", "--group-size", 8, "--ignore", "o_proj")
     names = json.loads(
