@@ -6,6 +6,7 @@ Names and values are shortened and escaped, so that text from a file cannot rewr
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from os import PathLike, fspath, sep
 from reprlib import Repr
 
@@ -76,6 +77,22 @@ def describe_error(error: BaseException) -> str:
     if len(text) > 2000 or len(lines) > 12:
         message += " ..."
     return type(error).__name__ + (f": {message}" if message else "")
+
+
+def install(extra: str) -> str:
+    """Return the command that installs what an extra of this package needs, and the extra's name.
+
+    It names other packages, because no index has this one.
+    """
+    try:
+        declared = metadata.requires("vllm-module") or []
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        declared = []
+    parts = [text.partition(";") for text in declared]
+    ours = (f'extra == "{extra}"', f"extra == '{extra}'")
+    needed = [f"'{what.strip()}'" for what, _, when in parts if when.strip() in ours]
+    packages = " ".join(needed) or f"'PATH-OF-THE-CLONE[{extra}]'"
+    return f"pip install {packages} (the extra vllm-module[{extra}])"
 
 
 def _cut(text: str) -> str:

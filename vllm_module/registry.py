@@ -30,7 +30,7 @@ from vllm_module.errors import (
     WeightLoadError,
 )
 from vllm_module.hf_config import HFConfig
-from vllm_module.messages import describe_error, printable, printable_name, shorten
+from vllm_module.messages import describe_error, install, printable, printable_name, shorten
 from vllm_module.waiting import WaitLimitError
 from vllm_module.weights.source import registered_sources
 
@@ -206,7 +206,7 @@ def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") ->
     for architecture in architectures:
         if (target := _target(architecture)) is not None:
             return _import(architecture, target) if isinstance(target, str) else target
-    elsewhere = "that library is not installed: pip install 'vllm-module[transformers]'"
+    elsewhere = f"that library is not installed: {install('transformers')}"
     if model_impl == "native":
         elsewhere = "model_impl is 'native'"
     elif in_transformers(architectures):

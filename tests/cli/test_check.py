@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_nothing_to_compare_with(
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = run("check", folder, *PRECISE)
     assert result.code == 1
-    assert "vllm-module[transformers]" in result.err
+    assert "pip install 'transformers<6,>=5.0'" in result.err
 
 
 def test_what_is_not_a_number_is_far() -> None:
@@ -135,3 +136,12 @@ def test_what_is_not_a_number_is_far() -> None:
     assert comparison._distance(infinite, infinite.clone()) == 0.0
     assert comparison._distance(infinite, torch.tensor([-5.0, 1.0])) == torch.inf
     assert comparison._distance(infinite, torch.tensor([-torch.inf, torch.nan])) == torch.inf
+
+
+def test_tokens_agree_only_where_both_are_as_probable() -> None:
+    """Equal logprobs do not excuse another token than the most probable one."""
+    same = comparison.Compared(None, [1], [2], 0.1, 0, 0, 0.0, None)
+    assert same.agrees(0.1)
+    assert not same.agrees(0.09)
+    assert not replace(same, others=1, gap=0.2, first_other=(1, 2, 3)).agrees(0.1)
+    assert replace(same, others=1, gap=0.1, first_other=(1, 2, 3)).agrees(0.1)

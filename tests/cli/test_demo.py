@@ -65,7 +65,7 @@ def test_another_checkpoint(run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "size 4 is left out: 6 attention heads cannot be shared evenly by 4" in result.out
     assert "the same 24 tokens at size 1 and 2" in result.out
     assert "[1, 2] is continued by [" in result.out
-    assert "pip install vllm-module[demo] adds the comparison" in result.out
+    assert "(the extra vllm-module[demo]), adds the comparison" in result.out
 
 
 def test_another_text_is_a_failure(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,8 @@ def test_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
     result = run(command, folder, "--plot", tmp_path / "plot.png")
     assert (result.code, result.out) == (1, "")
-    assert result.err == "error: --plot needs matplotlib: pip install 'vllm-module[plot]'\n"
+    install = "pip install 'matplotlib>=3.8' (the extra vllm-module[plot])"
+    assert result.err == f"error: --plot needs matplotlib: {install}\n"
 
 
 def test_a_plot_of_memory(quantized: tuple[RankTrace, int], run: Run, tmp_path: Path) -> None:

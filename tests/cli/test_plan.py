@@ -302,7 +302,7 @@ def test_what_is_put_in_order_is_not_called_quantized(run: Run, tmp_path: Path) 
 
 
 def test_experts_of_a_layer_share_a_line(run: Run, tmp_path: Path) -> None:
-    """A projection of all experts and layers, each cut over the ranks, is one line."""
+    """A projection of all experts and layers, each cut or spread over the ranks, is one line."""
     config = {
         "architectures": ["MixtralForCausalLM"],
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
@@ -322,3 +322,6 @@ def test_experts_of_a_layer_share_a_line(run: Run, tmp_path: Path) -> None:
             "{0..2}.w1 of …w13.weight",
         ]
     ]
+    spread = run("plan", tmp_path, "--tp", 2, "--enable-expert-parallel").out
+    (line,) = [line for line in spread.splitlines() if ".w1." in line]
+    assert "1.02 kB to 2.05 kB" in line  # one expert of each layer, or two

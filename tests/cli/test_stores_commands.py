@@ -100,7 +100,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setitem(sys.modules, "obstore", None)
     result = run("load", "s3://bucket/folder")
     assert (result.code, result.out) == (1, "")
-    assert "pip install 'vllm-module[stores]'" in result.err
+    assert "pip install 'obstore>=0.8' (the extra vllm-module[stores])" in result.err
     assert "Traceback" not in result.err
 
 

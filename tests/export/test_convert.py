@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,16 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightReadError,
 )
-from vllm_module.export.compressed import convert
+from vllm_module.export.compressed import _undone, convert
 from vllm_module.export.folder import FolderExistsError, new_folder
+from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.export.sharded_state import shard
 from vllm_module.models.llama import LlamaForCausalLM
+from vllm_module.parameters.stored_order import StoredOrder
 from vllm_module.quantization import QuantizableLayer
 from vllm_module.weights import open_checkpoint
 
+FILE_BYTES = 60_000
 BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(4, 4))
 MIXED = QuantizationConfig(
     scheme="fp8_per_tensor", overrides={"mlp": "fp8_per_channel"}, ignore=("lm_head", "o_proj")
@@ -99,7 +103,7 @@ def converted(
             convert(
                 ModelConfig(model=str(original), quantization=quantization),
                 folder,
-                file_bytes=60_000,
+                file_bytes=FILE_BYTES,
             )
             made[case] = original, folder
         return made[case]
@@ -249,11 +253,26 @@ def test_files_have_an_index_and_can_be_mapped(
     paths = sorted(folder.glob("*.safetensors"))
     assert len(paths) > 1
     index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sizes: Counter[Path] = Counter()
     with open_checkpoint(folder) as opened:
         for name, path, entry in opened.headers():
+            sizes[path] += opened[name].nbytes
             assert entry.begin % entry.dtype.itemsize == 0, name
             assert index["weight_map"][name] == path.name
         assert index["metadata"]["total_size"] == opened.nbytes
+    assert max(sizes.values()) <= FILE_BYTES
+
+
+def test_a_file_lies_as_that_of_safetensors(tmp_path: Path) -> None:
+    """Wide dtypes are before narrow ones, so that each tensor can be mapped."""
+    kinds = {"a": torch.uint8, "b": torch.float32, "c": torch.bfloat16, "d": torch.int64}
+    tensors = {name: torch.ones(3, dtype=dtype) for name, dtype in kinds.items()}
+    stored = {name: Stored(each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    with SafetensorsWriter(tmp_path / "ours", stored, aligned=True) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_one_layer_is_in_memory_at_a_time(
@@ -362,7 +381,19 @@ def test_the_command_writes_it(
     code, text, _ = run("convert", checkpoint("qwen2"), "--quantization", "fp8", "--out", out / "b")
     assert code == 0
     assert "14 layers quantized" in text
+    tied = json.loads((out / "b" / "config.json").read_text())["quantization_config"]
+    assert "lm_head" in tied["ignore"]  # for readers that would look for its scales
     assert run("convert", checkpoint("llama"), "--out", tmp_path / "c")[0] == 2
+    options = ("--quantization", "int4_per_group", "--group-size", 8, "--ignore", "o_proj")
+    names = json.loads(
+        run("convert", checkpoint("llama"), *options, "--out", tmp_path / "d", "--json")[1]
+    )["quantized"]
+    assert len(names) == 12
+    assert not any("o_proj" in name or name == "lm_head" for name in names)
+    config = json.loads((tmp_path / "d" / "config.json").read_text())["quantization_config"]
+    assert [each["weights"]["group_size"] for each in config["config_groups"].values()] == [8]
+    code, _, error = run("convert", checkpoint("llama"), *options[:3], 12, "--out", tmp_path / "e")
+    assert (code, "a multiple of 8, got 12" in error) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -397,3 +428,20 @@ def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> 
     with pytest.raises(FolderExistsError, match="out was written by another process meanwhile"):
         write()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        StoredOrder(pairs=(0, 6)),
+        StoredOrder(pairs=(1, 8)),
+        StoredOrder(groups=(0, (3, 1), (0, 0))),
+        StoredOrder(groups=(1, (1, 5), (0, 0)), pairs=(0, 12)),
+    ],
+)
+def test_what_was_put_in_order_is_written_as_it_was(order: StoredOrder) -> None:
+    """The order is undone, also where doing it twice is another order."""
+    stored = torch.arange(12.0 * 24).view(12, 24)
+    held = order.restore(stored)
+    assert not torch.equal(order.restore(held), stored)
+    assert torch.equal(_undone(order, held), stored)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import sys
 import sysconfig
@@ -37,6 +38,7 @@ supported_architectures()
 with suppress(UnsupportedModelError):
     model_class(["Unknown"])
 _INSTALLED = os.path.realpath(sysconfig.get_path("purelib")) + os.sep
+_IMPORTED = re.compile(r"\.(pyc?|pyc\.\d+|so)$")  # Python writes .pyc.<number> and renames it
 _watched: list[str] = []  # the only folder in which files may be opened now
 _hooked = False
 
@@ -259,8 +261,8 @@ def _only_inside(folder: Path) -> Iterator[None]:
 def _on_event(event: str, args: tuple[object, ...]) -> None:
     if _watched and event == "open" and isinstance(args[0], str | bytes | os.PathLike):
         path = os.path.realpath(os.fsdecode(args[0]))
-        if path.endswith((".py", ".pyc", ".so")) or os.path.isdir(path):
-            return  # an import
+        if _IMPORTED.search(path) or os.path.isdir(path):
+            return
         if path.startswith(_INSTALLED):  # such as a version, which transformers looks up
             return
         assert path.startswith(_watched[0] + os.sep), f"{path} was opened"

@@ -229,18 +229,22 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention_decode, "decode_candidates", lambda *_: candidates)
 
 
-SPLIT = [(0, 1), (127, 1), (128, 1), (511, 1), (512, 1), (900, 1)]
+SPLIT = [1, 128, 129, 512, 513, 901]
+# The window begins one before, on and one after the edge of a split, of 128 tokens and of 256.
+WINDOW = 150
+MEETING = [1, *(WINDOW + begin + by for begin in (0, 128, 512) for by in (-1, 0, 1))]
 
 
-@pytest.mark.parametrize("window", [None, 300])
-def test_contexts_are_split_and_summed_up(window: int | None, short_splits, monkeypatch) -> None:
+@pytest.mark.parametrize(("window", "contexts"), [(None, SPLIT), (WINDOW, MEETING)])
+def test_contexts_are_split_and_summed_up(window, contexts, short_splits, monkeypatch) -> None:
     """Contexts of several splits attend as densely, also where splits grow with the context."""
     sinks = torch.randn(2)
-    batch = make_batch(SPLIT, 16, 2, 1, sliding_window=window, sinks=sinks)
+    decode = [(context - 1, 1) for context in contexts]
+    batch = make_batch(decode, 16, 2, 1, sliding_window=window, sinks=sinks)
     batch.check(paged_attention_triton)
     whole = batch.run(paged_attention_triton)
     # One program for all splits, or as many as there could be.
-    for programs in (1, 1 << 20):
+    for programs in (1, 1 << 20) if window is None else ():
         monkeypatch.setattr(paged_attention_splits, "_PROGRAMS", programs)
         assert torch.equal(batch.run(paged_attention_triton), whole)
 

@@ -267,3 +267,17 @@ def test_experts_may_have_one_number_each() -> None:
 def test_slots_may_be_given_as_a_list() -> None:
     """A dimension of a list of slots is that of their tuple."""
     assert Dim([Slot("q", 2), Slot("k", 2)]) == Dim((Slot("q", 2), Slot("k", 2)))  # type: ignore[arg-type]  # as an untyped caller may
+
+
+def test_zeros_follow_a_table_that_is_stored_shorter() -> None:
+    """Its entries are first, in the slot that it is of."""
+    output = Dim((Slot("a", 2), Slot("b", 3)))
+    parameter = PerTensorTableParameter(
+        output, length=4, shorter=True, tp_rank=0, tp_size=1, dtype=torch.float32
+    )
+    parameter = parameter.materialize_on("cpu")
+    for slot, values in {"a": [1.0, 2.0], "b": [3.0, 4.0, 5.0, 6.0]}.items():
+        for piece in parameter.pieces(torch.tensor(values), slot):
+            source = piece.source if piece.order is None else piece.order.restore(piece.source)
+            read_into(source, piece.target)
+    assert parameter.tolist() == [1, 2, 0, 0, 3, 4, 5, 6]

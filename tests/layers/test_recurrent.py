@@ -17,6 +17,7 @@ from vllm_module.layers import (
     AttentionMetadata,
     CausalConv1d,
     GatedDeltaNet,
+    GatedRMSNorm,
     GroupedGatedRMSNorm,
     Mamba2Mixer,
     RecurrentLayer,
@@ -316,4 +317,44 @@ def test_the_gated_norm_is_its_formula(groups: int, before: bool) -> None:
     expected = (parts / (parts.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).view(3, 8) * weight
     if before:
         expected = expected * F.silu(gate.double())
+    torch.testing.assert_close(norm(x, gate).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_mamba2_is_its_formula(before: bool) -> None:
+    """Token by token: a convolution, the state times its decay, D, and the gated norm."""
+    heads, size, groups, state_size = 4, 3, 2, 5
+    inner, shared = heads * size, groups * state_size
+    layer = Mamba2Mixer(HIDDEN, heads, size, groups, state_size, norm_before_gate=before)
+    weights = random_weights(layer.expected_weights())
+    layer.load_weights(weights)
+    w = {name: weight.double() for name, weight in weights.items()}
+    x = torch.randn(7, HIDDEN)
+    z, xbc, dt = (x.double() @ w["in_proj.weight"].T).split([inner, inner + 2 * shared, heads], -1)
+    taps = F.pad(xbc, (0, 0, 3, 0)).unfold(0, 4, 1)  # [tokens, channels, 4]
+    xbc = F.silu((taps * w["conv1d.weight"].squeeze(1)).sum(-1) + w["conv1d.bias"])
+    dt = F.softplus(dt + w["dt_bias"])
+    state, rows = torch.zeros(heads, size, state_size, dtype=torch.float64), []
+    for token in range(len(x)):
+        xs, b, c = xbc[token].split([inner, shared, shared])
+        xs = xs.view(heads, size)
+        b, c = (each.view(groups, -1).repeat_interleave(heads // groups, 0) for each in (b, c))
+        step = dt[token, :, None, None]
+        state = state * (-w["A_log"].exp()[:, None, None] * step).exp()
+        state = state + step * xs[:, :, None] * b[:, None, :]
+        rows.append(((state * c[:, None, :]).sum(-1) + w["D"][:, None] * xs).flatten())
+    y, gate = torch.stack(rows), F.silu(z)
+    parts = (y if before else y * gate).view(-1, groups, inner // groups)
+    y = (parts / (parts.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * w["norm.weight"]
+    expected = (y * gate if before else y) @ w["out_proj.weight"].T
+    torch.testing.assert_close(layer(x).double(), expected, **WITHIN)
+
+
+def test_the_gated_norm_of_one_group_is_its_formula() -> None:
+    """The norm is x / rms(x) * (weight + offset), and is multiplied by the gate's SiLU."""
+    norm = GatedRMSNorm(8, 1e-5, weight_offset=1.0)
+    weight, x, gate = torch.rand(8), torch.randn(3, 8), torch.randn(3, 8)
+    norm.load_weights({"weight": weight})
+    rms = (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = x.double() / rms * (weight.double() + 1) * F.silu(gate.double())
     torch.testing.assert_close(norm(x, gate).double(), expected, rtol=1e-5, atol=1e-6)

@@ -27,7 +27,7 @@ from vllm_module.loader import get_model
 from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.attention import stepping
 from vllm_module.wrapped.own_attention import divert_methods
-from vllm_module.wrapped.plan_styles import Plan
+from vllm_module.wrapped.plan_styles import Plan, linear_of
 from vllm_module.wrapped.probe import probe_of
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
@@ -431,3 +431,13 @@ def test_attention_without_a_causal_mask_is_refused() -> None:
         pytest.raises(UnsupportedModelError, match="is_causal is false"),
     ):
         module._attn(query, query, query)
+
+
+def test_ranks_share_a_head_of_keys_where_there_are_fewer() -> None:
+    """Of 2 heads on 4 ranks, each is on two neighbours, and a head's rows are never cut."""
+    linear = torch.nn.Linear(3, 8, bias=False)
+    for rank, rows in enumerate([range(4), range(4), range(4, 8), range(4, 8)]):
+        with tensor_parallel(rank=rank, size=4):
+            layer = linear_of("colwise", linear, "k_proj", 4, kv_heads=2, names=())
+            layer.load_weights({"weight": linear.weight.detach()})
+        assert torch.equal(layer.weight.data, linear.weight.detach()[rows.start : rows.stop])

@@ -122,10 +122,12 @@ def test_tied_tensors_are_one_and_stored_with_one_value(streamed: bool) -> None:
         model(torch.arange(3))
 
 
+@pytest.mark.parametrize("rows", [1, 2.5, 3, None])
 @pytest.mark.parametrize("row", [0, 4, 9])
-def test_tied_tensors_are_compared_in_every_row(row: int, monkeypatch) -> None:
-    """A large tied tensor is compared some rows at a time, and all of them are."""
-    monkeypatch.setattr(fill, "_COMPARED_BYTES", 3 * 8 * 4)  # 3 of the 10 rows
+def test_tied_tensors_are_compared_in_every_row(row: int, rows: float | None, monkeypatch) -> None:
+    """A large tied tensor is compared so many of 10 rows at a time, or whole, and all of it is."""
+    if rows is not None:
+        monkeypatch.setattr(fill, "_COMPARED_BYTES", int(rows * 8 * 4))
     tensors = tree.checkpoint(1)
     tensors["head.weight"] = tensors["embed.weight"].clone()
     tree.Model(1, tied=True).load_weights(tensors)

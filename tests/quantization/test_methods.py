@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.layers import ParallelLMHead, QKVParallelLinear, RowParallelLinear
+from vllm_module.layers import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm_module.parameters import ModelWeightParameter
 from vllm_module.quantization import (
     ONLINE,
@@ -25,7 +30,7 @@ from vllm_module.quantization import (
     online_rules,
     quantize,
 )
-from vllm_module.testing import LAWS
+from vllm_module.testing import LAWS, random_weights
 
 STORED = [
     Scheme("tensor", activations="static"),
@@ -113,3 +118,17 @@ def test_a_weight_of_an_own_class_is_not_replaced() -> None:
     layer._parameters["weight"] = own
     with pytest.raises(UnsupportedModelError, match="holds its weight in its own way"):
         layer.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))
+
+
+def test_the_largest_static_input_scale_is_used() -> None:
+    """All slots have one input: the largest of their scales divides it, wherever it stands."""
+    for scales in ([0.5, 0.25], [0.25, 0.5]):
+        layer = MergedColumnParallelLinear(4, [2, 3], False, shard_names=["a", "b"])
+        layer.quantize(EightBitMethod(Scheme("tensor", activations="static")))
+        tensors = random_weights(layer.expected_weights())
+        for name, scale in zip("ab", scales, strict=True):
+            shape = tensors[f"{name}.input_scale"].shape
+            tensors[f"{name}.input_scale"] = torch.full(shape, scale)
+        layer.load_weights(tensors)
+        assert layer.input_scale_for_matmul.item() == 0.5
+        assert layer.row_scheme().scale.item() == 0.5

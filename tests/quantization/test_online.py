@@ -189,6 +189,23 @@ def test_pieces_make_no_difference(layer: Drawn, scheme: Scheme, seed: int) -> N
     assert_same_state(state(pieces), state(whole), "read in pieces")
 
 
+@pytest.mark.parametrize("columns", [16384, 8192, 6528])
+def test_a_piece_of_the_real_size_has_whole_blocks(columns: int) -> None:
+    """Where 4 MiB are 1, 2 or 2.5 rows of blocks, a scale is its own block's maximum / 448."""
+    rows = 2 * 128 + 70
+    weight = torch.randn(rows, columns, dtype=torch.bfloat16)
+    layer = ReplicatedLinear(columns, rows, bias=False, params_dtype=torch.bfloat16)
+    layer.quantize(EightBitMethod(ONLINE["fp8_per_block"]))
+    layer.load_weights({"weight": Handle(weight)})
+    padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, 3 * 128 - rows))
+    expected = padded.view(3, 128, columns // 128, 128).abs().amax((1, 3)) / 448
+    (name,) = layer.conversions["weight"].makes
+    torch.testing.assert_close(layer.get_parameter(name).data, expected, rtol=1e-6, atol=0)
+    restored = layer.conversions["weight"].restored(layer)
+    largest = expected.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
+    assert bool(((restored - weight.float()).abs() <= largest * 448 / 16).all())
+
+
 @pytest.mark.parametrize("name", ONLINE)
 def test_no_more_than_a_piece_is_in_full_precision(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -268,3 +285,14 @@ def test_state_dict_has_the_scales() -> None:
         "down.weight_scale",
         "down.bias",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_the_bound_of_the_error_is_the_formula(dtype: torch.dtype) -> None:
+    """Half a step: of INT8 half the scale, of FP8 a sixteenth, or a 1024th of the scale below."""
+    values = torch.tensor([0.0, 0.001, 1.0, 100.0])
+    bound = Scheme("tensor", dtype, online=True).error_bound(values, torch.tensor(127.0))
+    half = torch.full((4,), 0.5)
+    if dtype.is_floating_point:
+        half = torch.maximum(values / 16, torch.tensor(127 / 448 / 1024))
+    torch.testing.assert_close(bound, half, rtol=1e-2, atol=0)

@@ -32,7 +32,7 @@ def test_the_library_that_reads_a_layout_is_missing(
         if name == module or name.startswith(f"{module}."):
             monkeypatch.setitem(sys.modules, name, None)
     message = refuse(theirs, UnsupportedModelError)
-    assert "pip install 'vllm-module[compressed-tensors]'" in message
+    assert "pip install 'compressed-tensors>=0.13'" in message
     assert get_model(model_config=ask(ours)).load_report.ok
 
 

@@ -34,7 +34,7 @@ WAYS: list[dict[str, Any]] = [
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from([2, 9, 300]))
 def test_kept_counts_change_no_token(seed: int, vocab: int) -> None:
-    """Sequences arrive, fork, end, pause and change places, and rows are lost: tokens are equal."""
+    """Sequences arrive, fork, shrink, end, pause, change places and are lost: tokens are equal."""
     draw = random.Random(seed)
     counts = TokenCounts()
     keys = itertools.count()
@@ -49,6 +49,9 @@ def test_kept_counts_change_no_token(seed: int, vocab: int) -> None:
             running.append((next(keys), params, prompt_len, list(ids)))
         if running and draw.random() < 0.2:
             running.remove(draw.choice(running))
+        if running and draw.random() < 0.3:
+            _, _, prompt_len, ids = draw.choice(running)
+            del ids[max(prompt_len, len(ids) - draw.randrange(1, 3)) :]
         chosen = draw.sample(running, draw.randrange(len(running) + 1))
         logits = torch.randn(len(chosen), vocab, generator=torch.Generator().manual_seed(seed))
         rows = [

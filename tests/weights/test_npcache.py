@@ -331,16 +331,22 @@ def _folder_outside(folder: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
     """The next process removes what one of this host left, and of another host what is old."""
-    ours, other, old = (folder / name for name in (f"{npcache._OURS}-a", ".np-b-c", ".np-d-e"))
-    for each in (ours, other, old):
+    names = (f"{npcache._OURS}-a", ".np-b-c", ".np-d-e", ".np-f-g", ".np-h-i")
+    ours, other, old, begun_early, young_folder = (folder / name for name in names)
+    for each in (ours, other, old, begun_early, young_folder):
         each.mkdir()
+        (each / "v").touch()
         (each / "w").touch()
-    for path in (old / "w", old):
+    # Two of them are still written to: one file is young, or only the folder is.
+    for path in (old / "v", old / "w", old, begun_early / "w", begun_early):
+        os.utime(path, (0, 0))
+    for path in (young_folder / "v", young_folder / "w"):
         os.utime(path, (0, 0))
     link = folder / ".np-link"
     link.symlink_to(folder.parent)
     assert_tensors(folder, "npcache")
-    assert sorted(os.listdir(folder)) == [".np-b-c", ".np-link", "np", BIN]
+    kept = [".np-b-c", ".np-f-g", ".np-h-i", ".np-link"]
+    assert sorted(os.listdir(folder)) == [*kept, "np", BIN]
 
 
 def _a_folder_inside(folder: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
 from vllm_module.config import LoadConfig
@@ -18,7 +20,8 @@ from vllm_module.models.llama import LlamaConfig
 from vllm_module.registry import load_model_code
 from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import open_checkpoint, source
-from vllm_module.weights.source import find_source, register_source, registered_sources
+from vllm_module.weights.joined import JoinedWeights
+from vllm_module.weights.source import Folder, find_source, register_source, registered_sources
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -188,3 +191,17 @@ def test_a_scheme_is_a_word(scheme: Any) -> None:
         register_source(scheme, Bucket)
     with pytest.raises(TypeError, match="should be called with a URL"):
         register_source("s3", "Bucket")  # type: ignore[arg-type]  # what is tested
+
+
+def test_names_of_two_sources_meet_below_a_prefix(tmp_path: Path) -> None:
+    """Each name begins with its source's path, and a full name that both have is refused."""
+    for folder, name in (("a", "tower.w"), ("b", "w"), ("c", "v")):
+        (tmp_path / folder).mkdir()
+        save_file({name: torch.full((2,), float(ord(folder)))}, tmp_path / folder / "m.safetensors")
+    a, b, c = (Folder(tmp_path / each) for each in "abc")
+    with closing(JoinedWeights([("", a), ("tower", c), ("head", b)])) as joined:
+        values = {name: weight.read()[0].item() for name, weight in joined}
+    assert values == {"tower.w": 97, "tower.v": 99, "head.w": 98}
+    twice = JoinedWeights([("", a), ("tower", b)])
+    with closing(twice), pytest.raises(CheckpointFormatError, match=r"'tower\.w' is in "):
+        list(twice)

@@ -83,6 +83,7 @@ def test_a_broken_link_is_refused_and_not_worked_around(folder: Path) -> None:
         ({"a": f"../{ONE}"}, "should be in a .safetensors file of the same folder"),
         ({"a": f"sub/{ONE}"}, "should be in a .safetensors file of the same folder"),
         ({"a": f"/etc/{ONE}"}, "should be in a .safetensors file of the same folder"),
+        ({"a": f"C:{ONE}"}, "should be in a .safetensors file of the same folder"),
         ({"a": f"..\\{ONE}"}, "should be in a .safetensors file of the same folder"),
         ({"a": f"{ONE}\0"}, "should be in a .safetensors file of the same folder"),
         ({"a": ".."}, "should be in a .safetensors file of the same folder"),

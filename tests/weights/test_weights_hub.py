@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,3 +218,54 @@ def test_a_name_that_no_disk_can_hold_is_no_crash() -> None:
 def test_an_invalid_id_is_refused_by_the_real_hub_client() -> None:
     with pytest.raises(CheckpointFormatError, match="nor an id of the hub"):
         resolve("no spaces allowed", None)
+
+
+@pytest.mark.parametrize("header", ["X-Linked-Etag", "X-Repo-Commit", None])
+def test_a_tag_that_is_a_path_names_no_file(header: str | None, tmp_path: Path) -> None:
+    """A mirror whose tags are paths has nothing written there, and is told about."""
+    outside = tmp_path / "outside"
+    headers = {"ETag": '"e"', "X-Repo-Commit": "c" * 40}
+    headers |= {header: f'"{outside}"'} if header else {}
+
+    class Mirror(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            file = {"type": "file", "path": "config.json", "size": 2, "oid": "a" * 40}
+            about = {
+                "id": "owner/name",
+                "sha": "c" * 40,
+                "siblings": [{"rfilename": "config.json"}],
+            }
+            api = "/api/" in self.path
+            data = json.dumps([file] if "/tree/" in self.path else about if api else {}).encode()
+            self.send_response(200)
+            for name, value in ({} if api else headers).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        do_HEAD = do_GET  # noqa: N815  # the library's name
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        code = "from vllm_module.weights import resolve; resolve('owner/name', None, weights=False)"
+        where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **where},
+            text=True,
+            capture_output=True,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert not outside.exists()
+    if header is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert f"the server's {header} is a path" in done.stderr

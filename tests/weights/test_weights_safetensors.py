@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.weights import cut_rows, file_bytes
+from vllm_module.weights import cut_rows, file_bytes, open_checkpoint, read_all
 from vllm_module.weights.handle import FileHandle
 from vllm_module.weights.regular_file import ReadLease
 from vllm_module.weights.safetensors import SafetensorsFile
@@ -314,3 +314,18 @@ def test_a_byte_that_is_no_bool_is_refused(write_file, value: int) -> None:
         handle.read_into(destination)
     assert destination.count_nonzero() == 0
     assert handle.narrow(0, 0, 1).read().tolist() == [[False, True]]
+
+
+def test_more_than_two_pieces_of_the_real_size(tmp_path: Path) -> None:
+    """40 MiB, cut by rows or columns, are read as they are: no test shrinks a constant here."""
+    whole = torch.arange(10 << 20, dtype=torch.int32).view(5 << 9, 1 << 12)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        parts = {(0, 7): 2500, (1, 100): 3900, (1, 2): 17}
+        pairs = []
+        for (dim, start), count in parts.items():
+            handle = checkpoint["w"].narrow(dim, start, count)
+            pairs.append((handle, torch.full(handle.shape, -1, dtype=torch.int32)))
+        read_all(pairs)
+    for ((dim, start), count), (_, read) in zip(parts.items(), pairs, strict=True):
+        assert torch.equal(read, whole.narrow(dim, start, count))

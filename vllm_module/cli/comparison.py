@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_module.cli.output import CommandError, plural
-from vllm_module.messages import describe_error, printable
+from vllm_module.messages import describe_error, install, printable
 from vllm_module.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def transformers_library() -> Any:
     try:
         import transformers
     except ImportError:
-        raise CommandError(
-            "check compares with transformers: pip install 'vllm-module[transformers]'"
-        ) from None
+        raise CommandError(f"check compares with transformers: {install('transformers')}") from None
     return transformers
 
 

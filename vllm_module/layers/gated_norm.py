@@ -21,7 +21,7 @@ class GatedRMSNorm(RMSNorm):
 
         The norm is rounded to the dtype of ``x`` first; the product is computed in float32.
         """
-        normed = rms_norm(x, self.weight, self.eps)
+        normed = rms_norm(x, self.weight, self.eps, self.weight_offset)
         return (normed.float() * F.silu(gate.float())).to(x.dtype)
 
 

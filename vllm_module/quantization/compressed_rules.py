@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.messages import install
 from vllm_module.quantization.config_refusals import invalid, unsupported
 from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod
@@ -29,7 +30,7 @@ def compressed_tensors_rules(stored: Mapping[str, Any]) -> Rules:
     except ImportError:
         raise UnsupportedModelError(
             "the checkpoint is in the layout of compressed-tensors, whose library reads its "
-            "configuration: pip install 'vllm-module[compressed-tensors]'"
+            f"configuration: {install('compressed-tensors')}"
         ) from None
     stored, in_order = _without_actorder(stored)
     try:

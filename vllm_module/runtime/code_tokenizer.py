@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import describe_error, printable, shorten
+from vllm_module.messages import describe_error, install, printable, shorten
 from vllm_module.runtime.tokenizer import Tokenizer
 from vllm_module.weights import read_json
 from vllm_module.weights.regular_file import is_there
@@ -64,7 +64,7 @@ class CodeTokenizer(Tokenizer):
         except ImportError:
             raise CheckpointFormatError(
                 f"the tokenizer of {printable(folder)} is code for the transformers library: "
-                "pip install 'vllm-module[transformers]'"
+                f"{install('transformers')}"
             ) from None
         library: Any = transformers  # which has few hints
         self._path = folder

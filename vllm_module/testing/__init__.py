@@ -13,11 +13,13 @@ A whole test file::
 Hypothesis draws the cases; its settings say how many.
 """
 
+from vllm_module.messages import install
+
 try:
     import hypothesis as _hypothesis  # noqa: F401  # imported to name the extra if it is missing
 except ImportError as error:
     raise ImportError(
-        "vllm_module.testing draws its cases with Hypothesis: pip install 'vllm-module[testing]'"
+        f"vllm_module.testing draws its cases with Hypothesis: {install('testing')}"
     ) from error
 
 from vllm_module.testing.accounting import assert_accounting_exact, assert_order_independent

@@ -3,12 +3,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, printable_name, without_secrets
+from vllm_module.messages import printable, printable_name, shorten, without_secrets
 from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 from vllm_module.weights.regular_file import is_there
 
@@ -87,6 +89,29 @@ def demand_path(model: str) -> None:
         raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
 
 
+@contextmanager
+def _tags_are_names() -> Iterator[None]:
+    """Refuse answers whose tags are paths: the hub's client names files of its cache after them.
+
+    huggingface_hub 2.4 joins them to the cache's path as they are, so a mirror (``HF_ENDPOINT``)
+    could have files written anywhere.
+    """
+    from huggingface_hub import get_session
+
+    def check(response: Any) -> None:
+        for header in ("ETag", "X-Linked-Etag", "X-Repo-Commit"):
+            tag = response.headers.get(header) or ""
+            if set(tag.removeprefix("W/")) & set("/\\\0") or tag.strip('W/"') in (".", ".."):
+                raise CheckpointFormatError(f"the server's {header} is a path: {shorten(tag)}")
+
+    hooks = get_session().event_hooks["response"]  # of the client that all its calls share
+    hooks.append(check)
+    try:
+        yield
+    finally:
+        hooks.remove(check)
+
+
 def download(
     model: str,
     revision: str | None,
@@ -123,14 +148,15 @@ def download(
             )
     try:
         for pattern in patterns or [()]:
-            folder = snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=download_dir,
-                token=token,
-                allow_patterns=[*pattern, *SMALL_FILES, *([CODE] if code else ())],
-                ignore_patterns=[each for each in _UNWANTED if each not in pattern],
-            )
+            with _tags_are_names():
+                folder = snapshot_download(
+                    model,
+                    revision=revision,
+                    cache_dir=download_dir,
+                    token=token,
+                    allow_patterns=[*pattern, *SMALL_FILES, *([CODE] if code else ())],
+                    ignore_patterns=[each for each in _UNWANTED if each not in pattern],
+                )
             if any(any(Path(folder).glob(each)) for each in pattern):
                 break
     except errors.HFValidationError as error:

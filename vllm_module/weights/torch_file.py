@@ -99,7 +99,7 @@ def unpickled(file_bytes: Bytes, refuse: Refuse) -> tuple[Any, tuple[int, int]]:
     except BrokenPickleError as error:
         refuse(str(error))
     except PickleError as error:
-        refuse(f"{error}. {SAVE_AGAIN}")
+        refuse(f"{str(error).removesuffix('.')}. {SAVE_AGAIN}")
     return held, (begin, end)
 
 

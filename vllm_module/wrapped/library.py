@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import describe_error
+from vllm_module.messages import describe_error, install
 
 
 def library(module: str = "") -> Any:
@@ -21,5 +21,5 @@ def library(module: str = "") -> Any:
         raise UnsupportedModelError(
             "model_impl 'transformers' runs the model of the transformers library, and "
             f"{name} cannot be imported ({describe_error(error)}): "
-            "pip install 'vllm-module[transformers]'"
+            f"{install('transformers')}"
         ) from error

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,6 +36,24 @@ def convert(
         ),
     ],
     out: OutOption,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore",
+            metavar="LAYER",
+            help="A layer that is not quantized, besides lm_head: its name, some components of it, "
+            "or re: and a pattern. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    group_size: Annotated[
+        int,
+        typer.Option(
+            "--group-size",
+            metavar="N",
+            help="Inputs that share a scale with int4_per_group; a multiple of 8.",
+        ),
+    ] = 128,
     load_format: LoadFormatOption = LoadFormat.auto,
     model_code: ModelCodeOption = None,
     download_dir: DownloadDirOption = None,
@@ -62,6 +80,19 @@ def convert(
         model_impl,
         trust_remote_code,
     )
+    if group_size < 1 or group_size % 8:
+        problem = f"expected a multiple of 8, got {group_size}"
+        raise typer.BadParameter(problem, param_hint="--group-size")
+    from vllm_module.config import QuantizationConfig
+
+    if ignore or group_size != 128:
+        scheme: Any = "fp8_per_tensor" if quantization is Quantization.fp8 else quantization.value
+        ignored = ("lm_head", *(ignore or ()))
+        try:
+            asked = QuantizationConfig(scheme=scheme, ignore=ignored, group_size=group_size)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--quantization") from None
+        config = config.model_copy(update={"quantization": asked})
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.
         from vllm_module.export.compressed import convert as write_converted

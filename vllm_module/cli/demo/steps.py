@@ -10,6 +10,7 @@ from vllm_module.cli.output import CommandError, size
 from vllm_module.cli.rank_plan import RankPlan, plan_ranks
 from vllm_module.cli.tensor_plan import tensor_rows
 from vllm_module.errors import ShardingError
+from vllm_module.messages import install
 from vllm_module.model_source import ModelSource
 from vllm_module.runtime.generation_config import stop_tokens
 from vllm_module.runtime.tokenizer import Tokenizer
@@ -115,7 +116,7 @@ def compare_texts(
     transcript.ok(f"the same {len(tokens)} tokens at size {sizes}")
     peer = transformers_tokens(source.folder, prompt.ids, prompt.max_tokens, prompt.stop_token_ids)
     if peer is None:
-        transcript.line("pip install vllm-module[demo] adds the comparison with transformers")
+        transcript.line(f"{install('demo')}, adds the comparison with transformers")
         return
     version, peer_tokens = peer
     _check_same(prompt, tokens, peer_tokens, f"transformers {version}")

@@ -10,6 +10,7 @@ import typer
 
 from vllm_module.cli.output import CommandError, size
 from vllm_module.cli.ranks import is_first_rank
+from vllm_module.messages import install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +35,7 @@ def _new_figure(width: float, height: float) -> Figure:
     except ImportError as error:
         if not is_first_rank():
             raise typer.Exit(1) from error
-        raise CommandError("--plot needs matplotlib: pip install 'vllm-module[plot]'") from error
+        raise CommandError(f"--plot needs matplotlib: {install('plot')}") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

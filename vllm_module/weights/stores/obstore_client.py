@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from vllm_module.errors import CheckpointFormatError, MissingPackageError
-from vllm_module.messages import printable_name, without_secrets
+from vllm_module.messages import install, printable_name, without_secrets
 from vllm_module.waiting import WaitLimitError, interruptibly
 from vllm_module.weights.stores.client import (
     Answer,
@@ -54,8 +54,7 @@ class ObstoreClient:
             from obstore import exceptions, store
         except ImportError as error:
             raise MissingPackageError(
-                f"{place.scheme}:// needs obstore; install it with: "
-                "pip install 'vllm-module[stores]'"
+                f"{place.scheme}:// needs obstore; install it with: {install('stores')}"
             ) from error
         self._obstore, self._errors = obstore, exceptions
         self._place = place
