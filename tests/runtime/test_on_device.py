@@ -18,11 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.config import DeviceConfig
 from vllm_module.kernels import act_and_mul
 from vllm_module.layers import RMSNorm
 from vllm_module.runtime import engine, sampler
-from vllm_module.runtime import worker as workers
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.token_counts import TokenCounts
@@ -42,12 +40,7 @@ PROMPTS = [[5, 9, 3], [7] * 21, [11, 4], [2, 8, 6, 1, 30]]
 @contextmanager
 def on_device() -> Iterator[Any]:
     """Have a simulated device, of which torch.cuda says what an engine asks."""
-    device, find_and_load = SimulatedDevice(launches=True), workers.find_and_load
-
-    def moved(model: Any, load_config: Any, device_config: Any) -> Any:
-        loaded = find_and_load(model, load_config, DeviceConfig(device="cpu"))
-        device.take(loaded.model)
-        return loaded
+    device = SimulatedDevice(launches=True)
 
     def stepping(function: Any) -> Any:
         def called(*arguments: Any, **others: Any) -> Any:
@@ -57,7 +50,6 @@ def on_device() -> Iterator[Any]:
         return called
 
     with device.present(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "find_and_load", moved)
         patch.setattr(ModelRunner, "run", stepping(ModelRunner.run))
         patch.setattr(engine, "sample", stepping(sampler.sample))
         patch.setattr(torch.cuda, "current_device", lambda: 0)
