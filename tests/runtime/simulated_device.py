@@ -69,7 +69,7 @@ class OnDevice(torch.Tensor):
 
 
 def parameter_of(original: Any) -> Any:
-    """Return ``nn.Parameter.__new__``, which makes parameters on the device of memory that is there."""
+    """Return ``nn.Parameter.__new__``, which keeps memory of the device where it is."""
     made: dict[type, type] = {}
 
     def data(self: Any) -> OnDevice:
@@ -209,9 +209,11 @@ class SimulatedDevice(TorchDispatchMode):
         copied = name in ("to", "_to_copy", "copy_") and (asked is not None or name == "copy_")
         if copied and len(ours) < len(tensors) and (to_device or ours):
             of_host = next(x for x in tensors if not isinstance(x, OnDevice))
+            arrives = to_device or isinstance(args[0], OnDevice)
             without_waiting = kwargs.get("non_blocking", args[2:] == (True,))
             pinned = without_waiting and self.is_pinned(of_host)
-            self.copies.append((of_host.nbytes, pinned))
+            if arrives:
+                self.copies.append((of_host.nbytes, pinned))
             self._refuse(f"{function} copies between host and device", in_step=not pinned)
         elif ours and asked is not None and not to_device:
             waits = not kwargs.get("non_blocking", False)

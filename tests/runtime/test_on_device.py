@@ -1,7 +1,4 @@
-"""Engines that start and serve on a simulated device: no step uses the host, and tokens are right.
-
-The loading of weights is a CPU's; parameters are moved to the device then.
-"""
+"""Engines that start and serve on a simulated device: no step uses the host; tokens are right."""
 
 from __future__ import annotations
 
