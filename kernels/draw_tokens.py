@@ -116,10 +116,11 @@ def draw_tokens_triton(
         for search, following in zip(searches, [*searches[1:], 0], strict=True):
             launches.append((search, 1, digits, 0, search, 1))
             launches.append((search, 2, digits, search, following, 0))
+        # Left to itself, the compiler takes 128 registers for 8.0 and spills some.
         for search, digit, added, ended, found, found_digit in launches:
             _find_digit[grid](*shared, state, first, added, vocab, chunks, unit, SEARCH=search,
                               DIGIT=digit, ENDS=ended, FOUND=found, FOUND_DIGIT=found_digit,
-                              BINS=_BINS, **sizes | {"num_warps": 4})  # fmt: skip
+                              BINS=_BINS, **sizes | {"num_warps": 4, "maxnreg": 160})  # fmt: skip
     _find_token[grid](*shared, state, sums, drawn, vocab, chunks, unit,
                       SEARCHED=top_k or top_p, **sizes)  # fmt: skip
     return drawn
