@@ -3,7 +3,7 @@
 Probabilities become integers before they are summed, so every order of summation, and every order
 of atomic additions, gives the same bits. Tokens have one order: by logit, the largest first, and
 equal logits by token id. A place in this order is found by a radix search of the logits' bits, one
-digit after the other: programs add up the tokens of each digit, and then one program of a row finds
+digit after the other: programs add up the tokens of each digit, and the last program of a row finds
 the digit that reaches a number. Nothing waits for a device, and no row affects another.
 """
 
@@ -18,7 +18,7 @@ SORTED = 64  # a nucleus of more tokens is drawn from in the order of ids
 _CHUNK = 8192  # tokens of a program
 _TILE = 1024
 _BINS = 2048
-_STATE = 8  # numbers of a row: see _find_digit
+_STATE = 9  # numbers of a row: see _advance
 
 
 def draw_tokens(
@@ -105,30 +105,24 @@ def draw_tokens_triton(
     shared = (logits, rows, settings, peaks)
     sizes = {"CHUNK": _CHUNK, "TILE": _TILE, "num_warps": 8}
     grid = count, chunks
-    _find_peaks[grid](*shared[:2], peaks, sums, vocab, chunks, **sizes)
+    _find_peaks[grid](*shared[:2], peaks, sums, state, vocab, chunks, **sizes)
     if top_k or top_p:
         first, digits = torch.empty(
             2, count, chunks, 2, _BINS, dtype=torch.int64, device=logits.device
         )
-        _add_digits[grid](*shared, state, first, vocab, chunks, unit, SEARCH=0, DIGIT=0, **sizes)
         searches = [1] * top_k + [2] * top_p + [3]
-        begun = 0
-        for search in searches:
-            # The end of a search and the first digit of the next are found by one program.
-            _find_digit[(count,)](settings, state, first, digits, vocab, chunks,
-                                  ENDS=begun, SEARCH=search, DIGIT=0, BINS=_BINS)  # fmt: skip
-            for digit in (1, 2):
-                _add_digits[grid](*shared, state, digits, vocab, chunks, unit,
-                                  SEARCH=search, DIGIT=digit, **sizes)  # fmt: skip
-                if digit == 1:
-                    _find_digit[(count,)](settings, state, first, digits, vocab, chunks,
-                                          ENDS=0, SEARCH=search, DIGIT=1, BINS=_BINS)  # fmt: skip
-            begun = search
-        _find_digit[(count,)](settings, state, first, digits, vocab, chunks,
-                              ENDS=begun, SEARCH=0, DIGIT=0, BINS=_BINS)  # fmt: skip
-    searched = top_k or top_p
-    _add_chunks[grid](*shared, state, sums, vocab, chunks, unit, SEARCHED=searched, **sizes)
-    _pick[(count,)](*shared, state, sums, drawn, vocab, chunks, unit, SEARCHED=searched, **sizes)
+        # Each launch adds up a digit and finds it, and the first digit of the next search with it.
+        launches = [(0, 0, first, 0, searches[0], 0)]
+        for search, following in zip(searches, [*searches[1:], 0], strict=True):
+            launches.append((search, 1, digits, 0, search, 1))
+            launches.append((search, 2, digits, search, following, 0))
+        # Left to itself, the compiler takes 128 registers for 8.0 and spills some.
+        for search, digit, added, ended, found, found_digit in launches:
+            _find_digit[grid](*shared, state, first, added, vocab, chunks, unit, SEARCH=search,
+                              DIGIT=digit, ENDS=ended, FOUND=found, FOUND_DIGIT=found_digit,
+                              BINS=_BINS, **sizes | {"num_warps": 4, "maxnreg": 160})  # fmt: skip
+    _find_token[grid](*shared, state, sums, drawn, vocab, chunks, unit,
+                      SEARCHED=top_k or top_p, **sizes)  # fmt: skip
     return drawn
 
 
@@ -176,10 +170,26 @@ def _takes_part(settings_ptr, row, vocab, SEARCH: tl.constexpr):
     return part & (greedy == 0)
 
 
+@triton.jit
+def _is_last(state_ptr, row, chunks):
+    """Return whether this is the last program of a row: all that the others stored can be loaded.
+
+    The number of those that are done is 0 again when the last one is.
+    """
+    tl.debug_barrier()  # every thread has stored what it has to
+    done = tl.atomic_add(state_ptr + row * 9 + 8, 1, sem="acq_rel", scope="gpu")
+    last = done == chunks - 1
+    if last:
+        tl.store(state_ptr + row * 9 + 8, 0)
+    tl.debug_barrier()
+    return last
+
+
 @triton.jit(do_not_specialize=["vocab", "chunks"])
 def _find_peaks(
-    logits_ptr, rows_ptr, peaks_ptr, ids_ptr, vocab, chunks, CHUNK: tl.constexpr, TILE: tl.constexpr
-):
+    logits_ptr, rows_ptr, peaks_ptr, ids_ptr, state_ptr, vocab, chunks,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Find the largest logit of a chunk and the first token that has it; NaN is infinite."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x_ptr = logits_ptr + tl.load(rows_ptr + row) * vocab
@@ -195,20 +205,35 @@ def _find_peaks(
         largest = tl.maximum(largest, value)
     tl.store(peaks_ptr + row * chunks + chunk, largest)
     tl.store(ids_ptr + row * 3 * chunks + chunk, first.to(tl.int64))
+    if chunk == 0:
+        tl.store(state_ptr + row * 9 + 8, 0)  # for _is_last in the launches that follow
 
 
 @triton.jit(do_not_specialize=["vocab", "chunks"])
+def _find_digit(
+    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, first_ptr, digits_ptr, vocab, chunks,
+    unit, SEARCH: tl.constexpr, DIGIT: tl.constexpr, ENDS: tl.constexpr, FOUND: tl.constexpr,
+    FOUND_DIGIT: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add up a digit of a search, 0 for any, and find what :func:`_advance` does by it."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if _takes_part(settings_ptr, row, vocab, SEARCH):
+        _add_digits(logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, digits_ptr, row,
+                    chunk, vocab, chunks, unit, DIGIT, CHUNK, TILE)  # fmt: skip
+    if _is_last(state_ptr, row, chunks):
+        _advance(settings_ptr, state_ptr, first_ptr, digits_ptr, row, vocab, chunks,
+                 ENDS, FOUND, FOUND_DIGIT, BINS)  # fmt: skip
+
+
+@triton.jit
 def _add_digits(
-    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, digits_ptr, vocab, chunks, unit,
-    SEARCH: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, digits_ptr, row, chunk, vocab, chunks,
+    unit, DIGIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add up the tokens and the masses of each digit, of tokens whose first digits were found.
 
     Each chunk has counts and sums of its own, ``[2, 2048]``.
     """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if not _takes_part(settings_ptr, row, vocab, SEARCH):
-        return
     peak = _peak(peaks_ptr, row, chunks)
     temperature, min_p = _setting(settings_ptr, row, 0), _setting(settings_ptr, row, 1)
     x_ptr = logits_ptr + tl.load(rows_ptr + row) * vocab
@@ -219,7 +244,7 @@ def _add_digits(
     tl.debug_barrier()  # before another thread adds to what this one has cleared
     prefix = tl.full((), 0, tl.int64)
     if DIGIT > 0:
-        prefix = tl.load(state_ptr + row * 8)
+        prefix = tl.load(state_ptr + row * 9)
     shift: tl.constexpr = 22 - 11 * DIGIT
     for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, vocab), TILE):
         token = start + tl.arange(0, TILE)
@@ -258,9 +283,9 @@ def _reach(digits_ptr, row, chunks, number, BY_COUNT: tl.constexpr, BINS: tl.con
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks"])
-def _find_digit(
-    settings_ptr, state_ptr, first_ptr, digits_ptr, vocab, chunks,
+@triton.jit
+def _advance(
+    settings_ptr, state_ptr, first_ptr, digits_ptr, row, vocab, chunks,
     ENDS: tl.constexpr, SEARCH: tl.constexpr, DIGIT: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Find the next digit of a search, after the last digit of the search before, if ENDS.
@@ -268,20 +293,19 @@ def _find_digit(
     A row's state: 0 the digits so far; 1 what is searched for, less what comes before these
     digits; 2 and 3 tokens and mass before them; 4 the mass that may be drawn, or -1; 5 the key of
     the last token that may be drawn; 6 how many of this key may be; 7 whether the token is found in
-    the order of logits.
+    the order of logits; 8 the programs that are done.
     """
-    row = tl.program_id(0).to(tl.int64)
-    at = state_ptr + row * 8
-    few = _takes_part(settings_ptr, row, vocab, 1)
+    at = state_ptr + row * 9
     if ENDS > 0:
         ends = _takes_part(settings_ptr, row, vocab, ENDS)
         if ENDS == 3:
             ends = ends & (tl.load(at + 7) != 0)
         if ends:
-            number, tokens, mass = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+            number = tl.load(at + 1)
             digit, before, sum_before, count, sum_here, _ = _reach(
                 digits_ptr, row, chunks, number, ENDS == 1, BINS
             )
+            tokens, mass = tl.load(at + 2), tl.load(at + 3)
             each = sum_here // tl.maximum(count, 1)  # equal logits have equal masses
             last = (number - sum_before) // tl.maximum(each, 1)
             if ENDS == 1:
@@ -290,26 +314,24 @@ def _find_digit(
             tl.store(at + 6, last + 1)
             if ENDS < 3:
                 tl.store(at + 4, mass + sum_before + (last + 1) * each)
-                is_small = tokens + before + last + 1 <= 64
-                tl.store(at + 7, (few | is_small).to(tl.int64))
+                few = _takes_part(settings_ptr, row, vocab, 1) | (tokens + before + last < 64)
+                tl.store(at + 7, few.to(tl.int64))
         tl.debug_barrier()  # other threads of this program load what was stored
     if SEARCH > 0:  # noqa: SIM102 - it is known when the kernel is compiled
         if _takes_part(settings_ptr, row, vocab, SEARCH):
-            number, tokens, mass = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-            prefix = tl.load(at)
+            number = tl.load(at + 1)
             ptr = digits_ptr
             if DIGIT == 0:
                 ptr = first_ptr
-                prefix, tokens, mass = prefix * 0, tokens * 0, mass * 0
                 if SEARCH == 1:
                     number = _setting(settings_ptr, row, 2).to(tl.int64) - 1
                 else:
                     total = tl.load(at + 4)
                     if SEARCH == 2:
-                        _, _, _, _, _, everything = _reach(
-                            first_ptr, row, chunks, mass, False, BINS
-                        )
-                        total = tl.where(few, total, everything)
+                        if not _takes_part(settings_ptr, row, vocab, 1):
+                            _, _, _, _, _, total = _reach(
+                                first_ptr, row, chunks, number, False, BINS
+                            )
                         wanted = tl.ceil(total.to(tl.float64) * _setting(settings_ptr, row, 3))
                         number = tl.minimum(tl.maximum(wanted.to(tl.int64), 1), total) - 1
                     else:
@@ -320,6 +342,9 @@ def _find_digit(
                 number -= before
             else:
                 number -= sum_before
+            prefix, tokens, mass = tl.load(at), tl.load(at + 2), tl.load(at + 3)
+            if DIGIT == 0:
+                prefix, tokens, mass = prefix * 0, tokens * 0, mass * 0
             tl.debug_barrier()  # every thread has loaded what is stored now
             tl.store(at, prefix * BINS + digit)
             tl.store(at + 1, number)
@@ -365,19 +390,32 @@ def _mode_and_last(settings_ptr, state_ptr, row, vocab, SEARCHED: tl.constexpr):
     mode, last = most + 2, most - 1
     if SEARCHED:  # noqa: SIM102 - it is known when the kernel is compiled
         if _takes_part(settings_ptr, row, vocab, 3):
-            at = state_ptr + row * 8
+            at = state_ptr + row * 9
             mode = tl.where(tl.load(at + 7) != 0, 0, 1).to(tl.int64)
             last, most = tl.load(at + 5), tl.load(at + 6)
     return mode, last, most
 
 
 @triton.jit(do_not_specialize=["vocab", "chunks"])
-def _add_chunks(
-    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, vocab, chunks, unit,
-    SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+def _find_token(
+    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, drawn_ptr, vocab, chunks,
+    unit, SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add up what the tokens of each chunk count, then find a row's token."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _add_chunk(logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, row, chunk,
+               vocab, chunks, unit, SEARCHED, CHUNK, TILE)  # fmt: skip
+    if _is_last(state_ptr, row, chunks):
+        _pick(logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, drawn_ptr, row,
+              vocab, chunks, unit, SEARCHED, CHUNK, TILE)  # fmt: skip
+
+
+@triton.jit
+def _add_chunk(
+    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, row, chunk, vocab, chunks,
+    unit, SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add up what the tokens of a chunk count, and those that have the last key."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, min_p = _setting(settings_ptr, row, 0), _setting(settings_ptr, row, 1)
     if temperature == 0:
         return
@@ -408,13 +446,12 @@ def _mass_of(key, peak, temperature, min_p, unit):
     return _masses(x, peak, temperature, min_p, unit)
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks"])
+@triton.jit
 def _pick(
-    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, drawn_ptr, vocab, chunks,
-    unit, SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, drawn_ptr, row, vocab,
+    chunks, unit, SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Find a row's chunk, and in it the token."""
-    row = tl.program_id(0).to(tl.int64)
     temperature, min_p = _setting(settings_ptr, row, 0), _setting(settings_ptr, row, 1)
     peak = _peak(peaks_ptr, row, chunks)
     if (peak == float("inf")) | (peak == float("-inf")):

@@ -196,7 +196,7 @@ def grouped_matmul_packed_triton(
         *scales.stride(),
         *((0, 0, 0) if zeros is None else zeros.stride()),
         *((0, 0) if bias is None else bias.stride()),
-        min(group_size, K),
+        GROUP=group_size if group_size < K else 0,
         BITS=bits,
         ALONG=along,
         PER_WORD=words.dtype.itemsize * 8 // bits,
@@ -243,7 +243,7 @@ def _multiply_packed_groups(
     zeros_column,
     bias_expert,
     bias_column,
-    group_size,
+    GROUP: tl.constexpr,
     BITS: tl.constexpr,
     ALONG: tl.constexpr,
     PER_WORD: tl.constexpr,
@@ -284,7 +284,7 @@ def _multiply_packed_groups(
         x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, (k < K)[None, :], EVEN)
         scale, zero = packed_scales(
             scales_ptrs, zeros_ptrs, group_ptr, step, K,
-            scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+            scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
         )  # fmt: skip
         sums = added_packed(
             sums, x, words_ptrs, None, scale, zero, step, K, words_column,

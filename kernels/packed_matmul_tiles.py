@@ -82,7 +82,7 @@ def multiply_packed_tiles(product: PackedProduct, config: Config) -> None:
         *scales.stride(),
         *((0, 0) if zeros is None else zeros.stride()),
         1 if bias is None else bias.stride(0),
-        min(group_size, K),
+        GROUP=group_size if group_size < K else 0,
         BITS=packing.bits,
         ALONG=packing.along,
         PER_WORD=words.dtype.itemsize * 8 // packing.bits,
@@ -130,7 +130,7 @@ def _multiply_packed(
     zeros_row,
     zeros_column,
     bias_stride,
-    group_size,
+    GROUP: tl.constexpr,
     BITS: tl.constexpr,
     ALONG: tl.constexpr,
     PER_WORD: tl.constexpr,
@@ -170,7 +170,7 @@ def _multiply_packed(
     # The compiler loads tiles ahead, but no single numbers: those of the next step are loaded here.
     next_scale, next_zero = packed_scales(
         scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(first, steps - 1), K,
-        scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+        scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
     )  # fmt: skip
     for step in range(first, tl.minimum(first + each, steps)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -180,12 +180,12 @@ def _multiply_packed(
         if ONE_SCALE:
             next_scale, next_zero = packed_scales(
                 scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(step + 1, steps - 1), K,
-                scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+                scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
             )  # fmt: skip
         else:  # of every element: there are no registers for two tiles of them
             scale, zero = packed_scales(
                 scales_ptrs, zeros_ptrs, group_ptr, step, K,
-                scales_column, zeros_column, group_size, BITS, ONE_SCALE, EVEN, BLOCK_K,
+                scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
             )  # fmt: skip
         sums = added_packed(
             sums, x, words_ptrs, codebook_ptr, scale, zero, step, K, words_column,
@@ -217,7 +217,7 @@ def packed_scales(
     K,
     scales_column,
     zeros_column,
-    group_size,
+    GROUP: tl.constexpr,
     BITS: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -226,15 +226,18 @@ def packed_scales(
     """Return the scales of a step, and its zeros as :func:`_shifted` codes, in float32.
 
     With ONE_SCALE they are ``[outputs, 1]``, because all inputs of the step have one group. Zeros
-    that are all alike are ``[1, 1]``.
+    that are all alike are ``[1, 1]``. GROUP is the number of inputs of a group, 0 if all have one:
+    a size that the compiler knows is no division.
     """
     if ONE_SCALE:
-        group = (step * BLOCK_K // group_size).to(tl.int64)
+        group = tl.full((), 0, tl.int64)
+        if GROUP:
+            group += step * BLOCK_K // GROUP
         scale = tl.load(scales_ptrs + group * scales_column)
     else:
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < K)[None, :]
-        group = k // group_size
+        group = k // GROUP if GROUP else k * 0
         if group_ptr is not None:
             group = loaded(group_ptr + k, k < K, EVEN)
         group = group.to(tl.int64)[None, :]

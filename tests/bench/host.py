@@ -67,7 +67,7 @@ class Device:
         self.ready = max(now, self.ready) + self.seconds
 
     def download(self, numbers: torch.Tensor) -> Any:
-        """Return what :class:`~vllm_module.runtime.downloading.Download` does: wait, and read."""
+        """Return what :class:`~vllm_module.runtime.transfers.Download` does: wait, and read."""
         ready = self.ready
 
         def read(wait: object) -> list[Any]:

@@ -15,12 +15,14 @@ from weakref import ref
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vllm_module.runtime import pieces
+from vllm_module.weights import reading
 
 try:
     from triton.runtime import interpreter  # tests run with Triton's interpreter
@@ -64,6 +66,25 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
         raise AssertionError(f"{function} uses a tensor of the device outside of its simulation")
+
+
+def parameter_of(original: Any) -> Any:
+    """Return ``nn.Parameter.__new__``, which keeps memory of the device where it is."""
+    made: dict[type, type] = {}
+
+    def data(self: Any) -> OnDevice:
+        return OnDevice(self.memory)
+
+    def new(cls: Any, values: Any = None, requires_grad: bool = True) -> Any:
+        plain = getattr(cls, "of_host", cls)
+        if not isinstance(values, OnDevice):
+            return original(plain, values, requires_grad)
+        if plain not in made:
+            shown = {"of_host": plain, "data": property(data), "__module__": plain.__module__}
+            made[plain] = type(plain.__name__, (plain, OnDevice), shown)
+        return OnDevice.__new__(made[plain], values.memory)
+
+    return new
 
 
 class HostError(AssertionError):
@@ -119,12 +140,19 @@ class SimulatedDevice(TorchDispatchMode):
         def nothing(*_: Any, **__: Any) -> None:
             pass
 
+        inference = torch.inference_mode
         with pytest.MonkeyPatch.context() as patch, self.taking_part():
             patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(_current.device))
             patch.setattr(torch.cuda, "graph", capture)
             patch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
-            patch.setattr(torch.cuda, "Stream", lambda device: "stream")
+            patch.setattr(torch.cuda, "Stream", lambda device: Stream(_current.device))
+            patch.setattr(torch.cuda, "Event", lambda **_: Stream(_current.device))
             patch.setattr(torch.cuda, "stream", nullcontext)
+            patch.setattr(nn.Parameter, "__new__", parameter_of(nn.Parameter.__new__))
+            patch.setattr(reading, "Thread", NoThread)  # a thread has no modes
+            # All tensors of the device are of inference mode: torch has no views of others in it.
+            patch.setattr(torch, "is_inference_mode_enabled", lambda: False)
+            patch.setattr(torch, "inference_mode", lambda mode=True: inference())
             patch.setattr(pieces, "alias", lambda tensor: OnDevice(tensor.memory))
             patch.setattr(torch.cuda, "synchronize", nothing)
             patch.setattr(torch.cuda, "current_stream", lambda device: Stream(_current.device))
@@ -181,9 +209,11 @@ class SimulatedDevice(TorchDispatchMode):
         copied = name in ("to", "_to_copy", "copy_") and (asked is not None or name == "copy_")
         if copied and len(ours) < len(tensors) and (to_device or ours):
             of_host = next(x for x in tensors if not isinstance(x, OnDevice))
+            arrives = to_device or isinstance(args[0], OnDevice)
             without_waiting = kwargs.get("non_blocking", args[2:] == (True,))
             pinned = without_waiting and self.is_pinned(of_host)
-            self.copies.append((of_host.nbytes, pinned))
+            if arrives:
+                self.copies.append((of_host.nbytes, pinned))
             self._refuse(f"{function} copies between host and device", in_step=not pinned)
         elif ours and asked is not None and not to_device:
             waits = not kwargs.get("non_blocking", False)
@@ -194,6 +224,8 @@ class SimulatedDevice(TorchDispatchMode):
             raise HostError(f"{function} has tensors of the device and of the host")
         if ours and any(part in name for part in CPU_ONLY):
             raise HostError(f"{function} is an operator of a CPU")
+        if kwargs.pop("pin_memory", False):
+            return self.pin(function(*args, **kwargs))
         on_device = bool(ours) or to_device
         if not on_device:
             self._refuse(f"{function} makes a tensor on the host")
@@ -320,6 +352,16 @@ class NumbersOfHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class NoThread:
+    """A thread of a process that has no more of them."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        raise RuntimeError
+
+
 class Stream:
     """The stream of a simulated device, whose events come after all that was copied before."""
 
@@ -332,6 +374,15 @@ class Stream:
         return isinstance(other, Stream) and other._device is self._device
 
     __hash__ = None  # type: ignore[assignment] # as of what compares by value
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def record(self, stream: Stream) -> None:
+        self.record_event()
 
     def record_event(self) -> Stream:
         self._count = len(self._device._late)

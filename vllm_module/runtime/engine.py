@@ -16,7 +16,6 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.messages import describe_error
 from vllm_module.runtime.bad_words import completing_tokens, encode_bad_words
 from vllm_module.runtime.devices import queued_on
-from vllm_module.runtime.downloading import Wait, synchronize
 from vllm_module.runtime.launched import Execute, Launched
 from vllm_module.runtime.metrics import Totals
 from vllm_module.runtime.prompts import check_vocabulary
@@ -30,7 +29,7 @@ from vllm_module.runtime.step_inputs import StepInputs, next_inputs, step_inputs
 from vllm_module.runtime.stopping import check_stop, complete_text
 from vllm_module.runtime.token_counts import TokenCounts
 from vllm_module.runtime.tokenizer import Tokenizer
-from vllm_module.runtime.uploading import upload
+from vllm_module.runtime.transfers import Wait, synchronize, upload
 
 _log = logging.getLogger(__name__)
 
@@ -174,8 +173,7 @@ class Engine:
         if step is None:
             return None
         sampled = self._sample(launched)
-        places = [sampled.places[row] for row in rows]
-        inputs = next_inputs(step, places, len(sampled.tokens), self.scheduler.pool.page_size)
+        inputs = next_inputs(step, rows, len(sampled.tokens), self.scheduler.pool.page_size)
         try:
             logits = self._execute(inputs, sampled.tokens)
         except Exception as error:

@@ -17,21 +17,14 @@ import torch
 from torch import Tensor
 
 from vllm_module.kernels.draw_tokens import draw_tokens
+from vllm_module.kernels.token_logprobs import token_logprobs
 from vllm_module.runtime import sampling_ops as ops
 from vllm_module.runtime.adjustments import Adjustments
-from vllm_module.runtime.block_ops import FIRST, SEVERAL, Logits, first_ids
-from vllm_module.runtime.downloading import Download, Wait, synchronize
-from vllm_module.runtime.sampling_groups import (
-    choose,
-    draw,
-    group_rows,
-    settings_array,
-    settings_of,
-    sorted_width,
-)
+from vllm_module.runtime.block_ops import FIRST, SEVERAL, Logits, batches, first_ids
+from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.token_counts import TokenCounts, check_tokens
-from vllm_module.runtime.uploading import Numbers, upload
+from vllm_module.runtime.transfers import Download, Numbers, Wait, synchronize, upload
 
 
 @dataclass(slots=True)
@@ -67,8 +60,7 @@ class Sampled:
     """The tokens that :func:`sample` has a device choose.
 
     Args:
-        tokens: int64, on the device; -1 for a row that leaves no token to choose.
-        places: where each row's token is in ``tokens``.
+        tokens: int64 ``[rows]``, on the device; -1 for a row that leaves no token to choose.
         ranked: rows that asked for logprobs.
         logprobs: what :func:`_logprobs` returned for each of them.
 
@@ -77,11 +69,10 @@ class Sampled:
     def __init__(
         self,
         tokens: Tensor,
-        places: Sequence[int],
         ranked: Sequence[_Ranked] = (),
         logprobs: Sequence[Tensor] = (),
     ) -> None:
-        self.tokens, self.places, self._ranked = tokens, places, ranked
+        self.tokens, self._ranked = tokens, ranked
         self._download = Download(torch.cat([tokens, *logprobs]) if ranked else tokens)
 
     def read(self, wait: Wait = synchronize) -> list[SampledToken | None]:
@@ -92,14 +83,13 @@ class Sampled:
         float32: before bias, penalties and temperature (vLLM's ``raw_logprobs``).
         """
         numbers = self._download.read(wait)
+        end = len(self.tokens)
         sampled: list[SampledToken | None] = [
-            SampledToken(int(numbers[place])) if numbers[place] >= 0 else None
-            for place in self.places
+            SampledToken(int(number)) if number >= 0 else None for number in numbers[:end]
         ]
-        end = len(self.places)
         for each in self._ranked:
             start, end = end, end + len(each.rows) * _entry_size(max(each.counts))
-            ids = [int(numbers[self.places[row]]) for row in each.rows]
+            ids = [int(numbers[row]) for row in each.rows]
             for row, entry in zip(each.rows, _entries(numbers[start:end], ids, each), strict=True):
                 token = sampled[row]
                 if token is None or entry is None:
@@ -131,45 +121,68 @@ def sample(logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = Non
             f"{logits.dtype} {list(logits.shape)}"
         )
     if not rows:
-        return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device), ())
+        return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
     logits = _contiguous(logits)
-    vocab, on_gpu = shape[1], logits.is_cuda
     if all(row.plain for row in rows):
-        if on_gpu:
-            return Sampled(first_tokens(logits), range(len(rows)))
-        all_rows = Logits.of(logits, FIRST)
-        finite = all_rows.maxima.amax(-1, keepdim=True).isfinite()
-        return Sampled(torch.where(finite, first_ids(all_rows), -1).view(-1), range(len(rows)))
-    groups = group_rows(rows, vocab)
+        return Sampled(first_tokens(logits))
+    vocab = shape[1]
+    # A CPU draws in groups; a GPU all rows at once, and those that nothing adjusts with others.
+    groups = ops.group_rows(rows, vocab) if logits.is_cpu else []
+    order = [index for group in groups for index in group.indices] or list(range(len(rows)))
+    adjusts = any(row.adjusted for row in rows)
+    changed = [index for index in order if rows[index].adjusted or (adjusts and not groups)]
+    adjustments = Adjustments(
+        [rows[index] for index in changed],
+        changed,
+        vocab,
+        TokenCounts() if counts is None else counts,
+    )
     ranked = _by_width([row.params.logprobs for row in rows], vocab)
-    order = [index for group in groups for index in group.indices]
-    places = {index: place for place, index in enumerate(order)}
-    adjusted = [rows[index] for group in groups if group.adjusted for index in group.indices]
-    adjustments = Adjustments(adjusted, vocab, TokenCounts() if counts is None else counts)
-    arrays: list[Numbers] = [array("q", order), settings_array(rows[index] for index in order)]
-    for each in ranked:
-        arrays += [array("q", each.rows), array("q", map(places.__getitem__, each.rows))]
+    arrays: list[Numbers] = [array("q", order), ops.settings_array(rows[index] for index in order)]
+    arrays += [array("q", each.rows) for each in ranked]
     indices, settings, *sent = upload([*arrays, *adjustments.arrays], logits.device)
-    adjustments.place(sent[2 * len(ranked) :])
-    several = ranked or (not on_gpu and any(group.width and not group.adjusted for group in groups))
-    x = None
-    if several or (not on_gpu and len(adjusted) < len(rows)):
-        x = Logits.of(logits, SEVERAL if several else FIRST)
-    if on_gpu:
-        token = draw(logits, groups, rows, settings.view(-1, 5), indices, adjustments)
+    if changed:
+        adjustments.place(sent[len(ranked) :])
+    if groups:
+        of = ops.settings_of(groups, rows, settings)
+        tokens = ops.choose(logits, groups, of, indices, adjustments)
     else:
-        of = settings_of(groups, rows, settings)
-        token = choose(logits, x, groups, of, indices, adjustments)
+        tokens = _draw(
+            logits, rows, settings.view(-1, 5), indices, adjustments if changed else None
+        )
     logprobs = []
-    for each, where, place in zip(ranked, sent[::2], sent[1::2], strict=False):
-        assert x is not None
-        chosen = token.index_select(0, place).clamp_(min=0)
-        logprobs.append(_logprobs(x.select(where), chosen, max(each.counts)))
-    return Sampled(token.view(-1), [places[row] for row in range(len(rows))], ranked, logprobs)
+    for each, where in zip(ranked, sent, strict=False):
+        own = tokens if len(where) == len(tokens) else tokens.index_select(0, where)
+        logprobs.append(_logprobs(logits, where, own, max(each.counts)))
+    return Sampled(tokens, ranked, logprobs)
+
+
+def _draw(
+    logits: Tensor,
+    rows: Sequence[Row],
+    settings: Tensor,
+    indices: Tensor,
+    adjustments: Adjustments | None,
+) -> Tensor:
+    """Draw a token for each row in few launches, whatever the rows ask for."""
+    vocab = logits.shape[1]
+    params = [row.params for row in rows if not row.params.greedy]
+    searches = any(0 < p.top_k < vocab for p in params), any(p.top_p < 1 for p in params)
+    if adjustments is None:
+        return draw_tokens(logits, indices, settings, *searches).view(-1)
+    tokens = []
+    for batch in batches(len(rows), max(1, vocab // 8), logits.device):
+        x = adjustments.apply(logits, batch)
+        tokens.append(draw_tokens(x, indices[: len(x)], settings[batch], *searches).view(-1))
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
 def first_tokens(logits: Tensor) -> Tensor:
-    """Return each row's first token, int64 ``[rows]``, on a GPU; -1 for a broken row."""
+    """Return each row's first token, int64 ``[rows]``; -1 for a broken row."""
+    if logits.is_cpu:
+        x = Logits.of(logits, FIRST)
+        finite = x.maxima.amax(-1, keepdim=True).isfinite()
+        return torch.where(finite, first_ids(x), -1).view(-1)
     count = len(logits)
     greedy = torch.zeros(count, 5, dtype=torch.float64, device=logits.device)
     places = torch.arange(count, device=logits.device)
@@ -185,6 +198,12 @@ def warm_up(logits: Tensor) -> None:
         places = torch.arange(len(each), device=each.device)
         for top_k, top_p in product((False, True), repeat=2):
             draw_tokens(each, places, settings, top_k, top_p)
+        for width in (0, 1):
+            token_logprobs(each, places, places, width)
+        plain = Row(SamplingParams(presence_penalty=1.0), (0,))
+        adjustments = Adjustments([plain] * len(each), range(len(each)), 1, TokenCounts())
+        adjustments.place(upload(adjustments.arrays, each.device))
+        adjustments.apply(each, slice(None))
 
 
 @torch.inference_mode()
@@ -213,9 +232,9 @@ def prompt_logprobs(
         return []
     check_tokens(next_tokens, logits.shape[1])
     count = min(count, logits.shape[1])
-    x = Logits.of(_contiguous(logits), SEVERAL)
-    (token,) = upload([array("q", next_tokens)], logits.device)
-    numbers = Download(_logprobs(x, token.unsqueeze(1), count)).read(wait)
+    arrays = [array("q", range(len(logits))), array("q", next_tokens)]
+    where, own = upload(arrays, logits.device)
+    numbers = Download(_logprobs(_contiguous(logits), where, own, count)).read(wait)
     entries = _entries(numbers, next_tokens, _Ranked([], [count] * len(next_tokens)))
     broken = [row for row, entry in enumerate(entries) if entry is None]
     if broken:
@@ -240,17 +259,18 @@ def _by_width(counts: Sequence[int | None], vocab: int) -> list[_Ranked]:
     widths: dict[int, list[int]] = {}
     for row, count in enumerate(counts):
         if count is not None:
-            widths.setdefault(sorted_width(count, vocab), []).append(row)
+            widths.setdefault(ops.sorted_width(count, vocab), []).append(row)
     return [
         _Ranked(rows, [min(counts[row] or 0, vocab) for row in rows]) for rows in widths.values()
     ]
 
 
-def _logprobs(x: Logits, token: Tensor, count: int) -> Tensor:
+def _logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
     """Return what :func:`_entries` reads of each row, in float64."""
-    values, rank, top = ops.token_logprobs(x, token, count)
-    finite = x.maxima.amax(-1, keepdim=True).isfinite()
-    return torch.cat([finite.double(), rank.double(), values.double(), top.double()], 1).view(-1)
+    if logits.is_cpu:
+        x = Logits.of(logits, SEVERAL).select(rows)
+        return ops.token_logprobs(x, tokens.clamp(min=0).unsqueeze(1), count).view(-1)
+    return token_logprobs(logits, rows, tokens, count).view(-1)
 
 
 def _entry_size(count: int) -> int:

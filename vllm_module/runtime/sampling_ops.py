@@ -1,19 +1,34 @@
-"""The arithmetic of sampling: how tokens are drawn from rows of logits.
+"""How a CPU draws tokens from rows of logits, those together that are sampled alike.
 
 Probabilities become integers before they are summed, so every order of summation gives the same
-bits. No row affects another. Results on a CPU and on a GPU have the same shapes and meaning. No
-shape depends on a value. A row with NaN, or with no finite logit, gets any token of the vocabulary.
+bits, that of a GPU (:mod:`~vllm_module.kernels.draw_tokens`) too. No row affects another. A row
+with NaN, or with no finite logit, gets any token of the vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from vllm_module.runtime.block_ops import Logits, by_blocks, first_ids, sort_key, top_ids
+from vllm_module.runtime.adjustments import Adjustments
+from vllm_module.runtime.block_ops import (
+    FIRST,
+    SEVERAL,
+    Logits,
+    batches,
+    by_blocks,
+    first_ids,
+    sort_key,
+    top_ids,
+)
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sampling_row import Row
 
+_SORTED = 64  # most probable tokens that are sorted at first; 16 times as many for a large count
 _MASS_BLOCK = 256  # tokens
 _RANKED = 64  # most probable tokens, whose ranks are known without counting
 
@@ -37,6 +52,126 @@ class Settings(NamedTuple):
         temperature, min_p, top_k, top_p, uniform, *flags = self
         numbers = (temperature[rows], min_p[rows], top_k[rows], top_p[rows], uniform[rows])
         return Settings(*numbers, *flags)
+
+
+_Draw: TypeAlias = Callable[[Logits, Tensor, Settings, int], Tensor]
+
+
+class Group(NamedTuple):
+    """Rows that are sampled alike.
+
+    Attributes:
+        draw: chooses their tokens.
+        width: how many of the most probable tokens it sorts.
+        adjusted: whether a bias, a penalty or a ban changes their logits.
+        indices: of the rows.
+
+    """
+
+    draw: _Draw
+    width: int
+    adjusted: bool
+    indices: list[int]
+
+    @property
+    def block(self) -> int:
+        """How many tokens a block of the logits should have."""
+        return SEVERAL if self.width else FIRST
+
+    def choose(self, x: Logits, settings: Settings) -> Tensor:
+        """Return a token ``[n, 1]`` for each row, or -1 for a row with NaN, inf or only -inf."""
+        peak = x.maxima.amax(-1, keepdim=True)
+        token = self.draw(x, peak, settings, self.width)
+        return token.masked_fill_(~peak.isfinite(), -1)
+
+
+def group_rows(rows: Sequence[Row], vocab: int) -> list[Group]:
+    """Return all rows in groups, adjusted ones first."""
+    groups: dict[tuple[_Draw, int, bool], list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault((*_method(row.params, vocab), row.adjusted), []).append(index)
+    found = [Group(*how, indices) for how, indices in groups.items()]
+    return sorted(found, key=lambda group: not group.adjusted)
+
+
+def choose(
+    logits: Tensor,
+    groups: Sequence[Group],
+    settings: Sequence[Settings],
+    indices: Tensor,
+    adjustments: Adjustments,
+) -> Tensor:
+    """Return a token for each row, ``[rows]``; -1 if it is broken.
+
+    Args:
+        logits: of the model, ``[rows, vocab]``.
+        groups: adjusted ones first.
+        settings: of each group.
+        indices: of the rows of all groups.
+        adjustments: of the rows of adjusted groups.
+
+    """
+    found, end = [], 0
+    x: Logits | None = None
+    for group, of in zip(groups, settings, strict=True):
+        start, end = end, end + len(group.indices)
+        if not group.adjusted:
+            if x is None:
+                x = Logits.of(logits, min(each.block for each in groups if not each.adjusted))
+            found.append(group.choose(x.select(indices[start:end]), of))
+            continue
+        # Batches are larger than others, since little more is done than to copy the logits.
+        for batch in batches(end - start, max(1, logits.shape[1] // 8), logits.device):
+            copied = adjustments.apply(logits, slice(start + batch.start, start + batch.stop))
+            found.append(group.choose(Logits.of(copied, group.block), of.select(batch)))
+    tokens = torch.cat(found).view(-1)
+    return torch.empty_like(tokens).index_copy_(0, indices, tokens)
+
+
+def settings_array(rows: Iterable[Row]) -> array[float]:
+    """Return what :func:`settings_of` wants on the device."""
+    settings = array("d")
+    for row in rows:
+        each = row.params
+        settings.extend((each.temperature, each.min_p, each.top_k, each.top_p, row.uniform))
+    return settings
+
+
+def settings_of(groups: Sequence[Group], rows: Sequence[Row], sent: Tensor) -> list[Settings]:
+    """Return the settings of each group.
+
+    Args:
+        groups: of rows.
+        rows: that the groups index.
+        sent: the settings on the device, in the order of the groups.
+
+    """
+    parts = torch.split(sent.view(-1, 5), [len(group.indices) for group in groups])
+    settings = []
+    for group, part in zip(groups, parts, strict=True):
+        params = [rows[index].params for index in group.indices]
+        scaled = any(each.temperature != 1 for each in params)
+        cut = any(each.min_p for each in params)
+        temperature, min_p, top_k, top_p, uniform = part.unsqueeze(2).unbind(1)
+        settings.append(Settings(temperature, min_p, top_k, top_p, uniform, scaled, cut))
+    return settings
+
+
+def sorted_width(count: int, vocab: int) -> int:
+    """Return how many tokens are sorted for ``count``: one number for many counts."""
+    width = _SORTED
+    while width < count:
+        width *= 16
+    return min(width, vocab)
+
+
+def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int]:
+    """Return how to draw, and how many of the most probable tokens to sort for it."""
+    if params.greedy:
+        return draw_first, 0
+    if 0 < params.top_k < vocab:
+        return draw_top_k, sorted_width(params.top_k, vocab)
+    return (draw_top_p, min(_SORTED, vocab)) if params.top_p < 1 else (draw_any, 0)
 
 
 def draw_first(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
@@ -82,7 +217,7 @@ def draw_top_p(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tenso
     token = _pick_sorted(ids, mass, end, settings)
     wider = end == width  # the nucleus has more than ``width`` tokens
     for batch in x.batches(x.vocab):
-        if not _none_in(wider[batch]):
+        if wider[batch].any():
             of = settings.select(batch)
             values = x.select(batch).read()
             weights = _integer_weights(values, peak[batch], of, x.vocab)
@@ -90,11 +225,6 @@ def draw_top_p(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tenso
             wide = _pick(mass, mass[:, -1:], of).clamp_(max=x.vocab - 1)
             token[batch] = torch.where(wider[batch], wide, token[batch])
     return token
-
-
-def _none_in(flags: Tensor) -> bool:
-    """Whether all flags are known to be false: they are not read if that waits for a device."""
-    return flags.device.type == "cpu" and not flags.any()
 
 
 def _mass_by_blocks(x: Logits, peak: Tensor, settings: Settings) -> Tensor:
@@ -183,19 +313,8 @@ def _nucleus_weights(x: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
     return torch.where(key < last, weights, rest)
 
 
-def token_logprobs(x: Logits, token: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs of each row's token and of its ``width`` most probable tokens.
-
-    Args:
-        x: logits.
-        token: ids ``[n, 1]``.
-        width: at most the size of the vocabulary.
-
-    Returns:
-        Natural logprobs ``[n, 1 + width]`` in float32, the token's first; its rank ``[n, 1]``, from
-        1; and the ids of the most probable tokens ``[n, width]``.
-
-    """
+def token_logprobs(x: Logits, token: Tensor, width: int) -> Tensor:
+    """Return what a GPU's operation of this name does, for ids ``[n, 1]``."""
     top = top_ids(x, max(width, min(_RANKED, x.vocab)))
     wanted = torch.cat([token, top[:, :width]], 1)
     same = top == token
@@ -210,9 +329,11 @@ def token_logprobs(x: Logits, token: Tensor, width: int) -> tuple[Tensor, Tensor
             scratch = torch.empty_like(values)
         logprobs = torch.log_softmax(values, -1, out=scratch[: len(values)])
         parts.append(logprobs.gather(1, wanted[batch]))
-        if not _none_in(beyond[batch]):
+        if beyond[batch].any():
             of = values.gather(1, last)
             before = (values > of) | ((values == of) & (ids < last))
             counted = 1 + before.sum(-1, keepdim=True)
             rank[batch] = torch.where(beyond[batch], counted, rank[batch])
-    return torch.cat(parts), rank, top[:, :width]
+    finite = x.maxima.amax(-1, keepdim=True).isfinite()
+    numbers = (finite, rank, torch.cat(parts), top[:, :width])
+    return torch.cat([each.double() for each in numbers], 1)

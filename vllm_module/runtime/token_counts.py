@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_module.kernels.adjust_logits import EMPTY, NONE, count_tokens
 from vllm_module.runtime.sampling_row import Row
 
-_NO_TOKEN = -1  # in the table
-_NONE_NEW = -2
 _FEW = 64  # distinct tokens, which are not worth another count
 _CHECKED = 256  # calls, after which a table that was too large for all of them is made anew
 
@@ -34,15 +33,15 @@ class Update(NamedTuple):
     """What a call changes in the table.
 
     Attributes:
-        arrays: for the device: of each sequence its row of the table, its new token, and the first
-            free column; then the rows that are written anew, how many distinct tokens each has,
-            these tokens, and how often each occurs.
+        arrays: what :func:`~vllm_module.kernels.adjust_logits.count_tokens` wants on the device.
+        places: of each sequence its row of the table.
         needed: the rows and columns that the call takes.
         anew: whether the table is made anew, because it was too large.
 
     """
 
     arrays: tuple[array[int], ...]
+    places: list[int]
     entries: dict[Hashable, _Entry]
     size: tuple[int, int]
     needed: tuple[int, int]
@@ -64,17 +63,14 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, _Entry] = {}  # the one not used for longest first
-        # A row may have a token in several columns, each with the same count: what is written to
-        # the token's logit is then the same.
-        self._ids = torch.empty(0, 1, dtype=torch.int32)
-        self._counts = torch.empty(0, 1, dtype=torch.int32)
+        self._table = torch.empty(2, 0, 1, dtype=torch.int32)  # tokens, and how often each occurs
         self._calls = 0  # since the size was checked, and what they took at most
         self._needed = (1, 1)
 
     @property
     def nbytes(self) -> int:
         """The memory of the table."""
-        return self._ids.nbytes + self._counts.nbytes
+        return self._table.nbytes
 
     def plan(self, rows: Sequence[Row], vocab: int) -> Update:
         """Return what :meth:`apply` has to change, and change nothing yet.
@@ -83,7 +79,7 @@ class TokenCounts:
             ValueError: a token is outside of the vocabulary, or two rows have the same key.
 
         """
-        height, width = self._ids.shape
+        _, height, width = self._table.shape
         most = _power_of_two(self._needed[0]) * _power_of_two(self._needed[1])
         anew = self._calls >= _CHECKED and 4 * most <= height * width
         if anew:
@@ -93,8 +89,8 @@ class TokenCounts:
         height = _power_of_two(len(rows), height)
         used = {entry.place for entry in (*known, *entries.values()) if entry is not None}
         free = [place for place in range(height) if place not in used]
-        places, new, columns, written = array("q"), array("q"), array("q"), array("q")
-        counted: list[dict[int, int]] = []
+        places: list[int] = []
+        plan, tokens, counts = array("q"), array("q"), array("q")
         needed = 1
         for row, entry in zip(rows, known, strict=True):
             length = len(row.token_ids)
@@ -102,76 +98,53 @@ class TokenCounts:
             if entry is not None and few and 0 <= length - entry.counted <= 1:
                 added = row.token_ids[entry.counted :]
                 check_tokens(added, vocab)
-                new.append(added[0] if added else _NONE_NEW)
-                columns.append(entry.distinct)
+                plan.extend((entry.place, added[0] if added else NONE, entry.distinct, -1, -1))
                 distinct = entry.distinct + len(added)
                 entry = entry._replace(counted=length, distinct=distinct)
             else:
-                counted.append(_count(row, vocab))
-                new.append(_NONE_NEW)
-                columns.append(0)
+                counted = _count(row, vocab)
                 if entry is not None:
                     place = entry.place
                 else:
                     place = free.pop() if free else entries.pop(next(iter(entries))).place
-                written.append(place)
-                entry = _Entry(place, length, len(counted[-1]), len(counted[-1]))
+                plan.extend((place, NONE, 0, len(tokens), len(tokens) + len(counted)))
+                tokens.extend(counted.keys())
+                counts.extend(counted.values())
+                entry = _Entry(place, length, len(counted), len(counted))
             if row.key in entries:
                 raise ValueError(f"two rows have the key {row.key!r}; each sequence needs its own")
             if row.key is not None:
                 entries[row.key] = entry
             places.append(entry.place)
             needed = max(needed, entry.distinct)
-        arrays = (places, new, columns, written, *_end_to_end(counted))
         size = height, _power_of_two(needed, width)
-        return Update(arrays, entries, size, (len(rows), needed), anew)
+        return Update((plan, tokens, counts), places, entries, size, (len(rows), needed), anew)
 
-    def apply(self, update: Update, sent: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the tokens ``[n, any]`` of each sequence, and how often its output has each.
-
-        A token may be repeated, with the same count. A sequence without tokens has the token 0 with
-        the count -1.
+    def apply(self, update: Update, sent: Sequence[Tensor]) -> Tensor:
+        """Bring the table up to date, and return it.
 
         Args:
             update: of :meth:`plan`, since which nothing was applied.
             sent: its arrays, on the device.
 
         """
-        places, new, columns, written, *counted = sent
-        height, width = update.size
+        plan, tokens, counts = sent
         self._entries = {}  # if this is interrupted, every sequence sends all again
-        if update.anew or not self._ids.numel():
-            self._ids = self._counts = new.new_zeros(0, 1, dtype=torch.int32)
-            self._calls, self._needed = 0, (1, 1)
-        elif self._calls >= _CHECKED:
+        is_new = update.anew or not self._table.numel()
+        if is_new or self._calls >= _CHECKED:
             self._calls, self._needed = 0, (1, 1)
         self._calls += 1
-        self._needed = (
-            max(self._needed[0], update.needed[0]),
-            max(self._needed[1], update.needed[1]),
-        )
-        self._ids = _grow(self._ids, height, width)
-        self._counts = _grow(self._counts, height, width)
-        if len(written):
-            lengths, *values = counted
-            ends = lengths.cumsum(0)
-            total = len(values[0])
-            owner = torch.repeat_interleave(lengths, output_size=total)
-            column = torch.arange(total, device=new.device) - (ends - lengths)[owner]
-            for table, each in zip((self._ids, self._counts), values, strict=True):
-                each = each.int()
-                table.index_copy_(0, written, each[ends - 1].unsqueeze(1).expand(-1, width))
-                table.index_put_((written[owner], column), each)
-        ids, counts = self._ids.index_select(0, places), self._counts.index_select(0, places)
-        new = new.int().unsqueeze(1)
-        same = ids == new
-        free = torch.arange(width, device=new.device) >= columns.unsqueeze(1)
-        free &= (new >= 0) & ~same.any(1, keepdim=True)
-        ids, counts = torch.where(free, new, ids), torch.where(free, 1, counts + same)
-        self._ids.index_copy_(0, places, ids)
-        self._counts.index_copy_(0, places, counts)
+        rows, columns = self._needed
+        self._needed = max(rows, update.needed[0]), max(columns, update.needed[1])
+        _, height, width = self._table.shape
+        if is_new or update.size != (height, width):
+            table = plan.new_full((2, *update.size), EMPTY, dtype=torch.int32)
+            if not is_new:
+                table[:, :height, :width] = self._table
+            self._table = table
+        count_tokens(self._table, plan.view(-1, 5), tokens, counts)
         self._entries = update.entries
-        return ids.long().clamp_(min=0), counts
+        return self._table
 
 
 def check_tokens(ids: Iterable[int], vocab: int) -> None:
@@ -189,29 +162,6 @@ def _count(row: Row, vocab: int) -> dict[int, int]:
         counts[token] = count
     check_tokens(counts, vocab)
     return counts
-
-
-def _end_to_end(
-    counted: Sequence[dict[int, int]],
-) -> tuple[array[int], array[int], array[int]]:
-    """Return how many tokens each sequence has, the tokens, and their counts."""
-    lengths, ids, counts = array("q"), array("q"), array("q")
-    for each in counted:
-        of = each or {_NO_TOKEN: -1}
-        lengths.append(len(of))
-        ids.extend(of.keys())
-        counts.extend(of.values())
-    return lengths, ids, counts
-
-
-def _grow(table: Tensor, height: int, width: int) -> Tensor:
-    """Add rows of any content, and columns that repeat the last one."""
-    if table.shape[1] < width:
-        more = table[:, -1:].expand(-1, width - table.shape[1])
-        table = torch.cat([table, more], 1)
-    if len(table) < height:
-        table = torch.cat([table, table.new_zeros(height - len(table), width)])
-    return table
 
 
 def _power_of_two(number: int, least: int = 1) -> int:

@@ -12,6 +12,7 @@ from vllm_module.kernels.act_and_mul import (
     act_and_mul_triton,
     swiglu_oai_and_mul_triton,
 )
+from vllm_module.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
 from vllm_module.kernels.draw_tokens import draw_tokens_triton
 from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
 from vllm_module.kernels.rms_norm import (
@@ -19,6 +20,7 @@ from vllm_module.kernels.rms_norm import (
     rms_norm_quantize_triton,
     rms_norm_triton,
 )
+from vllm_module.kernels.token_logprobs import token_logprobs_triton
 
 
 def norm(
@@ -72,6 +74,21 @@ def quantized(
     return lambda: quantize(meta(rows, columns), meta(rows, columns, dtype=dtype), scale, *block)
 
 
+def adjusted(dtype: torch.dtype) -> Callable[[], object]:
+    """Count tokens, and adjust and rank logits of 64 rows."""
+    longs, doubles = meta(64, 8, dtype=torch.int64), meta(64, 3, dtype=torch.float64)
+    table, tokens = meta(2, 64, 1024, dtype=torch.int32), meta(64, dtype=torch.int64)
+    logits = meta(64, 151936, dtype=dtype)
+
+    def launch() -> None:
+        count_tokens_triton(table, longs, tokens, tokens)
+        adjust_logits_triton(logits, longs, doubles, doubles, tokens, table)
+        for width in (0, 20):
+            token_logprobs_triton(logits, tokens, tokens, width)
+
+    return launch
+
+
 def drawn(dtype: torch.dtype) -> Callable[[], object]:
     """Draw tokens of 64 rows by all searches."""
     rows, settings = meta(64, dtype=torch.int64), meta(64, 5, dtype=torch.float64)
@@ -96,6 +113,8 @@ CASES: Cases = {
     "quantize to int8 by tensor": quantized(4096, 4096, (4096, 4096), torch.int8),
     "draw tokens": drawn(torch.bfloat16),
     "draw tokens, fp32": drawn(FP32),
+    "adjust logits": adjusted(torch.bfloat16),
+    "adjust logits, fp32": adjusted(FP32),
     "swiglu of gpt-oss": lambda: swiglu_oai_and_mul_triton(meta(8192, 5760), 1.702, 7.0),
 }
 HOPPER: Cases = {
