@@ -15,6 +15,7 @@ import torch
 
 from vllm_module import WeightLoadError
 from vllm_module.core import fill
+from vllm_module.core.run import execute
 from vllm_module.errors import (
     DuplicateWeightError,
     ModelNotReadyError,
@@ -261,7 +262,7 @@ def test_a_first_load_that_breaks_leaves_no_new_memory(
     model(torch.arange(3))
 
 
-@pytest.mark.parametrize("outcome", ["loaded", "refused", "planned", "incomplete"])
+@pytest.mark.parametrize("outcome", ["loaded", "refused", "planned", "run", "incomplete"])
 def test_a_model_that_is_deleted_gives_back_its_memory_at_once(outcome: str) -> None:
     """A load leaves no cycle of references, which would hold the model until a collection."""
     gc.disable()
@@ -276,6 +277,12 @@ def test_a_model_that_is_deleted_gives_back_its_memory_at_once(outcome: str) -> 
                 model.load_weights({**tensors, "other": torch.zeros(1)})
         elif outcome == "planned":
             model.plan_weights(tensors)
+        elif outcome == "run":
+            model.blocks[0].mlp.gate_up_proj.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))
+            plan = model.plan_weights(tensors)
+            execute(plan)
+            model.check_ready()
+            del plan
         else:
             with contextlib.suppress(ModelNotReadyError):
                 model.check_ready()

@@ -64,7 +64,7 @@ class Allocation:
             for name in conversion.makes:
                 made = location.node.module._parameters[name]
                 assert made is not None
-                self._replace(made, self._new(made, device), [location.node.location(name)])
+                self._replace(made, self._new(made, device), [Location(location.node, name)])
         self._replace(tensor, self._new(tensor, device), holders)
         return False
 
