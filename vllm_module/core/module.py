@@ -3,11 +3,12 @@
 ``load_weights`` groups pairs of name and tensor by the first component of the name and hands each
 group to the child that the component names; the children do the same with the rest of the name. A
 fused layer declares ``shard_names``, and the module above finds it under each of them, so no model
-needs a mapping table. A declared name may have several components; then the longest one counts.
+needs a mapping table. Where several declared names begin a name, the longest counts.
 
 What each name does is written into a plan (``planner.py``). All that is wrong is refused in one
-report before a byte is read; then the plan is run (``run.py``). Tensors of an iterator are the
-exception: each is copied as it arrives, by a plan of its own.
+report before anything is written; then the plan is run (``run.py``), by this package's reader or
+another (``run.Reader``). Tensors of an iterator are the exception: each is copied before the next
+is asked for, and the report comes at the end. Handles of an iterator wait for it.
 """
 
 from __future__ import annotations
@@ -68,17 +69,18 @@ class vLLMModule(nn.Module):
     def load_weights(self, weights: Weights) -> set[str]:
         """Load a whole checkpoint and return the names of the parameters and buffers it fills.
 
-        ``weights`` are pairs of name and tensor or handle, as a mapping, a collection or an
-        iterator; names are relative to this module. Every slot must be filled exactly once. What is
+        ``weights`` are pairs of name and tensor or handle (``weights.Handle``: a tensor that is not
+        read yet), as a mapping, a collection or an iterator; names are relative to this module.
+        Every slot must be filled exactly once, a tied tensor under one of its names or all. What is
         missing, unexpected, duplicated or misshapen is one ``WeightLoadError`` (or a subclass).
 
         An override may rename or change pairs for ``super()``, or call its children itself. Given
         an iterator, it passes on a generator, so that tensors are streamed; else a list, so that
-        all names are checked before anything is written. Below the outermost module, a stream calls
-        it once for each pair. Values may not be there yet when ``super()`` returns: compute with
-        them in :meth:`process_weights_after_loading`.
+        all names are checked before anything is written. Below the outermost module, an override is
+        called with one pair of a stream at a time. Values may not be there yet when ``super()``
+        returns: compute with them in :meth:`process_weights_after_loading`.
         """
-        if isinstance(weights, Group):  # from the module above, which needs no names back
+        if isinstance(weights, Group):  # from a module above, which needs no names back
             self._route(weights, Planner.current())
             return set()
         with loading(self, weights) as planner, planner.names_of(self) as names:
@@ -99,15 +101,15 @@ class vLLMModule(nn.Module):
                 group.append((route.prefix + rest, weight, full_name))
             elif isinstance(route, Skip):
                 planner.skip(full_name, route.reason)
-            elif route is None:  # no tensor has this name, which is refused
+            elif route is None:  # nothing is declared by this name: the report says so
                 planner.fill(full_name, weight, node.location(name))
-            else:
+            else:  # a tensor; behind the name of a slot, the rest is the tensor's
                 planner.fill(full_name, weight, node.location(route.attr or rest), route.slot)
         for group in groups.values():
             self._hand_on(group, planner)
 
     def _hand_on(self, weights: Group, planner: Planner) -> None:
-        """Let the module that ``weights`` are for load them."""
+        """Call ``load_weights`` of the module that the group is for."""
         module = weights.node.module
         if isinstance(module, vLLMModule) and module is not self:
             module.load_weights(weights)
@@ -124,10 +126,11 @@ class vLLMModule(nn.Module):
     def process_weights_after_loading(self) -> None:
         """Compute from the loaded weights what the module runs with.
 
-        Called once by each load or update that fills a tensor here or below, children first, and
-        only when all tensors here and below hold values. A module with no ``vLLMModule`` below it
-        is called as soon as all of its tensors are filled; any other one, and one that an update
-        fills in part, is called at the end. An override computes everything again, in place, so
+        Called once by each load, and by each update that fills a tensor here or below, children
+        first, and only when all tensors here and below hold values; never for modules above the one
+        that is loaded. A module with no ``vLLMModule`` below it is called as soon as all of its
+        tensors are filled. All others, and those that an update fills in part, are called at the
+        end. An override computes everything again, in place, so
         that a captured CUDA graph sees it. To refuse the checkpoint, it raises a
         ``WeightLoadError`` whose message begins with the name of the tensor.
         """
@@ -159,8 +162,8 @@ class vLLMModule(nn.Module):
     def update_weights(self, weights: Weights) -> set[str]:
         """Load part of a checkpoint into the memory that the parameters already have.
 
-        Like :meth:`load_weights`, except that nothing has to be complete. If the stream breaks,
-        the model refuses to run until a :meth:`load_weights` succeeds.
+        Like :meth:`load_weights`, except that nothing has to be complete. If it fails after it has
+        written, the model refuses to run until a :meth:`load_weights` succeeds.
         """
         with loading(self, weights, partial=True) as planner, planner.names_of(self) as names:
             self.load_weights(weights)  # adds to this plan
@@ -169,7 +172,8 @@ class vLLMModule(nn.Module):
     def plan_weights(self, weights: Weights) -> LoadPlan:
         """Return what :meth:`load_weights` would do, by the same recursion, reading nothing.
 
-        What would be refused is in the plan's report. An iterator is used up.
+        What would be refused is in the plan's report, but for what only values show. An iterator is
+        used up.
         """
         with planning(self, weights) as planner, paused_gc(isinstance(weights, Collection)):
             self.load_weights(weights)  # adds to this plan

@@ -1,7 +1,7 @@
 """From names to a plan: which checkpoint tensor fills which slot, and what is wrong with the rest.
 
 The outermost call of ``load_weights`` opens a planner, and every call below it adds to it what
-``vLLMModule._route`` says of its names. Nothing is read here.
+``vLLMModule._route`` says of its names. Nothing is written here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _current: ContextVar[Planner | None] = ContextVar("planner", default=None)
 
 
 class Group(list[tuple[str, Weight, str]]):
-    """Weights that the module above hands to the module at ``node``.
+    """Weights that a module above hands to the module at ``node``.
 
     Each has its name relative to the module, the tensor or handle, and the checkpoint's full name.
     """
@@ -54,7 +54,7 @@ class Group(list[tuple[str, Weight, str]]):
 
 
 class Renamed(str):
-    """A name with the checkpoint's full one, which reports have.
+    """A name that knows the checkpoint's full name, which reports show.
 
     An override of ``load_weights`` is given such names, and may make its own for what it renames.
     """
@@ -97,8 +97,8 @@ class Planner:
         self.report = LoadReport()
         self.fills: list[Fill] = []
         self.folder: Path | None = None
-        self._nodes = {root: self.top}  # of modules that were called with weights
-        self._paths: list[str] = []  # of tensors, in the order in which they were filled
+        self._nodes = {root: self.top}  # of modules that may be called with weights
+        self._paths: list[str] = []  # of tensors to fill, in the order of names
         # By tensor, the first name for each slot and its path; places of a tied tensor share them.
         self._claims: dict[torch.Tensor, dict[str, tuple[str, str]]] = {}
         self._tied: dict[tuple[str, str], str] = {}  # (another path, slot) -> name

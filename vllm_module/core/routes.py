@@ -46,7 +46,7 @@ class Skip(NamedTuple):
 
 
 Route: TypeAlias = Child | Tensor | Skip
-# A table within a table may have the route of the names that match no longer path, under "".
+# A table within a table has, under "", the route of names that go on with none of its keys.
 Routes: TypeAlias = dict[str, Union[Route, "Routes"]]
 
 

@@ -1,7 +1,7 @@
 """From a plan to bytes: allocate, read, mark what is filled, process, and undo what broke.
 
-Nothing here knows what a checkpoint calls its tensors. A reader gets the plan's pieces in their
-order, each with the memory that it belongs in, so another reader may fetch them from elsewhere.
+Nothing here routes names. A reader gets the pieces of a plan in their order, one group of modules
+after the other, each piece with what it is read into: another reader may fetch them from elsewhere.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Run:
         self._tree: list[Node] | None = None  # of every module, once it was walked
         self._below: list[nn.Module] | None = None  # the root and every module below
         self._targets: dict[Location, _Target] = {}
-        self._filled: dict[Node, None] = {}  # owners of tensors that were read
+        self._filled: dict[Node, None] = {}  # owners of tensors that this run fills
         self._unfilled: dict[nn.Module, dict[str, set[str]]] = {}  # of owners that wait to process
         self._processed: set[nn.Module] = set()
 
@@ -117,8 +117,8 @@ class Run:
         if open_reader is not None and plan.fills:
             self._reader = self._opened.enter_context(open_reader(plan))
         self.fill(plan.fills)
-        state_of(self.root).report = plan.report
         self._process_rest()
+        state_of(self.root).report = plan.report
         if not self.partial:
             allow_to_run(self._modules())
 
@@ -297,6 +297,7 @@ def loading(
 def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
     """Do what ``plan`` says: refuse it, or read its fills into the module that it is for.
 
+    What ``plan_weights`` does not look at, this does not either: zeros that are skipped by a rule.
     Raises as :func:`loading` does.
     """
     run = Run(plan.module)

@@ -48,7 +48,10 @@ def unguard(module: nn.Module) -> None:
 
 @contextmanager
 def in_progress(module: nn.Module) -> Iterator[None]:
-    """Let no other load or plan of ``module`` begin, and no forward pass, while the block runs."""
+    """Let no other load or plan of ``module`` begin while the block runs.
+
+    Nor a forward pass, if the module is guarded: a run guards it before it writes.
+    """
     state = state_of(module)
     if state.in_progress:
         raise RuntimeError(f"this {type(module).__name__} is already being loaded")

@@ -108,9 +108,9 @@ class Node:
 
     @property
     def processes_alone(self) -> bool:
-        """Whether the module processes weights as soon as it has its own: none below loads itself.
+        """True if the module has weights to process and no ``vLLMModule`` is below it.
 
-        The others wait for the end of the load.
+        It processes them once its tensors are filled. The others wait for the end of the load.
         """
         if self._alone is None:
             module: Any = self.module
@@ -167,7 +167,7 @@ class Location:
 
     Attributes:
         path: the full name of the tensor in the tree.
-        claims: what has filled each slot, while a plan is made; ``None`` until a name leads here.
+        claims: the first name for each slot, while a plan is made; ``None`` until one leads here.
 
     """
 
