@@ -551,11 +551,11 @@ def model_configs(
             replace those drawn here. Give one for each size of the model's own, because its
             default is that of a real model.
 
-    Drawn are the numbers of layers, heads and key-value heads, ``hidden_size``, ``head_dim`` (even,
-    and not derived from ``hidden_size``), ``intermediate_size``, ``vocab_size``,
-    ``tie_word_embeddings`` and ``rope_parameters``. A model with half of each head rotated needs
-    ``head_dim=st.sampled_from([4, 8])``, one that cannot be tied
-    ``tie_word_embeddings=st.just(False)``.
+    Drawn are the numbers of layers, heads and key-value heads, ``hidden_size`` (which the heads
+    divide into even sizes), ``head_dim`` (even, and not derived from ``hidden_size``),
+    ``intermediate_size``, ``vocab_size``, ``tie_word_embeddings`` and ``rope_parameters``. A model
+    with half of each head rotated needs ``head_dim=st.sampled_from([4, 8])``, one that cannot be
+    tied ``tie_word_embeddings=st.just(False)``.
 
     Raises ``UnsupportedModelError`` if no model of that name is registered.
 
@@ -565,7 +565,8 @@ def model_configs(
     drawn: dict[str, Any] = {
         "architectures": [name or "TestForCausalLM"],
         "num_hidden_layers": draw(st.integers(1, 2)),
-        "hidden_size": draw(st.sampled_from([4, 6, 8])),
+        # A model may derive the size of its heads from it.
+        "hidden_size": layout.heads * draw(st.sampled_from([2, 4])),
         "num_attention_heads": layout.heads,
         "num_key_value_heads": layout.kv_heads,
         "head_dim": layout.head_size,
