@@ -145,14 +145,15 @@ def progress(
     done = threading.Event()
     console = console or Console(stderr=True)
     with Progress(*columns, TransferSpeedColumn(), console=console) as bar:
-        task = bar.add_task(label, total=None)
+        task = bar.add_task(label, total=None, visible=False)  # until there is a plan
 
         def follow() -> None:
             while not done.wait(0.1):
                 bar.update(task, completed=checkpoint.bytes_read)
 
         def planned(plan: LoadPlan) -> None:
-            bar.update(task, total=sum(read.nbytes for read in plan.reads()))
+            total = sum(read.nbytes for read in plan.reads())
+            bar.update(task, total=total, visible=True)
 
         follower = threading.Thread(target=follow, name="progress", daemon=True)
         follower.start()

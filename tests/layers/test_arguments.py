@@ -143,6 +143,11 @@ CASES = {
         | {"scale": 0.7},
         latents,
     ),
+    "MLAHeadProjection": Case(
+        {"kv_lora_rank": 4, "num_heads": 2, "head_dim": 3},
+        {"kv_lora_rank": 6, "num_heads": 4, "head_dim": 5, "transposed_product": True} | HALF,
+        x,
+    ),
     "MLAUpProjection": Case(
         {"kv_lora_rank": 4, "num_heads": 2, "qk_nope_head_dim": 3, "v_head_dim": 5},
         {"kv_lora_rank": 6, "num_heads": 4, "qk_nope_head_dim": 4, "v_head_dim": 4} | HALF,
@@ -213,7 +218,8 @@ def behaviour(build: Callable[..., Any], arguments: dict[str, Any], inputs: Any)
         )
         output = layer(*inputs(layer))
         outputs = output if isinstance(output, tuple) else (output,)
-        held = [(name, each.shape, each.tolist()) for name, each in layer.named_parameters()]
+        tensors = *layer.named_parameters(), *layer.named_buffers()
+        held = [(name, each.shape, each.tolist()) for name, each in tensors]
         return sorted(wanted), held, [(each.dtype, each.tolist()) for each in outputs]
 
     return run_ranks(2, rank_fn)

@@ -48,7 +48,7 @@ def folded(plan: LoadPlan) -> tuple[LoadPlan, list[int]]:
     """Return the plan with one tensor of those that are cut alike, and how many they are."""
     groups = plan.alike()
     first = [each[0] for each in groups]
-    return replace(plan, assignments=first), [len(each) for each in groups]
+    return replace(plan, fills=first), [len(each) for each in groups]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,8 +226,9 @@ def test_a_renamed_tensor_keeps_the_name_of_the_checkpoint_in_reports() -> None:
                 [(Renamed(name.replace("gamma", "weight"), f"x.{name}"), w) for name, w in weights]
             )
 
-        def stored_as(self, name: str) -> str | None:
-            return name.replace("norm.weight", "norm.gamma")
+        def stored_names(self, given):
+            assert "x.norm.gamma" not in given
+            return lambda name: name.replace("norm.weight", "norm.gamma")
 
     tensors = tree.block_checkpoint()
     tensors["norm.gamma"] = tensors.pop("norm.weight")
@@ -239,3 +242,32 @@ def test_a_renamed_tensor_keeps_the_name_of_the_checkpoint_in_reports() -> None:
     del tensors["norm.gamma"]
     with pytest.raises(MissingWeightError, match=r"norm\.weight: .* \(or norm\.gamma\)"):
         Old().load_weights(tensors)
+
+
+def test_reports_keep_full_names_where_an_override_copies_names() -> None:
+    """Names that are equal to those that it was given are those, whatever string they are."""
+
+    class Copying(tree.MLP):
+        def load_weights(self, weights):
+            return super().load_weights([(f"{name}", weight) for name, weight in weights])
+
+    class Above(vLLMModule):
+        weight_aliases = {"old": "mlp"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Copying()
+
+    tensors = {f"old.{n}": torch.ones(t.shape) for n, t in tree.MLP().expected_weights().items()}
+    model = Above()
+    model.load_weights(tensors)
+    assert model.load_report is not None
+    loaded = [name for names in model.load_report.loaded.values() for name in names]
+    assert sorted(loaded) == sorted(tensors)
+
+
+def test_a_renamed_name_can_be_copied() -> None:
+    """A module that keeps the names it passed on can be copied and pickled."""
+    name = Renamed("new", "old")
+    for copied in (copy.deepcopy(name), pickle.loads(pickle.dumps(name))):
+        assert (copied, copied.stored) == ("new", "old")

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import runpy
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from vllm_module import vLLMModule
 from vllm_module.core.run import execute
 from vllm_module.distributed import tensor_parallel
-from vllm_module.errors import MissingWeightError, ModelNotReadyError, WeightReadError
+from vllm_module.errors import (
+    MissingWeightError,
+    ModelNotReadyError,
+    WeightLoadError,
+    WeightReadError,
+)
+from vllm_module.layers import RMSNorm
 from vllm_module.testing import failing_reads
 from vllm_module.testing.checkpoints import assert_same_state, state
 from vllm_module.weights import PIECE_BYTES, reader_threads, staging_buffers
@@ -167,3 +175,28 @@ def test_another_reader_gets_the_plan_in_its_order() -> None:
     assert all(p.is_meta for n, p in broken.named_parameters() if ".plain." not in n)
     with pytest.raises(ModelNotReadyError, match="hung up"):
         broken(torch.arange(3))
+
+
+def test_running_a_plan_checks_what_planning_does_not_look_at() -> None:
+    """A tensor without data is refused by name when the plan is run, and nothing is written."""
+    tensors = tree.checkpoint()
+    tensors["embed.weight"] = tensors["embed.weight"].to("meta")
+    model = tree.Model()
+    plan = model.plan_weights(tensors)
+    assert plan.report.ok
+    with pytest.raises(WeightLoadError, match=r"embed\.weight: expected a tensor with data"):
+        execute(plan)
+
+    class Layer(vLLMModule):
+        zero_weights = {"bias": "it has none"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = RMSNorm(4)
+
+    for values, fits in ((torch.zeros(4), True), (torch.ones(4), False)):
+        layer = Layer()
+        plan = layer.plan_weights({"norm.weight": torch.ones(4), "bias": values})
+        assert plan.report.skipped == {"bias": "it has none"}
+        with nullcontext() if fits else pytest.raises(WeightLoadError, match="expected zeros"):
+            execute(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from vllm_module.layers import (
     RMSNorm,
     VocabParallelEmbedding,
 )
+from vllm_module.parameters import ColumnvLLMParameter, Dim
 from vllm_module.quantization import ONLINE, EightBitMethod, Scheme
 from vllm_module.testing import random_weights
 
@@ -451,3 +453,50 @@ def test_an_update_processes_all_modules_above_that_it_names() -> None:
     model.load_weights(weights)
     model.update_weights(weights)
     assert (model.a.processed, model.b.processed) == (2, 2)
+
+
+class Doubling(vLLMModule):
+    """Doubles its weight each time it is processed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = ColumnvLLMParameter(Dim.whole(2), tp_rank=0, tp_size=1, dtype=torch.float32)
+
+    def process_weights_after_loading(self) -> None:
+        self.w.mul_(2)
+
+
+@pytest.mark.parametrize("order", [("a", "b", "other"), ("a", "other", "b"), ("other", "b", "a")])
+def test_a_module_under_two_names_is_processed_once(order: tuple[str, ...]) -> None:
+    """Whatever the order of its names in a collection."""
+
+    class Root(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.other = Doubling(), Doubling()
+            self.b = self.a
+
+    model = Root()
+    model.load_weights({f"{name}.w": torch.ones(2) for name in order})
+    assert model.a.w.tolist() == model.other.w.tolist() == [2, 2]
+
+
+def test_an_error_of_processing_that_an_override_catches_is_the_error_of_the_load() -> None:
+    """What the stream brought before it is not called missing."""
+
+    class Broken(Doubling):
+        def process_weights_after_loading(self) -> None:
+            raise ValueError("boom")
+
+    class Root(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Broken(), Doubling()
+
+        def load_weights(self, weights):
+            for pair in weights:
+                with contextlib.suppress(ValueError):
+                    super().load_weights(iter([pair]))
+
+    with pytest.raises(ValueError, match="boom"):
+        Root().load_weights(iter([("a.w", torch.ones(2)), ("b.w", torch.ones(2))]))

@@ -146,12 +146,12 @@ class vLLMModule(nn.Module):
             return ()
         return (self.process_weights_after_loading,)
 
-    def stored_as(self, name: str) -> str | None:
-        """Return what a checkpoint calls the tensor ``name``, for messages, if it is known.
+    def stored_names(self, given: Sequence[str]) -> Callable[[str], str | None]:
+        """Return what tells, for messages, which other name a checkpoint may have for a tensor.
 
-        For an override of :meth:`load_weights` that renames.
+        For an override of :meth:`load_weights` that renames; ``given`` are the names it was given.
         """
-        return None
+        return lambda name: None
 
     @property
     def overrides_load_weights(self) -> bool:

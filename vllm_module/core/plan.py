@@ -60,6 +60,7 @@ class LoadPlan(Summarized):
         fills: the checkpoint tensors that would be read, each with the slot that it fills, in the
             order of reading.
         folder: of the checkpoint, if it is known; for messages.
+        zeros: tensors that are skipped if they hold zeros, and were not looked at.
 
     """
 
@@ -67,6 +68,7 @@ class LoadPlan(Summarized):
     report: LoadReport
     fills: list[Fill]
     folder: Path | None = None
+    zeros: Sequence[tuple[str, Weight]] = ()
 
     def _facts(self) -> list[tuple[str, str]]:
         memory, report = self.memory(), self.report
@@ -164,13 +166,10 @@ def in_reading_order(fills: Iterable[Fill]) -> list[Fill]:
     of_tensor: dict[Location, list[Fill]] = {}
     for fill in fills:
         of_tensor.setdefault(fill.location, []).append(fill)
-    alone: dict[Node, bool] = {}
-    groups: dict[Node | None, list[Fill]] = {}
+    groups: dict[nn.Module | None, list[Fill]] = {}  # a module may have two nodes
     for location, filling in of_tensor.items():
         owner = location.node.owner
-        if owner not in alone:
-            alone[owner] = owner.processes_alone
-        groups.setdefault(owner if alone[owner] else None, []).extend(filling)
+        groups.setdefault(owner.module if owner.processes_alone else None, []).extend(filling)
     return [fill for group in groups.values() for fill in group]
 
 

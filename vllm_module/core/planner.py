@@ -56,7 +56,7 @@ class Group(list[tuple[str, Weight, str]]):
 class Renamed(str):
     """A name that knows the checkpoint's full name, which reports show.
 
-    An override of ``load_weights`` is given such names, and may make its own for what it renames.
+    An override of ``load_weights`` may pass on such names for what it renames.
     """
 
     __slots__ = ("stored",)
@@ -68,6 +68,9 @@ class Renamed(str):
         self = super().__new__(cls, name)
         self.stored = stored
         return self
+
+    def __reduce__(self) -> tuple[type[Renamed], tuple[str, str]]:
+        return Renamed, (str(self), self.stored)
 
 
 class Planner:
@@ -103,7 +106,12 @@ class Planner:
         self._claims: dict[torch.Tensor, dict[str, tuple[str, str]]] = {}
         self._tied: dict[tuple[str, str], str] = {}  # (another path, slot) -> name
         self._misfits: set[str] = set()
+        # By module that overrides load_weights, full names by the names it was given.
+        self._given: dict[nn.Module, dict[str, str]] = {}
+        self._passed_on: dict[nn.Module, list[str]] = {}  # by such a module, full names
         self._renamed: dict[str, list[Renamed]] = {}  # by full name, what overrides made of it
+        self._naming: dict[nn.Module, Callable[[str], str | None]] = {}
+        self._zeros: list[tuple[str, Weight]] = []
 
     @staticmethod
     def current() -> Planner:
@@ -129,10 +137,13 @@ class Planner:
 
     def pairs_of(self, group: Group) -> list[tuple[str, Weight]]:
         """Return pairs of name and tensor for an override; reports keep the full names."""
-        return [
-            (name if name == full_name else Renamed(name, full_name), weight)
-            for name, weight, full_name in group
-        ]
+        given = self._given.setdefault(group.node.module, {})
+        given.update((name, full_name) for name, _, full_name in group)
+        return [(name, weight) for name, weight, _ in group]
+
+    def full_name(self, module: nn.Module, name: str) -> str:
+        """Return the checkpoint's full name of what ``module`` is given as ``name``."""
+        return self._given.get(module, {}).get(name) or self._nodes[module].path + name
 
     def groups(self, module: nn.Module, weights: Weights) -> Iterator[Group]:
         """Yield ``weights`` as groups for ``module``: a collection whole, a stream pair by pair.
@@ -167,10 +178,13 @@ class Planner:
         """Have the fills after the first ``waiting`` read."""
         fills = self.fills[waiting:]
         del self.fills[waiting:]
-        arrived(fills, self.fills)
-        for fill in fills:  # which may have been materialized: another tensor is there
-            assert fill.location.claims is not None
-            self._claims[fill.location.tensor] = fill.location.claims
+        try:
+            arrived(fills, self.fills)
+        finally:  # an override may go on after an error
+            for fill in fills:
+                tensor, claims = fill.location.find(), fill.location.claims
+                if tensor is not None and claims is not None:  # another one if it was materialized
+                    self._claims[tensor] = claims
 
     def _is_named(self, node: Node, pair: Any) -> bool:
         """Tell whether ``pair`` has a name; report it if its name is no string.
@@ -193,11 +207,15 @@ class Planner:
         return False
 
     def _full_name(self, node: Node, name: str) -> str:
-        if type(name) is not Renamed:
+        if type(name) is Renamed:
+            full_name = name.stored
+            self._renamed.setdefault(full_name, []).append(name)
+        elif node.overrides:
+            full_name = self.full_name(node.module, name)
+        else:
             return node.path + name
-        if not name.stored.endswith(name):
-            self._renamed.setdefault(name.stored, []).append(name)
-        return name.stored
+        self._passed_on.setdefault(node.module, []).append(full_name)
+        return full_name
 
     @contextmanager
     def names_of(self, module: nn.Module) -> Iterator[set[str]]:
@@ -222,7 +240,7 @@ class Planner:
         tensor = location.find()
         slots = () if tensor is None else slots_of(tensor)
         if tensor is None or (slot is not None and slot not in slots):
-            self._refuse(name, weight, location, slot)
+            self._refuse(name, weight, location, slot, tensor)
             return
         report, path, claims = self.report, location.path, location.claims
         if claims is None:
@@ -257,17 +275,28 @@ class Planner:
         self._paths.append(path)
         self.fills.append(Fill(name, slot, weight, location, tied_to))
 
-    def _refuse(self, name: str, weight: Weight, location: Location, slot: str | None) -> None:
+    def _refuse(
+        self,
+        name: str,
+        weight: Weight,
+        location: Location,
+        slot: str | None,
+        tensor: torch.Tensor | None,
+    ) -> None:
         """Report a name that no tensor or slot has; skip it where zeros may be stored for it."""
-        rule = fit.zero_rule(location)
+        rule = fit.zero_rule(location) if tensor is None else None
         if rule is None:
-            problem = fit.no_place(location, slot)
-        elif not self.reads or (why := fit.not_zeros(weight)) is None:
-            self.skip(name, rule)
-            return
+            problem: str | None = fit.no_place(location, slot)
+        elif self.reads:
+            problem = fit.not_zeros(weight)
         else:
-            problem = why
-        self.report.unexpected.append(self._problem(name, problem))
+            problem = None
+            self._zeros.append((name, weight))
+        if problem is None:
+            assert rule is not None
+            self.skip(name, rule)
+        else:
+            self.report.unexpected.append(self._problem(name, problem))
 
     def _problem(self, name: str, detail: str) -> Problem:
         """Name what was renamed by both names."""
@@ -281,7 +310,7 @@ class Planner:
         if not self.partial:
             self._add_missing()
         fills = in_reading_order(self.fills)
-        return LoadPlan(self.root, self.report, fills, self.folder)
+        return LoadPlan(self.root, self.report, fills, self.folder, self._zeros)
 
     def _add_missing(self) -> None:
         lacking = (t for module in modules_below(self.root) for _, t in stored_tensors(module))
@@ -305,15 +334,24 @@ class Planner:
             name, detail = fit.missing(location, slot)
             node: Node | None = location.node
             while node is not None:
-                if node.overrides:
-                    module: Any = node.module
-                    other = module.stored_as(name[len(node.path) :])
+                if node.overrides and name.startswith(node.path):
+                    other = self._names_of(node)(name[len(node.path) :])
                     detail += f" (or {node.path}{other})" if other else ""
                 node = node.parent
             self.report.missing.append(Problem(name, detail))
             return
         self.report.loaded.setdefault(location.path, [])
         self.fills.append(Fill(location.stored_name(slot), slot, weight, location))
+
+    def _names_of(self, node: Node) -> Callable[[str], str | None]:
+        """Return how the module at ``node``, an override, names what is missing."""
+        found = self._naming.get(node.module)
+        if found is None:
+            module: Any = node.module
+            given, above = self._passed_on.get(module, ()), len(node.path)
+            found = module.stored_names([name[above:] for name in given])
+            self._naming[module] = found
+        return found
 
     def _lacks(self, tensor: torch.Tensor) -> bool:
         """Tell whether no name fills some slot of ``tensor``."""

@@ -16,9 +16,10 @@ from torch import nn
 
 from vllm_module.core.allocation import Allocation
 from vllm_module.core.fill import Fill, refuse_nan, refuse_nan_read
+from vllm_module.core.fit import misfit, not_zeros
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.planner import Planner, Weights, planning
-from vllm_module.core.report import fold, outcome
+from vllm_module.core.report import Problem, fold, outcome
 from vllm_module.core.state import (
     allow_to_run,
     guard,
@@ -87,7 +88,6 @@ class Run:
     def __init__(self, root: nn.Module, *, partial: bool = False) -> None:
         self.root, self.partial = root, partial
         self.top = Node(root)
-        self._allow_nan = getattr(root, "allow_nan", False)
         self.written = False
         self.overwritten: dict[Location, None] = {}
         self.failure: BaseException | None = None
@@ -137,8 +137,11 @@ class Run:
                     self._fill_together([*group])
         except BaseException as error:
             self.failure = error  # an override that catches it does not make the load whole
-            self._reader = None  # which reads no more
             raise
+
+    @property
+    def _allow_nan(self) -> bool:
+        return getattr(self.root, "allow_nan", False)
 
     def undo(self) -> None:
         """Put what was allocated back on the meta device."""
@@ -149,7 +152,11 @@ class Run:
     def _fill_together(self, fills: Sequence[Fill]) -> None:
         if self._reader is None:
             self._reader = self._opened.enter_context(Readers(state_of(self.root).device))
-        self._reader.read(self._jobs(fills, self._reader))
+        try:
+            self._reader.read(self._jobs(fills, self._reader))
+        except BaseException:
+            self._reader = None  # which reads no more
+            raise
         complete: dict[nn.Module, Node] = {}
         for fill in fills:
             self._mark_filled(fill, complete)
@@ -297,15 +304,27 @@ def loading(
 def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
     """Do what ``plan`` says: refuse it, or read its fills into the module that it is for.
 
-    What ``plan_weights`` does not look at, this does not either: zeros that are skipped by a rule.
     Raises as :func:`loading` does.
     """
     run = Run(plan.module)
+    _check_values(plan)
     try:
         with in_progress(plan.module), _undone_if_broken(run, plan):
             run.execute(plan, open_reader)
     finally:
         run.top.forget_below()
+
+
+def _check_values(plan: LoadPlan) -> None:
+    """Report what a plan does not look at: tensors without data, and zeros that are none."""
+    report = plan.report
+    for name, slot, weight, location, _, held in plan.fills:
+        if isinstance(weight, torch.Tensor) and not held:
+            problem = misfit(location, location.tensor, slot, weight, needs_data=True)
+            report.misshapen += [Problem(name, problem)] if problem else []
+    for name, weight in plan.zeros:
+        problem = not_zeros(weight)
+        report.unexpected += [Problem(name, problem)] if problem else []
 
 
 @contextmanager

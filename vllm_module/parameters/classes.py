@@ -291,6 +291,8 @@ class BlockQuantScaleParameter(BasevLLMParameter):
     two, with 127 added.
     """
 
+    scale_dtypes: tuple[torch.dtype, ...]
+
     def __new__(
         cls,
         output: Dim,
@@ -308,8 +310,12 @@ class BlockQuantScaleParameter(BasevLLMParameter):
         self = super().__new__(
             cls, rows, cols, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more
         )
-        self.stored_dtypes = stored_dtypes
+        self.scale_dtypes = stored_dtypes
         return self
+
+    @property
+    def stored_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.scale_dtypes
 
     def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
         for piece in super().pieces(weight, slot):

@@ -56,15 +56,11 @@ class BasevLLMParameter(nn.Parameter):
 
     Attributes:
         division: what this rank keeps of each slot, shared by parameters that are declared alike.
-        stored_dtypes: those that a checkpoint may have, if others than ``dtype`` and those that
-            convert to it.
 
     Raises:
         ShardingError: a slot cannot be divided among ``tp_size`` ranks.
 
     """
-
-    stored_dtypes: tuple[torch.dtype, ...] = ()
 
     tp_rank: int
     tp_size: int
@@ -98,6 +94,11 @@ class BasevLLMParameter(nn.Parameter):
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
         """By dimension, what this rank keeps of each slot."""
         return self.division.shards
+
+    @property
+    def stored_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What a checkpoint may have, if others than the dtype and those that convert to it."""
+        return ()
 
     @property
     def slots(self) -> Mapping[str, Index]:

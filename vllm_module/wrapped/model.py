@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,7 +71,6 @@ class TransformersForCausalLM(vLLMModule):
         fix_frequencies(model, config.max_model_len)
         own = divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
         self._names = Names(model, whole)
-        self._given: list[str] = []  # names of the checkpoint that is loaded
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
         self._trunk, found = find_trunk(model, takes_positions=own.takes_positions)
@@ -147,30 +146,32 @@ class TransformersForCausalLM(vLLMModule):
         """Load a checkpoint, whose names and layout transformers' rules say."""
         pairs: Any = weights
         streamed = iter(pairs) is pairs
-        self._given.clear()
         renamed = self._renamed(pairs)
         return super().load_weights(renamed if streamed else list(renamed))
 
-    def stored_as(self, name: str) -> str | None:
-        """Return what transformers renames to ``name``, in the way of the names that were given."""
-        return self._names.closest(name, beginnings(self._given))
+    def stored_names(self, given: Sequence[str]) -> Callable[[str], str | None]:
+        """Return what tells which name transformers renames, in the way of those it was given."""
+        known = beginnings(given)
+        return lambda name: self._names.closest(name, known)
 
     def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Yield pairs by our names, which keep those of the checkpoint for reports."""
+        planner = Planner.current()
         for pair in pairs:
             named = isinstance(pair, (tuple, list)) and len(pair) == 2
             if not (named and isinstance(pair[0], str)):  # which is refused as in any model
                 yield pair
                 continue
             given, weight = pair
-            self._given.append(given)
-            stored = given.stored if isinstance(given, Renamed) else given
             parts = self._names.of(given, weight)
             if isinstance(parts, str):
-                Planner.current().skip(stored, parts)
+                planner.skip(planner.full_name(self, given), parts)
                 continue
             for each, part in parts:
-                yield Renamed(self._with_attention(each), stored), part
+                name = self._with_attention(each)
+                if name != given:
+                    name = Renamed(name, planner.full_name(self, given))
+                yield name, part
 
     def _with_attention(self, name: str) -> str:
         """Return the path of a scale of keys or values, stored where transformers attends."""
