@@ -60,7 +60,7 @@ def assert_pure(case: Case) -> None:
             yield pair
 
     check("before the load")
-    before = _surroundings(module)
+    before, threads = _surroundings(module), set(threading.enumerate())
     module.load_weights(watched())
     module.update_weights(tensors)
     check("after the load")
@@ -69,6 +69,8 @@ def assert_pure(case: Case) -> None:
     after = _surroundings(module)
     changed = sorted(name for name in before | after if before.get(name) != after.get(name))
     assert not changed, f"loading changed {', '.join(changed)}"
+    started = [each.name for each in set(threading.enumerate()) - threads]
+    assert not started, f"loading left threads: {', '.join(started)}"
 
     others = [case.build(case.rank, case.size) for _ in range(2)]
     threads = [threading.Thread(target=m.load_weights, args=(tensors,)) for m in others]
@@ -97,7 +99,6 @@ def _surroundings(module: nn.Module) -> dict[str, object]:
         "torch's threads": torch.get_num_threads(),
         "torch's random state": torch.get_rng_state().numpy().tobytes(),
         "the default dtype": torch.get_default_dtype(),
-        "the number of threads": threading.active_count(),
     }
     for path, each in module.named_modules():
         surroundings[f"attributes of {path or 'the module'}"] = set(vars(each))
