@@ -49,8 +49,8 @@ def decode_candidates(
 ) -> dict[str, Decoding]:
     """Return the candidates for a padded head size, heads in a group, and bytes of numbers.
 
-    A tile is 16 KiB of keys, or of 32 tokens. Keys wait for their page number, so three stages keep
-    one tile in flight, four too, and five keep two. Before Hopper a third stage spills.
+    A tile is 8192 numbers of keys, or of 32 tokens. Keys wait for their page number, so three
+    stages keep one tile in flight, four too, and five keep two. Before Hopper a third stage spills.
 
     Splits of 256 tokens let one sequence of 4096 tokens and eight key-value heads use 128
     multiprocessors. Tiles of 32 tokens in five stages take the fewest registers, so that four
@@ -63,10 +63,14 @@ def decode_candidates(
         warps = 8
     if itemsize == 4 or (not hopper and rows > 32):
         tokens = max(16, tokens // 2)
-    stages = 3 if hopper else 2
+    # Larger tiles of rows have Hopper's products anyway, and smaller heads have them neither way.
+    swap = hopper and itemsize == 2 and cache_itemsize == 1 and rows <= 32 and block_d >= 64
+    stages = 2
+    if hopper:
+        stages = 5 if swap and rows == 16 else 3
 
     def one(split: int, most: int, stages: int, tile: int = tokens, tma: bool = False) -> Decoding:
-        return Decoding(Splits(split, most), Tiles(rows, tile, warps, stages, tma))
+        return Decoding(Splits(split, most), Tiles(rows, tile, warps, stages, tma, swap))
 
     found = {
         "splits of 256": one(256, 256, stages),
@@ -123,6 +127,7 @@ def launch_decode(arguments: Arguments, constants: dict[str, Any]) -> None:
             MAX_SPLITS=splits.most,
             DIRECT=count == 1,
             SEQUENCES=SEQUENCES,
+            SWAP=tiles.swap,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
@@ -203,6 +208,7 @@ def _decode(
     MAX_SPLITS: tl.constexpr,
     DIRECT: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """Attend from new tokens of sequences ``begin`` to ``end`` and one key-value head, by splits.
 
@@ -250,7 +256,7 @@ def _decode(
         stop = tl.minimum(split * size + size, context)
         maxima = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M,), tl.float32)
-        outputs = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        outputs = tl.zeros((BLOCK_D, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_D), tl.float32)
         full_stop = stop // BLOCK_N * BLOCK_N  # tiles before it are full
         if WINDOW > 0:
             full_stop = start
@@ -259,15 +265,17 @@ def _decode(
             k_ptr, v_ptr, table_ptr, start, full_stop, first_seen, divisor * factor, cap,
             k_strides, v_strides, table_entry, k_tiles, v_tiles, kv_head,
             HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-            slopes_ptr is not None, PRECISION, False,
+            slopes_ptr is not None, PRECISION, SWAP, False,
         )  # fmt: skip
         maxima, sums, outputs = attend(
             q, maxima, sums, outputs, positions, slopes,
             k_ptr, v_ptr, table_ptr, full_stop, stop, first_seen, divisor * factor, cap,
             k_strides, v_strides, table_entry, None, None, kv_head,
             HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-            slopes_ptr is not None, PRECISION, True,
+            slopes_ptr is not None, PRECISION, SWAP, True,
         )  # fmt: skip
+        if SWAP:
+            outputs = tl.trans(outputs)
         if DIRECT:
             sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             if sinks_ptr is not None:

@@ -197,14 +197,14 @@ def _prefill(
         k_ptr, v_ptr, table_ptr, begin, full_end, first_seen, factor, cap,
         k_strides, v_strides, table_entry, k_tiles, v_tiles, kv_head,
         HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-        slopes_ptr is not None, PRECISION, False,
+        slopes_ptr is not None, PRECISION, False, False,
     )  # fmt: skip
     maxima, sums, outputs = attend(
         q, maxima, sums, outputs, positions, slopes,
         k_ptr, v_ptr, table_ptr, full_end, end, first_seen, factor, cap,
         k_strides, v_strides, table_entry, None, None, kv_head,
         HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-        slopes_ptr is not None, PRECISION, True,
+        slopes_ptr is not None, PRECISION, False, True,
     )  # fmt: skip
     sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if sinks_ptr is not None:

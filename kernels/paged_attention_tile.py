@@ -23,7 +23,8 @@ LOG2_E = 1.4426950408889634  # kernels repeat the number: they see no globals
 class Tiles:
     """The size of a kernel's tiles: query rows, context tokens, warps and pipeline stages.
 
-    With ``tma``, Hopper's copy engine loads a tile of the cache, which lies on one page.
+    With ``tma``, Hopper's copy engine loads a tile of the cache, which lies on one page. With
+    ``swap``, values are multiplied by weights, not weights by values.
     """
 
     block_m: int
@@ -31,6 +32,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     tma: bool = False
+    swap: bool = False
 
 
 class Arguments(NamedTuple):
@@ -164,6 +166,7 @@ def attend(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
+    SWAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Attend from a tile of rows to tokens ``[begin, end)``, and update the running softmax.
@@ -171,7 +174,7 @@ def attend(
     Args:
         q: ``[BLOCK_M, BLOCK_D]``.
         maxima, sums, outputs: the rows' running softmax, ``[BLOCK_M]``, ``[BLOCK_M]`` and
-            ``[BLOCK_M, BLOCK_D]``.
+            ``[BLOCK_M, BLOCK_D]``, or ``[BLOCK_D, BLOCK_M]`` with SWAP.
         positions: of the rows in their sequence, ``[BLOCK_M]``.
         slopes: of ALiBi, ``[BLOCK_M]``.
         k_ptr, v_ptr: of this key-value head; their strides are of page, token and feature.
@@ -183,6 +186,9 @@ def attend(
         k_tiles, v_tiles: descriptors of the caches, if tiles are loaded by them; ``None`` where
             MASKED.
         SAME_STRIDES: whether keys and values have the same strides.
+        SWAP: compute the outputs' transpose, from the values' transpose and that of the weights.
+            For few rows only this order has Hopper's products, whose operands lie in shared
+            memory: values of eight bits are widened before they do, not gathered byte by byte.
         MASKED: whether some row does not see some token, or some token does not exist. Tokens that
             do not exist are not read: NaN of a recycled page times a weight of zero is NaN.
 
@@ -238,7 +244,7 @@ def attend(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maxima - base)
         sums = sums * shrink + tl.sum(weights, axis=1)
-        outputs = outputs * shrink[:, None]
+        outputs *= shrink[None, :] if SWAP else shrink[:, None]
         if v_tiles is not None:
             v = v_tiles.load([slot, column])
         elif MASKED:
@@ -247,7 +253,10 @@ def attend(
             v = tl.load(v_ptr + v_at, mask=is_feature[None, :], other=0.0)
         else:
             v = tl.load(v_ptr + v_at)
-        outputs = tl.dot(weights.to(q.dtype), v.to(q.dtype), outputs, input_precision=PRECISION)
+        left, right = weights.to(q.dtype), v.to(q.dtype)
+        if SWAP:
+            left, right = tl.trans(right), tl.trans(left)
+        outputs = tl.dot(left, right, outputs, input_precision=PRECISION)
         maxima = new_maxima
     return maxima, sums, outputs
 
