@@ -60,7 +60,7 @@ def assert_pure(case: Case) -> None:
             yield pair
 
     check("before the load")
-    before, threads = _surroundings(module), set(threading.enumerate())
+    before, running = _surroundings(module), set(threading.enumerate())
     module.load_weights(watched())
     module.update_weights(tensors)
     check("after the load")
@@ -69,7 +69,7 @@ def assert_pure(case: Case) -> None:
     after = _surroundings(module)
     changed = sorted(name for name in before | after if before.get(name) != after.get(name))
     assert not changed, f"loading changed {', '.join(changed)}"
-    started = [each.name for each in set(threading.enumerate()) - threads]
+    started = [each.name for each in set(threading.enumerate()) - running]
     assert not started, f"loading left threads: {', '.join(started)}"
 
     others = [case.build(case.rank, case.size) for _ in range(2)]
