@@ -41,7 +41,7 @@ def test_scores_are_vllms_formula(penalty: float) -> None:
 
     expected = sorted([*ended, *cut], key=score, reverse=True)
     params = BeamSearchParams(width, LONGEST, length_penalty=penalty)
-    (found,) = search(next_logprobs, [PROMPT], params, [END])
+    (found,) = search(next_logprobs, [PROMPT], params, [END], max_model_len=1000)
     assert [tuple(each.tokens[len(PROMPT) :]) for each in found.sequences] == expected
     for each in found.sequences:
         assert each.stop_reason == (END if each.tokens[-1] == END else None)

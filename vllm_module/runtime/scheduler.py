@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from bisect import insort
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from vllm_module.runtime.page_pool import ROOT, PagePool
 from vllm_module.runtime.saved_states import SavedStates
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.step import Step
+
+_BY_ARRIVAL = attrgetter("request.arrival", "index")  # of sequences
 
 
 class Scheduler:
@@ -189,7 +192,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Add ``sequence`` to those that wait, in the order of arrival."""
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=_BY_ARRIVAL)
 
     def fork(self, request: Request) -> None:
         """Add the request's other samples, which share the pages of its first sequence.
@@ -212,7 +215,7 @@ class Scheduler:
             sequence.num_passed_pages = first.num_passed_pages
             self.pool.share(page for page in sequence.pages if page >= 0)
             request.sequences.append(sequence)
-            insort(self.running, sequence, key=_arrival)
+            insort(self.running, sequence, key=_BY_ARRIVAL)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove ``sequence``, running or waiting, and free its pages."""
@@ -265,7 +268,7 @@ class Scheduler:
         if not self._admit(sequence, step, reuse=reuse):
             return 0
         self.waiting.remove(sequence)
-        insort(self.running, sequence, key=_arrival)
+        insort(self.running, sequence, key=_BY_ARRIVAL)
         count = min(sequence.remaining, most)
         if sequence.saved_at:
             count = min(count, sequence.saved_at[0] - sequence.num_computed)
@@ -436,7 +439,3 @@ class Scheduler:
         sequence.pages = []
         sequence.num_cached_pages, sequence.prefix, sequence.num_passed_pages = 0, ROOT, 0
         self._free_row(sequence)
-
-
-def _arrival(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.arrival, sequence.index

@@ -95,7 +95,8 @@ class TextMethods:
         """
         known_arguments("LLM.generate", options, (), REQUEST_ARGUMENTS)
         self._check("generate")
-        tokenization = self._tokenization(tokenization_kwargs)
+        most = self.engine.max_model_len - 1  # prompts that are cut leave room for a token
+        tokenization = Tokenization.of(tokenization_kwargs, most)
         return self._generate(as_prompts(prompts), sampling_params, use_tqdm, tokenization)
 
     def _generate(
@@ -202,7 +203,8 @@ class TextMethods:
                 f"{shorten(chat_template_content_format)}"
             )
         variables["content_format"] = chat_template_content_format
-        tokenization = self._tokenization(tokenization_kwargs, special=False)
+        most = self.engine.max_model_len - 1
+        tokenization = Tokenization.of(tokenization_kwargs, most, special=False)
         template = self._chat_template(chat_template)
         prompts: list[Prompt | ValueError] = []
         for conversation in conversations:
@@ -325,12 +327,6 @@ class TextMethods:
             if request.error is not None:
                 raise RuntimeError(request.error)
         return [request.sequences[0].logprobs[0] for request in requests]
-
-    def _tokenization(
-        self, options: Mapping[str, Any] | None, *, special: bool = True
-    ) -> Tokenization:
-        """Return how prompts are tokenized; those that are cut leave room for a token."""
-        return Tokenization.of(options, self.engine.max_model_len - 1, special=special)
 
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         is_one = params is None or isinstance(params, SamplingParams)
