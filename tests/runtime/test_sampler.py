@@ -440,7 +440,7 @@ def test_logprobs_are_those_of_the_model(
         assert token.logprobs is not None
         assert list(token.logprobs) == list(dict.fromkeys([token.token_id, *first[:top]]))
         for token_id, entry in token.logprobs.items():
-            # Torch adds up 4100 exponentials in float32, and 2.2e-6 was seen.
+            # Torch adds up 4100 exponentials in float32: 2.8e-6 off in 400 draws of this size.
             assert entry.logprob == pytest.approx(exact[row][token_id], abs=4e-6)
             assert entry.rank == 1 + first.index(token_id)
             assert entry.decoded_token is None

@@ -31,10 +31,6 @@ class Allocation:
         self._originals: dict[torch.Tensor, torch.Tensor] = {}  # materialized -> as it was on meta
         self._holders: dict[torch.Tensor, list[Location]] | None = None
 
-    def original(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that ``tensor`` was when the load began."""
-        return self._originals.get(tensor, tensor) if self._originals else tensor
-
     def holders_of(self, location: Location, modules: Modules, nodes: Nodes) -> list[Location]:
         """Return every location of the tensor at ``location``: more than one where it is tied."""
         if self._holders is None:
@@ -80,7 +76,7 @@ class Allocation:
         for holder in holders:
             _put(real, holder)
         self._holders[real] = holders
-        self._originals[real] = self.original(tensor)
+        self._originals[real] = self._originals.get(tensor, tensor)
 
     def _new(self, tensor: torch.Tensor, device: torch.device) -> Any:
         """Return a tensor like ``tensor`` with memory: NaN where a slot may be left unfilled."""
