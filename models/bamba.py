@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import model_validator
 
+from vllm_module.base.messages import shorten
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import ConvKernel, Count, Positive, Size, TimeStepLimit
 from vllm_module.layers import (
@@ -19,7 +20,6 @@ from vllm_module.layers import (
     rows_for,
 )
 from vllm_module.layers.rotary import CosSin
-from vllm_module.messages import shorten
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
 

@@ -9,6 +9,7 @@ import torch
 from pydantic import model_validator
 from torch import nn
 
+from vllm_module.base.messages import shorten
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import ConvKernel, HFConfig, Positive, Size, TimeStepLimit
 from vllm_module.layers import (
@@ -18,7 +19,6 @@ from vllm_module.layers import (
     RMSNorm,
     VocabParallelEmbedding,
 )
-from vllm_module.messages import shorten
 
 
 class Mamba2Config(HFConfig):

@@ -33,8 +33,8 @@ EXTRAS = {
     ("vllm_module.quantization.compressed_rules", "compressed_tensors"): "compressed-tensors",
     ("vllm_module.cli.comparison", "transformers"): "transformers",
     ("vllm_module.cli.demo.checks", "transformers"): "demo",
-    ("vllm_module.registry", "transformers"): "transformers",
-    ("vllm_module.runtime.code_tokenizer", "transformers"): "transformers",
+    ("vllm_module.build.registry", "transformers"): "transformers",
+    ("vllm_module.runtime.text.code_tokenizer", "transformers"): "transformers",
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
 }

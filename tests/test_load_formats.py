@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_module import LoadConfig, ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.cli import main, options
 from vllm_module.config import LoadFormat
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights
 from vllm_module.weights import open_checkpoint, source
@@ -75,7 +75,7 @@ def test_a_load_says_which_format_it_took(
 ) -> None:
     """The log, load and inspect name the format of the files, and not what stands for others."""
     took = "safetensors" if asked in ("auto", "layered") else asked
-    with caplog.at_level(logging.INFO, "vllm_module.loader"):
+    with caplog.at_level(logging.INFO, "vllm_module.build.loader"):
         config = ModelConfig(model=str(folder))
         get_model(model_config=config, load_config=LoadConfig(load_format=asked))
     assert f"weights in {folder}: {took}" in caplog.messages

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, WeightLoadError, get_model
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import build_model, read_config
 from vllm_module.rope_parameters import rope_parameters
 from vllm_module.weights import Checkpoint
 

@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.cli import main
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import ModelSource, build_model
 from vllm_module.testing import random_weights, write_checkpoint
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.!?<"
@@ -171,7 +171,7 @@ def test_no_process_is_started_for_a_model_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank finds the model before it starts other processes."""
-    monkeypatch.setattr("vllm_module.runtime.ranks.Processes", None)
+    monkeypatch.setattr("vllm_module.runtime.ranks.group.Processes", None)
     with pytest.raises(CheckpointFormatError, match=r"no config\.json"):
         LLM(str(tmp_path), tensor_parallel_size=2, **SMALL)
 

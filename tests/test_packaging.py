@@ -43,7 +43,7 @@ import sys
 from importlib.machinery import PathFinder
 
 wheel = sys.argv[1]
-import vllm_module.kernels.paged_attention
+import vllm_module.kernels.attention.paged_attention
 import vllm_module.models.qwen3
 
 for name, module in sorted(sys.modules.items()):

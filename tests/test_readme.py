@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_module import registry
+from vllm_module.build import registry
 from vllm_module.testing import (
     LAWS,
     assert_sharding_equivalent,

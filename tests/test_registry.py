@@ -15,14 +15,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model, registry
+from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
+from vllm_module.build import registry
+from vllm_module.build.model_source import ModelSource, build_model
+from vllm_module.build.registry import model_class, register_model, supported_architectures
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import FusedMoE, ReplicatedLinear
-from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM
-from vllm_module.registry import model_class, register_model, supported_architectures
 from vllm_module.testing import model_configs, random_weights, write_checkpoint
 
 CPU = torch.device("cpu")

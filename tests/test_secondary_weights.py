@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model, registry, vLLMModule
+from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model, vLLMModule
+from vllm_module.build import registry
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli import main
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
 from vllm_module.export.sharded_state import shard
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import ColumnParallelLinear
-from vllm_module.model_source import ModelSource
 
 CPU = DeviceConfig(device="cpu")
 CONFIG = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from vllm_module import DeviceConfig, ModelConfig, WeightLoadError, get_model
+from vllm_module.build.model_source import build_model
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import build_model
 from vllm_module.testing import random_weights, write_checkpoint
 
 BASE: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from vllm_module import registry
+from vllm_module.build import registry
 from vllm_module.cli import main
 from vllm_module.testing import LAWS
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_module.waiting import (
+from vllm_module.base.waiting import (
     WaitLimitError,
     at_most,
     finish,

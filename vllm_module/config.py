@@ -17,8 +17,8 @@ from pydantic import (
     ValidationError,
 )
 
-from vllm_module.load_formats import LoadFormat as LoadFormat
-from vllm_module.messages import shorten
+from vllm_module.base.load_formats import LoadFormat as LoadFormat
+from vllm_module.base.messages import shorten
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
 from vllm_module.rope_parameters import DynamicRope, all_rope_parameters
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.strict_json import read_json

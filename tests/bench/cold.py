@@ -26,7 +26,7 @@ from machine import clock, spread, write
 from safetensors import safe_open
 
 from vllm_module import ModelConfig, tensor_parallel
-from vllm_module.model_source import build_model, read_config
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.weights import Checkpoint, open_checkpoint
 
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")

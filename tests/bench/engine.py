@@ -31,15 +31,15 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.kernels.linear import Products, fastest_products, linear, products
+from vllm_module.kernels.matmul.linear import Products, fastest_products, linear, products
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
-from vllm_module.runtime.sampler import sample
-from vllm_module.runtime.sampling_row import Row
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.sampler import sample
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs
-from vllm_module.runtime.token_counts import TokenCounts
 
 SHAPES: dict[str, dict[str, Any]] = {
     "3M": {

@@ -162,7 +162,7 @@ def as_nf4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def as_gptq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Round to the nearest of 16 steps a group, in GPTQ's layout."""
-    from vllm_module.kernels.packed_words import Packing, pack
+    from vllm_module.kernels.matmul.packed_words import Packing, pack
 
     groups = weight.float().unflatten(1, (-1, GROUP))
     scale = groups.abs().amax(2) / 7.5

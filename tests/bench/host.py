@@ -28,11 +28,12 @@ from machine import clock, machine, over, spread, write
 
 from vllm_module import SamplingParams
 from vllm_module.layers import AttentionMetadata
-from vllm_module.runtime import engine, sampler
+from vllm_module.runtime import engine
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
-from vllm_module.runtime.sampler import Sampled
+from vllm_module.runtime.sampling import sampler
+from vllm_module.runtime.sampling.sampler import Sampled
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs
 

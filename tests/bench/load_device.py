@@ -24,7 +24,7 @@ from machine import over, rounds, spread, write
 from safetensors.torch import load_file
 
 from vllm_module import ModelConfig
-from vllm_module.model_source import build_model, read_config
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.quantization import rules_for
 from vllm_module.weights import PIECE_BYTES, open_checkpoint
 

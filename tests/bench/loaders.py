@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from vllm_module import ModelConfig, tensor_parallel
-from vllm_module.model_source import build_model, read_config
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.weights import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]

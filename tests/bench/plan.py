@@ -161,7 +161,7 @@ def write_sparse(path: Path, tensors: Tensors) -> None:
 EXPECTED_WEIGHTS = """
 import sys, torch
 from vllm_module import ModelConfig
-from vllm_module.model_source import ModelSource
+from vllm_module.build.model_source import ModelSource
 model = ModelSource.find(ModelConfig(model=sys.argv[1])).build(torch.device("cpu"))
 print(len(model.expected_weights()))
 """

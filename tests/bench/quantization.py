@@ -27,11 +27,11 @@ from checkpoints import plausible, read_pages, write_qwen3
 from machine import clock, memory_peak, over, rounds, spread, write
 
 from vllm_module import ModelConfig, QuantizationConfig
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.cli.demo.checkpoint import PARAGRAPH, write_checkpoint
-from vllm_module.kernels.quantize import quantize
-from vllm_module.model_source import build_model, read_config
+from vllm_module.kernels.rows.quantize import quantize
 from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, online_rules
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.weights import open_checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {

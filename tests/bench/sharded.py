@@ -23,10 +23,10 @@ from cold import bytes_from_disk
 from machine import by_one_thread, clock, spread, write
 
 from vllm_module import ModelConfig, tensor_parallel
+from vllm_module.build.held import load_from
+from vllm_module.build.model_source import ModelSource
 from vllm_module.core.module import vLLMModule
 from vllm_module.export.sharded_state import shard
-from vllm_module.held import load_from
-from vllm_module.model_source import ModelSource
 
 RANK, SIZE = 3, 8
 

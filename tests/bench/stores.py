@@ -36,8 +36,8 @@ from machine import machine, over, rounds, spread, write
 from safetensors.torch import load_file
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks
-from vllm_module.model_source import ModelSource
 from vllm_module.weights import read_all
 from vllm_module.weights.stores import spans
 from vllm_module.weights.stores.http_client import web_client

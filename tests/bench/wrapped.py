@@ -21,9 +21,9 @@ from machine import over, rounds, spread
 from machine import write as write_results
 
 from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.build.held import load_from
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import tensor_parallel
-from vllm_module.held import load_from
-from vllm_module.model_source import ModelSource
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 4096}  # fmt: skip

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, tensor_parallel
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.pictures.load_trace import RankTrace, Sample, Span, chrome_trace
 from vllm_module.cli.pictures.plots import memory_curve, plot_memory
 from vllm_module.cli.rank_load import load_rank
-from vllm_module.model_source import ModelSource
 from vllm_module.quantization import ONLINE, Rules, Scheme, quantize
 from vllm_module.quantization.eight_bit import EightBitMethod
 

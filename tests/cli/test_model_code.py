@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from vllm_module import registry
+from vllm_module.build import registry
 from vllm_module.weights import source
 
 Run = Callable[..., Any]
 
 MODEL = """import sys
 from vllm_module.models.qwen3 import Qwen3ForCausalLM as Base
-from vllm_module.registry import register_model
+from vllm_module.build.registry import register_model
 from vllm_module.weights.source import Folder, register_source
 
 class Qwen3ForCausalLM(Base):

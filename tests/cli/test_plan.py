@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, get_model, tensor_parallel
+from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.cli.commands.plan import parse_size
 from vllm_module.cli.output import grouped
 from vllm_module.cli.rank_plan import plan_ranks
@@ -17,9 +18,8 @@ from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, tensor_rows
 from vllm_module.core.report import fold
 from vllm_module.distributed import run_ranks
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import ModelSource, build_model
 from vllm_module.parameters import BasevLLMParameter
-from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.testing import random_weights, write_checkpoint
 
 Run = Callable[..., Any]

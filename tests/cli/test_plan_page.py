@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.model_plan import ModelPlan
 from vllm_module.cli.pictures.plan_page import plan_page
 from vllm_module.cli.pictures.tiles import layer_of, tiles_of
 from vllm_module.cli.rank_plan import PAGE_SIZE, RankPlan, plan_ranks
-from vllm_module.model_source import ModelSource
 from vllm_module.weights.source import Folder
 
 Run = Callable[..., Any]

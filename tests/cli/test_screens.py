@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli import main
 from vllm_module.cli.demo.damage import refuse_damaged
 from vllm_module.cli.demo.steps import show_plan
 from vllm_module.cli.demo.transcript import Transcript
 from vllm_module.cli.output import console
 from vllm_module.config import ModelConfig
-from vllm_module.model_source import ModelSource
 
 GOLDEN = Path(__file__).with_name("golden")
 WIDTHS = (60, 80, 120)

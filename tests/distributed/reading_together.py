@@ -150,7 +150,7 @@ def prepare(directory: Path) -> None:
 
 
 def build(folder: Path) -> Any:
-    from vllm_module.model_source import build_model, read_config
+    from vllm_module.build.model_source import build_model, read_config
 
     config = read_config(folder, ModelConfig(model=str(folder)))
     return build_model(config, torch.float32, torch.device("cpu"))

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from vllm_module import waiting
+from vllm_module.base import waiting
 from vllm_module.distributed import exchange, together
 from vllm_module.errors import RankError
 

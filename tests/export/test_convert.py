@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from vllm_module import ModelConfig, QuantizationConfig, get_model, registry
+from vllm_module import ModelConfig, QuantizationConfig, get_model
+from vllm_module.build import registry
 from vllm_module.errors import (
     MissingWeightError,
     ShardingError,

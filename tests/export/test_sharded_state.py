@@ -27,6 +27,8 @@ from vllm_module import (
     tensor_parallel,
     vLLMModule,
 )
+from vllm_module.build.held import load_from, plan_from
+from vllm_module.build.model_source import ModelSource, read_config
 from vllm_module.cli.rank_plan import plan_ranks
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import (
@@ -41,8 +43,6 @@ from vllm_module.errors import (
 from vllm_module.export import sharded_state
 from vllm_module.export.compressed import convert
 from vllm_module.export.sharded_state import shard
-from vllm_module.held import load_from, plan_from
-from vllm_module.model_source import ModelSource, read_config
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.checkpoint import Checkpoint

@@ -20,11 +20,11 @@ import numpy
 import safetensors
 import torch
 
+from vllm_module.build.model_source import read_config
+from vllm_module.build.registry import model_class, supported_architectures
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
-from vllm_module.model_source import read_config
 from vllm_module.quantization.quant_state import LONGEST, QuantState
-from vllm_module.registry import model_class, supported_architectures
 from vllm_module.weights import Checkpoint, open_checkpoint
 from vllm_module.weights.handle import FileHandle
 from vllm_module.weights.header import DTYPES

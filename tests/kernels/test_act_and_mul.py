@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from vllm_module.kernels import act_and_mul as kernel
 from vllm_module.kernels import dtypes as formats
-from vllm_module.kernels import quantized_rows
-from vllm_module.kernels.act_and_mul import (
+from vllm_module.kernels.rows import act_and_mul as kernel
+from vllm_module.kernels.rows import quantized_rows
+from vllm_module.kernels.rows.act_and_mul import (
     gelu_and_mul,
     gelu_and_mul_quantize,
     silu_and_mul,
     silu_and_mul_quantize,
     swiglu_oai_and_mul,
 )
-from vllm_module.kernels.quantize import quantize, quantize_static
+from vllm_module.kernels.rows.quantize import quantize, quantize_static
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import adjust_logits as kernel
-from vllm_module.kernels.adjust_logits import EMPTY, NONE, adjust_logits, count_tokens
+from vllm_module.kernels.rows import adjust_logits as kernel
+from vllm_module.kernels.rows.adjust_logits import EMPTY, NONE, adjust_logits, count_tokens
 
 INFINITE = -float("inf")
 

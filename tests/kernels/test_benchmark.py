@@ -12,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from vllm_module.kernels import choices, quantize
+from vllm_module.kernels import choices
+from vllm_module.kernels.rows import quantize
 
 BENCH = Path(__file__).parents[1] / "bench"
 

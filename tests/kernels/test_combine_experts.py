@@ -7,13 +7,13 @@ import mmap
 import pytest
 import torch
 
-from vllm_module.kernels import combine_experts as kernel
-from vllm_module.kernels.combine_experts import (
+from vllm_module.kernels.experts import combine_experts as kernel
+from vllm_module.kernels.experts.combine_experts import (
     combine_experts,
     combine_experts_reference,
     combine_experts_triton,
 )
-from vllm_module.kernels.sort_by_expert import sort_by_expert
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 
 RUNS = pytest.mark.parametrize("run", [combine_experts_reference, combine_experts_triton])
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import copy_blocks as kernel
-from vllm_module.kernels.copy_blocks import (
+from vllm_module.kernels.attention import copy_blocks as kernel
+from vllm_module.kernels.attention.copy_blocks import (
     copy_blocks,
     copy_blocks_reference,
     copy_blocks_triton,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpretedFunction
 
-from vllm_module.kernels import draw_tokens as kernel
-from vllm_module.kernels.draw_tokens import draw_tokens
+from vllm_module.kernels.rows import draw_tokens as kernel
+from vllm_module.kernels.rows.draw_tokens import draw_tokens
 
 CHUNK, TILE = 64, 16
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from vllm_module.kernels import few_rows_matmul as module
 from vllm_module.kernels.choices import trying
-from vllm_module.kernels.few_rows_matmul import KERNEL, Config, config_of, few_rows_matmul
+from vllm_module.kernels.matmul import few_rows_matmul as module
+from vllm_module.kernels.matmul.few_rows_matmul import KERNEL, Config, config_of, few_rows_matmul
 
 SMALL = Config(16, 32, 4, 2)
 

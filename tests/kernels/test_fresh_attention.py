@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_module.kernels import fresh_attention as module
-from vllm_module.kernels.choices import trying
-from vllm_module.kernels.fresh_attention import (
+from vllm_module.kernels.attention import fresh_attention as module
+from vllm_module.kernels.attention.fresh_attention import (
     KERNEL,
     fresh_attention,
     fresh_attention_flash,
     fresh_attention_reference,
 )
-from vllm_module.kernels.fresh_attention import (
+from vllm_module.kernels.attention.fresh_attention import (
     way_of_fresh_prompts as chosen,
 )
+from vllm_module.kernels.choices import trying
 
 TORCH = {KERNEL: "torch"}
 

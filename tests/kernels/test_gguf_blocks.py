@@ -6,10 +6,10 @@ import gguf
 import pytest
 import torch
 
-from vllm_module.kernels import gguf_blocks, gguf_codebooks
-from vllm_module.kernels.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
-from vllm_module.kernels.gguf_codebooks import CODEBOOKS, codebook
-from vllm_module.kernels.gguf_types import BLOCK_TYPES, TYPE_NAMES
+from vllm_module.kernels.matmul import gguf_blocks, gguf_codebooks
+from vllm_module.kernels.matmul.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
+from vllm_module.kernels.matmul.gguf_codebooks import CODEBOOKS, codebook
+from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES, TYPE_NAMES
 
 # Where the exponents of a block's scales are: byte 1 for the others.
 PLACES: dict[str, tuple[int, ...]] = {

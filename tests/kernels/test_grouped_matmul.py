@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes as formats
-from vllm_module.kernels import grouped_matmul as kernel
 from vllm_module.kernels.choices import trying
-from vllm_module.kernels.grouped_matmul import (
+from vllm_module.kernels.experts import grouped_matmul as kernel
+from vllm_module.kernels.experts.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_reference,
     grouped_matmul_triton,
 )
-from vllm_module.kernels.grouped_matmul_configurations import (
+from vllm_module.kernels.experts.grouped_matmul_configurations import (
     Config,
     config_of,
     grouped_configurations,
 )
-from vllm_module.kernels.grouped_tile import tiles_of
-from vllm_module.kernels.quantize import dequantize, quantize, quantize_static
-from vllm_module.kernels.sort_by_expert import sort_by_expert
+from vllm_module.kernels.experts.grouped_tile import tiles_of
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
+from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from vllm_module.kernels import grouped_matmul_mxfp4 as kernel
-from vllm_module.kernels.grouped_matmul_configurations import Config
-from vllm_module.kernels.grouped_matmul_mxfp4 import (
+from vllm_module.kernels.experts import grouped_matmul_mxfp4 as kernel
+from vllm_module.kernels.experts.grouped_matmul_configurations import Config
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import (
     dequantize_mxfp4,
     grouped_matmul_mxfp4,
     grouped_matmul_mxfp4_triton,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_module.kernels import grouped_matmul_packed as kernel
-from vllm_module.kernels.grouped_matmul_packed import (
+from vllm_module.kernels.experts import grouped_matmul_packed as kernel
+from vllm_module.kernels.experts.grouped_matmul_packed import (
     grouped_matmul_packed,
     grouped_matmul_packed_triton,
 )
-from vllm_module.kernels.packed_matmul_configurations import Config
-from vllm_module.kernels.packed_words import Packing
+from vllm_module.kernels.matmul.packed_matmul_configurations import Config
+from vllm_module.kernels.matmul.packed_words import Packing
 
 dense = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_packed_matmul.py"))))
 LAYOUTS = {name: each for name, each in dense.LAYOUTS.items() if not each.get("codebook")}

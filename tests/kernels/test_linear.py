@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from vllm_module.kernels import linear as home
-from vllm_module.kernels.linear import Products, fastest_products, linear, products
+from vllm_module.kernels.matmul import linear as home
+from vllm_module.kernels.matmul.linear import Products, fastest_products, linear, products
 
 ONEDNN = Products(one=True, few=True, many=True)
 

@@ -12,18 +12,18 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import mla_attention as public
-from vllm_module.kernels import paged_attention_splits
-from vllm_module.kernels.choices import trying
-from vllm_module.kernels.concat_and_cache_mla import (
+from vllm_module.kernels.attention import mla_attention as public
+from vllm_module.kernels.attention import paged_attention_splits
+from vllm_module.kernels.attention.concat_and_cache_mla import (
     concat_and_cache_mla,
     concat_and_cache_mla_triton,
 )
-from vllm_module.kernels.mla_attention import mla_attention, mla_attention_triton
-from vllm_module.kernels.mla_attention_tile import decode_candidates, prefill_candidates
-from vllm_module.kernels.paged_attention_decode import Decoding
-from vllm_module.kernels.paged_attention_splits import Splits
-from vllm_module.kernels.paged_attention_tile import Tiles
+from vllm_module.kernels.attention.mla_attention import mla_attention, mla_attention_triton
+from vllm_module.kernels.attention.mla_attention_tile import decode_candidates, prefill_candidates
+from vllm_module.kernels.attention.paged_attention_decode import Decoding
+from vllm_module.kernels.attention.paged_attention_splits import Splits
+from vllm_module.kernels.attention.paged_attention_tile import Tiles
+from vllm_module.kernels.choices import trying
 
 # Tokens of each sequence before this step and in it: whole prompts, single tokens, later chunks
 # and a sequence that has nothing new.

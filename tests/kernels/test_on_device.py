@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vllm_module.kernels import fused_attention as fused
-from vllm_module.kernels import paged_layout
-from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla
-from vllm_module.kernels.few_rows_matmul import Config, few_rows_matmul
-from vllm_module.kernels.fresh_attention import fresh_attention
-from vllm_module.kernels.quantize import quantize_static
+from vllm_module.kernels.attention import fused_attention as fused
+from vllm_module.kernels.attention import paged_layout
+from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla
+from vllm_module.kernels.attention.fresh_attention import fresh_attention
+from vllm_module.kernels.matmul.few_rows_matmul import Config, few_rows_matmul
+from vllm_module.kernels.rows.quantize import quantize_static
 
 TESTS = Path(__file__).parents[1]
 _simulated = runpy.run_path(str(TESTS / "runtime" / "simulated_device.py"))
@@ -182,7 +182,7 @@ def test_operations_without_a_case(operation: Any) -> None:
 def operations() -> set[str]:
     """Return the names of all operations of kernels/, each of which has a reference."""
     names = set()
-    for path in (TESTS.parent / "kernels").glob("*.py"):
+    for path in (TESTS.parent / "kernels").rglob("*.py"):
         for line in path.read_text().splitlines():
             if line.startswith("def ") and "_reference(" in line:
                 names.add(line.removeprefix("def ").split("_reference(")[0])

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from vllm_module.kernels.copy_blocks import copy_blocks
+from vllm_module.kernels.attention.copy_blocks import copy_blocks
+from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache
+from vllm_module.kernels.attention.rotary_embedding import rotary_embedding
+from vllm_module.kernels.attention.swap_blocks import swap_blocks
 from vllm_module.kernels.operators import checks_values, expect, expect_writable
-from vllm_module.kernels.quantize import quantize
-from vllm_module.kernels.reshape_and_cache import reshape_and_cache
-from vllm_module.kernels.rotary_embedding import rotary_embedding
-from vllm_module.kernels.swap_blocks import swap_blocks
+from vllm_module.kernels.rows.quantize import quantize
 
 sizes = st.lists(st.integers(0, 4), max_size=4)
 
@@ -110,10 +110,13 @@ def test_kernels_are_imported_where_there_is_no_triton() -> None:
 import sys
 sys.modules["triton"] = sys.modules["triton.language"] = None
 import torch
-from vllm_module.kernels import paged_attention, reshape_and_cache, copy_blocks, rotary_embedding
-from vllm_module.kernels import act_and_mul, scaled_matmul
-from vllm_module.kernels import combine_experts, grouped_matmul_mxfp4, sort_by_expert, topk_routing
-from vllm_module.kernels.rms_norm import rms_norm
+from vllm_module.kernels.attention import copy_blocks, paged_attention, reshape_and_cache
+from vllm_module.kernels.attention import rotary_embedding
+from vllm_module.kernels.rows import act_and_mul
+from vllm_module.kernels.matmul import scaled_matmul
+from vllm_module.kernels.experts import combine_experts, grouped_matmul_mxfp4
+from vllm_module.kernels.experts import sort_by_expert, topk_routing
+from vllm_module.kernels.rows.rms_norm import rms_norm
 assert rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).equal(torch.ones(2, 4))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from vllm_module.kernels import packed_matmul as kernel
-from vllm_module.kernels import packed_words
 from vllm_module.kernels.choices import trying
-from vllm_module.kernels.packed_matmul import packed_matmul, packed_matmul_triton
-from vllm_module.kernels.packed_matmul_configurations import (
+from vllm_module.kernels.matmul import packed_matmul as kernel
+from vllm_module.kernels.matmul import packed_words
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul, packed_matmul_triton
+from vllm_module.kernels.matmul.packed_matmul_configurations import (
     Config,
     PackedWeight,
     config_of,
     packed_configurations,
 )
-from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack
+from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed, pack
 
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

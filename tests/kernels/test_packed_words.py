@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_module.kernels import packed_words
-from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack, unpack
+from vllm_module.kernels.matmul import packed_words
+from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed, pack, unpack
 
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKINGS = [

@@ -15,7 +15,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import paged_attention as public
 from vllm_module.kernels import (
     paged_attention_decode,
     paged_attention_prefill,
@@ -23,21 +22,22 @@ from vllm_module.kernels import (
     paged_attention_splits,
     paged_layout,
 )
-from vllm_module.kernels.choices import choose, trying
-from vllm_module.kernels.paged_attention import causal_attention, paged_attention
-from vllm_module.kernels.paged_attention_decode import Decoding, decode_candidates
-from vllm_module.kernels.paged_attention_prefill import prefill_candidates
-from vllm_module.kernels.paged_attention_splits import (
+from vllm_module.kernels.attention import paged_attention as public
+from vllm_module.kernels.attention.paged_attention import causal_attention, paged_attention
+from vllm_module.kernels.attention.paged_attention_decode import Decoding, decode_candidates
+from vllm_module.kernels.attention.paged_attention_prefill import prefill_candidates
+from vllm_module.kernels.attention.paged_attention_splits import (
     SCRATCH,
     SEQUENCES,
     Splits,
     programs_of,
     sequences_of_a_launch,
 )
-from vllm_module.kernels.paged_attention_tile import Tiles
-from vllm_module.kernels.paged_attention_triton import paged_attention_triton
-from vllm_module.kernels.paged_layout import PagedLayout
-from vllm_module.kernels.reshape_and_cache import reshape_and_cache
+from vllm_module.kernels.attention.paged_attention_tile import Tiles
+from vllm_module.kernels.attention.paged_attention_triton import paged_attention_triton
+from vllm_module.kernels.attention.paged_layout import PagedLayout
+from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache
+from vllm_module.kernels.choices import choose, trying
 
 # Tokens of each sequence before this step and in it: whole prompts, single tokens, later chunks
 # and a sequence that has nothing new.

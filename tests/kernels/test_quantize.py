@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from vllm_module.kernels import dtypes
-from vllm_module.kernels import quantize as kernel
 from vllm_module.kernels.dtypes import greatest
-from vllm_module.kernels.quantize import dequantize, quantize, quantize_static
+from vllm_module.kernels.rows import quantize as kernel
+from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 

@@ -15,7 +15,7 @@ sys.path.insert(0, sys.argv[1])
 import torch, triton
 from compiling import E4M3, FP32, launching, meta, specialized
 from triton.backends.compiler import GPUTarget
-from vllm_module.kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_quantize_triton
+from vllm_module.kernels.rows.rms_norm import fused_add_rms_norm_triton, rms_norm_quantize_triton
 
 found = []
 

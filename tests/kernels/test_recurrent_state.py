@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from vllm_module.kernels import causal_conv1d as conv
-from vllm_module.kernels import gated_delta_rule as delta
-from vllm_module.kernels import mamba2_scan as mamba
+from vllm_module.kernels.recurrent import causal_conv1d as conv
+from vllm_module.kernels.recurrent import gated_delta_rule as delta
+from vllm_module.kernels.recurrent import mamba2_scan as mamba
 
 SLOTS = 6
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes
-from vllm_module.kernels import reshape_and_cache as module
-from vllm_module.kernels.reshape_and_cache import (
+from vllm_module.kernels.attention import reshape_and_cache as module
+from vllm_module.kernels.attention.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_reference,
     reshape_and_cache_triton,

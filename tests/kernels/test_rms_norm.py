@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes as formats
-from vllm_module.kernels import quantized_rows
-from vllm_module.kernels import rms_norm as kernel
-from vllm_module.kernels.quantize import quantize, quantize_static
-from vllm_module.kernels.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_quantize
+from vllm_module.kernels.rows import quantized_rows
+from vllm_module.kernels.rows import rms_norm as kernel
+from vllm_module.kernels.rows.quantize import quantize, quantize_static
+from vllm_module.kernels.rows.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_quantize
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

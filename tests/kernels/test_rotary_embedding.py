@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import rotary_embedding as kernel
-from vllm_module.kernels.rotary_embedding import rotary_embedding
+from vllm_module.kernels.attention import rotary_embedding as kernel
+from vllm_module.kernels.attention.rotary_embedding import rotary_embedding
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

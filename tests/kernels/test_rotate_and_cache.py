@@ -12,19 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes
-from vllm_module.kernels import rotate_and_cache as module
-from vllm_module.kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_triton
-from vllm_module.kernels.rms_norm import rms_norm, rms_norm_reference
-from vllm_module.kernels.rotary_embedding import (
+from vllm_module.kernels.attention import rotate_and_cache as module
+from vllm_module.kernels.attention.reshape_and_cache import (
+    reshape_and_cache,
+    reshape_and_cache_triton,
+)
+from vllm_module.kernels.attention.rotary_embedding import (
     rotary_embedding,
     rotary_embedding_reference,
     rotary_embedding_triton,
 )
-from vllm_module.kernels.rotate_and_cache import (
+from vllm_module.kernels.attention.rotate_and_cache import (
     rotate_and_cache,
     rotate_and_cache_reference,
     rotate_and_cache_triton,
 )
+from vllm_module.kernels.rows.rms_norm import rms_norm, rms_norm_reference
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes
-from vllm_module.kernels import rotate_and_cache_mla as module
-from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla
-from vllm_module.kernels.rms_norm import rms_norm
-from vllm_module.kernels.rotary_embedding import rotary_embedding
-from vllm_module.kernels.rotate_and_cache_mla import (
+from vllm_module.kernels.attention import rotate_and_cache_mla as module
+from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla
+from vllm_module.kernels.attention.rotary_embedding import rotary_embedding
+from vllm_module.kernels.attention.rotate_and_cache_mla import (
     rotate_and_cache_mla,
     rotate_and_cache_mla_reference,
     rotate_and_cache_mla_triton,
 )
+from vllm_module.kernels.rows.rms_norm import rms_norm
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -10,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from vllm_module.kernels import scaled_matmul as kernel
-from vllm_module.kernels import scaled_matmul_described
 from vllm_module.kernels.choices import trying
-from vllm_module.kernels.quantize import dequantize, quantize, quantize_static
-from vllm_module.kernels.scaled_matmul import scaled_matmul, scaled_matmul_triton
-from vllm_module.kernels.scaled_matmul_configurations import Config, config_of, configurations
+from vllm_module.kernels.matmul import scaled_matmul as kernel
+from vllm_module.kernels.matmul import scaled_matmul_described
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul, scaled_matmul_triton
+from vllm_module.kernels.matmul.scaled_matmul_configurations import (
+    Config,
+    config_of,
+    configurations,
+)
+from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import sort_by_expert as kernel
-from vllm_module.kernels.sort_by_expert import (
+from vllm_module.kernels.experts import sort_by_expert as kernel
+from vllm_module.kernels.experts.sort_by_expert import (
     sort_by_expert,
     sort_by_expert_reference,
     sort_by_expert_triton,

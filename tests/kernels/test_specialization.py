@@ -46,29 +46,31 @@ from collections import defaultdict
 sys.path.insert(0, sys.argv[1])
 import torch
 from compiling import E4M3, FP32, launching, meta, specialized
-from vllm_module.kernels.act_and_mul import (
+from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_triton, act_and_mul_triton, swiglu_oai_and_mul_triton
 )
-from vllm_module.kernels.combine_experts import combine_experts_triton
-from vllm_module.kernels.copy_blocks import copy_blocks_triton
-from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
-from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
-from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
-from vllm_module.kernels.packed_matmul import packed_matmul_triton
-from vllm_module.kernels.packed_matmul_configurations import PackedWeight, packed_configurations
-from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla_triton
-from vllm_module.kernels.mla_attention import mla_attention_triton
-from vllm_module.kernels.paged_attention_triton import paged_attention_triton
-from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
-from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
-from vllm_module.kernels.rms_norm import rms_norm_quantize_triton, rms_norm_triton
-from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
-from vllm_module.kernels.rotate_and_cache import rotate_and_cache_triton
-from vllm_module.kernels.rotate_and_cache_mla import rotate_and_cache_mla_triton
-from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
-from vllm_module.kernels.scaled_matmul_configurations import configurations
-from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
-from vllm_module.kernels.topk_routing import topk_routing_triton
+from vllm_module.kernels.experts.combine_experts import combine_experts_triton
+from vllm_module.kernels.attention.copy_blocks import copy_blocks_triton
+from vllm_module.kernels.experts.grouped_matmul import grouped_matmul_triton
+from vllm_module.kernels.experts.grouped_matmul_configurations import grouped_configurations
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul_triton
+from vllm_module.kernels.matmul.packed_matmul_configurations import (
+    PackedWeight, packed_configurations
+)
+from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla_triton
+from vllm_module.kernels.attention.mla_attention import mla_attention_triton
+from vllm_module.kernels.attention.paged_attention_triton import paged_attention_triton
+from vllm_module.kernels.rows.quantize import quantize_static_triton, quantize_triton
+from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache_triton
+from vllm_module.kernels.rows.rms_norm import rms_norm_quantize_triton, rms_norm_triton
+from vllm_module.kernels.attention.rotary_embedding import rotary_embedding_triton
+from vllm_module.kernels.attention.rotate_and_cache import rotate_and_cache_triton
+from vllm_module.kernels.attention.rotate_and_cache_mla import rotate_and_cache_mla_triton
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul_triton
+from vllm_module.kernels.matmul.scaled_matmul_configurations import configurations
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert_triton
+from vllm_module.kernels.experts.topk_routing import topk_routing_triton
 
 variants = defaultdict(set)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_module.kernels import swap_blocks as module
-from vllm_module.kernels.swap_blocks import swap_blocks
+from vllm_module.kernels.attention import swap_blocks as module
+from vllm_module.kernels.attention.swap_blocks import swap_blocks
 
 PAGE = (3, 2, 5)
 HERE, THERE = 7, 9

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import token_logprobs as kernel
-from vllm_module.kernels.token_logprobs import token_logprobs
+from vllm_module.kernels.rows import token_logprobs as kernel
+from vllm_module.kernels.rows.token_logprobs import token_logprobs
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from vllm_module.kernels.topk_routing import (
+from vllm_module.kernels.experts.topk_routing import (
     topk_routing,
     topk_routing_reference,
     topk_routing_triton,

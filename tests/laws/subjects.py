@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vllm_module import BasevLLMParameter, vLLMModule
+from vllm_module.build.registry import model_class
 from vllm_module.distributed import expert_parallel, tensor_parallel_group
 from vllm_module.layers import (
     Attention,
@@ -60,7 +61,6 @@ from vllm_module.quantization import (
     Scheme,
 )
 from vllm_module.quantization.bitsandbytes import OnlineNF4Method
-from vllm_module.registry import model_class
 from vllm_module.testing import (
     HeadLayout,
     Law,

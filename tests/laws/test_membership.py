@@ -10,8 +10,8 @@ from pathlib import Path
 
 import vllm_module
 from vllm_module import BasevLLMParameter, layers, vLLMModule
+from vllm_module.build.registry import model_class, supported_architectures
 from vllm_module.parameters import ModelWeightParameter
-from vllm_module.registry import model_class, supported_architectures
 from vllm_module.testing.strategies import architectures, parameter_classes
 
 TESTS = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_module.kernels.attention.fresh_attention import KERNEL
 from vllm_module.kernels.choices import trying
-from vllm_module.kernels.fresh_attention import KERNEL
 from vllm_module.layers import Attention, AttentionMetadata, RMSNorm, RotaryEmbedding, Rotation
 from vllm_module.layers import attention as module
 

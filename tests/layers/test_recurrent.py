@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError, UnsupportedModelError, WeightLoadError
-from vllm_module.kernels.causal_conv1d import causal_conv1d
+from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d
 from vllm_module.layers import (
     AttentionMetadata,
     CausalConv1d,

@@ -19,7 +19,8 @@ from torch._subclasses import FakeTensorMode
 from vllm_module import vLLMModule
 from vllm_module.core.state import unguard
 from vllm_module.distributed import run_ranks
-from vllm_module.kernels import dtypes, scaled_matmul
+from vllm_module.kernels import dtypes
+from vllm_module.kernels.matmul import scaled_matmul
 from vllm_module.layers import (
     ColumnParallelLinear,
     GeluAndMul,

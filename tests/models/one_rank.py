@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers
+from vllm_module.runtime.cache.page_pool import PagePool
+from vllm_module.runtime.cache.state_cache import StateCache, state_layers
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache, attention_layers
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.state_cache import StateCache, state_layers
 from vllm_module.runtime.step_inputs import StepInputs
 
 MAX_MODEL_LEN = 128  # tokens of the longest prompt and its steps, by which rope scalings are chosen

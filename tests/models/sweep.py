@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.build.held import load_from
+from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import WeightLoadError
-from vllm_module.held import load_from
-from vllm_module.model_source import ModelSource
-from vllm_module.runtime.kv_cache import page_bytes
+from vllm_module.runtime.cache.kv_cache import page_bytes
 
 VOCABULARY, TOKENS = 128, 12
 TOKEN_IDS = (torch.arange(TOKENS) * 37 + 5) % (VOCABULARY - 3) + 3

@@ -17,11 +17,11 @@ import transformers
 from transformers import dynamic_module_utils
 
 from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.build.loader import get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
-from vllm_module.loader import get_model
-from vllm_module.model_source import ModelSource
-from vllm_module.runtime.code_tokenizer import read_tokenizer
+from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.wrapped import custom_code
 
 TOKEN_IDS = (torch.arange(12) * 37 + 5) % 60

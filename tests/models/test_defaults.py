@@ -8,9 +8,9 @@ import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from vllm_module.build.registry import config_class
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import layer_sliding_window
-from vllm_module.registry import config_class
 from vllm_module.rope_parameters import rope_parameters
 from vllm_module.testing.strategies import architectures
 

@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map_only
 from triton.runtime.interpreter import InterpretedFunction
 
 import vllm_module.kernels
+from vllm_module.build.model_source import build_model
 from vllm_module.hf_config import HFConfig
-from vllm_module.kernels import reshape_and_cache
+from vllm_module.kernels.attention import reshape_and_cache
 from vllm_module.layers import AttentionMetadata, mla, rows
-from vllm_module.model_source import build_model
 from vllm_module.quantization import online_rules
 from vllm_module.runtime import pieces
-from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.testing.checkpoints import random_weights
 
 _configurations = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
@@ -48,8 +48,9 @@ class Counts(NamedTuple):
 
 def kernel_of(operator: str) -> Callable[..., Any]:
     """Return the function that launches the kernels of ``torch.ops.vllm_module.<operator>``."""
-    for found in pkgutil.iter_modules(vllm_module.kernels.__path__):
-        module = importlib.import_module(f"vllm_module.kernels.{found.name}")
+    kernels = vllm_module.kernels
+    for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        module = importlib.import_module(found.name)
         if launch := vars(module).get(f"{operator}_triton"):
             return launch
     raise AssertionError(f"{operator} has no kernel")

@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import registry
+from vllm_module.build import registry
+from vllm_module.build.model_source import build_model
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.hf_config import parse_config
-from vllm_module.model_source import build_model
 from vllm_module.quantization import rules_for
-from vllm_module.runtime.kv_cache import page_bytes
+from vllm_module.runtime.cache.kv_cache import page_bytes
 
 CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
 

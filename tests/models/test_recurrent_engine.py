@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.build.loader import get_model
 from vllm_module.config import DeviceConfig, ModelConfig
 from vllm_module.distributed import run_ranks
-from vllm_module.loader import get_model
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.page_pool import PagePool
+from vllm_module.runtime.cache.state_cache import StateCache
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.state_cache import StateCache
 from vllm_module.runtime.step_inputs import StepInputs
 
 STEPS = 64  # as in conftest.py

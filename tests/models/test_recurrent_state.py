@@ -22,7 +22,7 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, Wei
 from vllm_module.layers import AttentionMetadata, RecurrentLayer
 from vllm_module.parameters import Dim
 from vllm_module.parameters.division import division_of
-from vllm_module.runtime.kv_cache import attention_layers
+from vllm_module.runtime.cache.kv_cache import attention_layers
 
 WITHIN = 1e-4
 PAGE = 64

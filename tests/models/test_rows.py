@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from vllm_module.build.model_source import build_model
+from vllm_module.build.registry import config_class
 from vllm_module.hf_config import parse_config
 from vllm_module.layers import linear, rows
-from vllm_module.model_source import build_model
 from vllm_module.quantization import EightBitMethod, online_rules
 from vllm_module.quantization.rows import QuantizedRows
-from vllm_module.registry import config_class
 from vllm_module.testing.checkpoints import random_weights
 
 _configurations = runpy.run_path(str(Path(__file__).with_name("configurations.py")))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightLoadError
-from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.mask import MaskRule, rule_of
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))

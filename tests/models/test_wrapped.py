@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vllm_module import ModelConfig
+from vllm_module.build.loader import get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import (
     MisshapenWeightError,
@@ -23,8 +25,6 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightLoadError,
 )
-from vllm_module.loader import get_model
-from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.attention import stepping
 from vllm_module.wrapped.own_attention import divert_methods
 from vllm_module.wrapped.plan_styles import Plan, linear_of

@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module import ModelConfig
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.constants import Constants
 from vllm_module.wrapped.experts import is_experts
 from vllm_module.wrapped.inline_attention import Understood, understood

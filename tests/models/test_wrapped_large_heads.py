@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.model_source import ModelSource
 
 NEW = 8
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import run_ranks, tensor_parallel
 from vllm_module.errors import (
     ModelNotReadyError,
     WeightLoadError,
 )
-from vllm_module.model_source import build_model, read_config
 from vllm_module.quantization import rules_for
 from vllm_module.weights import open_checkpoint
 

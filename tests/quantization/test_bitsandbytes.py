@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import expert_parallel, run_ranks, tensor_parallel
 from vllm_module.errors import WeightLoadError
 from vllm_module.layers import (
@@ -22,7 +23,6 @@ from vllm_module.layers import (
     QKVParallelLinear,
     ReplicatedLinear,
 )
-from vllm_module.model_source import build_model, read_config
 from vllm_module.parameters import Dim, Slot
 from vllm_module.quantization import QuantizableLayer, rules_for
 from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, BitsAndBytes8BitMethod

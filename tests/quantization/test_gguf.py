@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from vllm_module import LLM, ModelConfig, SamplingParams, get_model, vLLMModule
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -24,10 +25,9 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightReadError,
 )
-from vllm_module.kernels import gguf_blocks
-from vllm_module.kernels.gguf_types import BLOCK_TYPES
+from vllm_module.kernels.matmul import gguf_blocks
+from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.layers import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm_module.model_source import ModelSource
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import rules_for
 from vllm_module.quantization.gguf import GGUFMethod

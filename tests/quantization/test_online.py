@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_module import vLLMModule
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ShardingError
-from vllm_module.kernels.quantize import quantize
+from vllm_module.kernels.rows.quantize import quantize
 from vllm_module.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,

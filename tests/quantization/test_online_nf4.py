@@ -14,8 +14,8 @@ from bitsandbytes.functional import quantize_4bit
 from vllm_module import ModelConfig, QuantizationConfig, get_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import ShardingError, UnsupportedModelError, WeightReadError
-from vllm_module.kernels.packed_words import unpack
-from vllm_module.kernels.quantize_nf4 import NF4, PACKING, quantize_nf4
+from vllm_module.kernels.matmul.packed_words import unpack
+from vllm_module.kernels.rows.quantize_nf4 import NF4, PACKING, quantize_nf4
 from vllm_module.layers import ColumnParallelLinear, RowParallelLinear
 from vllm_module.quantization import QuantizableLayer, rules_for
 from vllm_module.quantization.bitsandbytes import OnlineNF4Method

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.distributed import expert_parallel, run_ranks
-from vllm_module.kernels import grouped_matmul_packed as kernel
-from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed_triton
+from vllm_module.kernels.experts import grouped_matmul_packed as kernel
+from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_packed_triton
 from vllm_module.layers import FusedMoE
 from vllm_module.quantization.packed import (
     AWQ,

@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
-from vllm_module.model_source import ModelSource
 from vllm_module.quantization import QuantizableKVCache, QuantizableLayer
 
 _HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import vLLMModule
+from vllm_module.build.model_source import build_model
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import build_model
 
 CONFIG = {
     "vocab_size": 130,

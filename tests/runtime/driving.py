@@ -16,7 +16,7 @@ import time
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.config import EngineConfig
-from vllm_module.runtime.executor import Executor
+from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.step_inputs import StepInputs
 
 

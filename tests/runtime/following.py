@@ -17,7 +17,7 @@ from vllm_module import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.config import EngineConfig
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import RankError
-from vllm_module.runtime.executor import Executor
+from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.step_inputs import StepInputs
 
 FIVE = StepInputs(

@@ -32,20 +32,20 @@ operators.operator = lambda reference, kernel, fake, mutates=(): kernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vllm_module.build.model_source import build_model
+from vllm_module.build.registry import config_class
 from vllm_module.core import state
 from vllm_module.core.tree import materialized
 from vllm_module.distributed import groups, tensor_parallel
 from vllm_module.hf_config import parse_config
-from vllm_module.kernels.rms_norm import rms_norm
+from vllm_module.kernels.rows.rms_norm import rms_norm
 from vllm_module.layers import RotaryEmbedding, rows
-from vllm_module.model_source import build_model
 from vllm_module.quantization import rules_for
-from vllm_module.registry import config_class
 from vllm_module.runtime import pieces
-from vllm_module.runtime.embedding import EmbeddingInputs, embed
-from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.state_cache import StateCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.state_cache import StateCache
+from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_batches, warm_up_steps
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from vllm_module.runtime.beam_search import BeamSearchParams, search
-from vllm_module.runtime.sampler import Logprob
+from vllm_module.runtime.sampling.sampler import Logprob
 
 END, VOCAB, LONGEST, PROMPT = 0, 3, 3, [1, 2]
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_module import LLM, LoadConfig, SamplingParams
+from vllm_module.build.model_source import build_model
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import build_model
 from vllm_module.testing import random_weights
 
 CONFIG: dict[str, Any] = {

@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_module import vLLMModule
-from vllm_module.kernels.paged_layout import PagedLayout
+from vllm_module.kernels.attention.paged_layout import PagedLayout
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs

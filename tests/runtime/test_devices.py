@@ -15,14 +15,14 @@ import torch
 from vllm_module import DeviceConfig, LoadConfig
 from vllm_module.config import EngineConfig
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
-from vllm_module.runtime import executor as executors
-from vllm_module.runtime import ranks as rank_module
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.devices import own_device
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.executor import Executor
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
-from vllm_module.runtime.ranks import Ranks
+from vllm_module.runtime.ranks import executor as executors
+from vllm_module.runtime.ranks import group as rank_module
+from vllm_module.runtime.ranks.executor import Executor
+from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.scheduler import Scheduler
 
 DEVICES = 3

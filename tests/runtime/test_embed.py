@@ -22,9 +22,9 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightReadError,
 )
-from vllm_module.runtime.embedding import EmbeddingInputs
-from vllm_module.runtime.embedding import embed as embed_batch
-from vllm_module.runtime.sentence_config import SentenceConfig
+from vllm_module.runtime.pooling.embedding import EmbeddingInputs
+from vllm_module.runtime.pooling.embedding import embed as embed_batch
+from vllm_module.runtime.pooling.sentence_config import SentenceConfig
 from vllm_module.testing import random_weights, write_checkpoint
 
 LONGEST = 24

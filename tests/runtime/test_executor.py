@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import DeviceConfig, LoadConfig, ModelConfig, waiting
+from vllm_module import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module.base import waiting
 from vllm_module.config import EngineConfig
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -30,11 +31,11 @@ from vllm_module.errors import (
     RankError,
     UnexpectedWeightError,
 )
-from vllm_module.kernels import linear
-from vllm_module.runtime import executor as executors
+from vllm_module.kernels.matmul import linear
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.executor import Executor
-from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.ranks import executor as executors
+from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs

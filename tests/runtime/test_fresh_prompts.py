@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from vllm_module import vLLMModule
+from vllm_module.kernels.attention.fresh_attention import KERNEL
 from vllm_module.kernels.choices import trying
-from vllm_module.kernels.fresh_attention import KERNEL
 from vllm_module.layers import attention
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 

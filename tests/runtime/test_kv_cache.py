@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
 from vllm_module.layers import Attention, MLAAttention
-from vllm_module.runtime.kv_cache import KVCache, attention_layers, page_bytes
+from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 
 CPU = torch.device("cpu")
 Pairs = list[tuple[int, int]]

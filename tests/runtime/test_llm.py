@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from vllm_module import LLM, SamplingParams, WeightLoadError
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, RankError
-from vllm_module.runtime import worker as workers
-from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.outputs import RequestOutput
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.ranks import worker as workers
+from vllm_module.runtime.text.chat import ChatTemplate
+from vllm_module.runtime.text.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.!?<>"
 TEMPLATE = (
@@ -1058,7 +1058,7 @@ def test_a_call_whose_every_prompt_is_refused_raises(
     with pytest.raises(ValueError, match="refuses the messages: say more"):
         llm.chat(bad, greedy(1), False, chat_template=source)
     assert [(record.name, record.levelname) for record in caplog.records] == [
-        ("vllm_module.runtime.prompts", "WARNING")
+        ("vllm_module.runtime.text.prompts", "WARNING")
     ] * 2
     assert "1 of 2 prompts are refused: prompt 1: the prompt has no tokens" in caplog.text
 

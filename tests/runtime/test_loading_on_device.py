@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from vllm_module import LLM
 from vllm_module.parameters import BasevLLMParameter
-from vllm_module.runtime import worker
+from vllm_module.runtime.ranks import worker
 from vllm_module.weights import staging
 
 TESTS = Path(__file__).parents[1]

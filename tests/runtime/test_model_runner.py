@@ -17,10 +17,10 @@ from transformers.utils import logging
 
 from vllm_module import ModelConfig, get_model, vLLMModule
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels import act_and_mul
-from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.kernels.rows import act_and_mul
+from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.packing import pack, unpack
+from vllm_module.runtime.ranks.packing import pack, unpack
 from vllm_module.runtime.step_inputs import StepInputs
 
 CPU = torch.device("cpu")

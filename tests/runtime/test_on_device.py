@@ -15,12 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.kernels import act_and_mul
+from vllm_module.kernels.rows import act_and_mul
 from vllm_module.layers import RMSNorm
-from vllm_module.runtime import engine, sampler
+from vllm_module.runtime import engine
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.sampling_row import Row
-from vllm_module.runtime.token_counts import TokenCounts
+from vllm_module.runtime.sampling import sampler
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 
 HERE = Path(__file__).parent
 _simulated = runpy.run_path(str(HERE / "simulated_device.py"))

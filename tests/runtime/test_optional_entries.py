@@ -13,9 +13,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.generation_config import _NAMES, default_sampling_params
+from vllm_module.runtime.pooling.sentence_config import SentenceConfig
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.sentence_config import SentenceConfig
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.tokenizer import Tokenizer
 
 VALUES = [None, 0, 0.0, [], "", False]
 ZEROS = {"temperature": (int, float), "min_p": (int, float), "top_k": (int,)}  # as in vLLM

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request

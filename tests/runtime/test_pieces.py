@@ -18,16 +18,16 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from vllm_module import vLLMModule
+from vllm_module.build.model_source import build_model
+from vllm_module.build.registry import config_class
 from vllm_module.distributed import SimulatedGroup, run_ranks
 from vllm_module.hf_config import parse_config
 from vllm_module.layers import AttentionMetadata
-from vllm_module.model_source import build_model
-from vllm_module.registry import config_class
 from vllm_module.runtime import pieces
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.pieces import Pieces, alias, captured_sizes
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler

@@ -13,10 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from vllm_module.runtime import sampler
-from vllm_module.runtime.sampler import LogitsError, SampledToken, prompt_logprobs
+from vllm_module.runtime.sampling import sampler
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.sampler import LogitsError, SampledToken, prompt_logprobs
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.sampling_row import Row
 
 ALMOST_1 = math.nextafter(1.0, 0.0)
 GREEDY = SamplingParams(temperature=0)

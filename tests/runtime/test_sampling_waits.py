@@ -16,10 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_module.runtime import sampler, transfers
+from vllm_module.runtime import transfers
+from vllm_module.runtime.sampling import sampler
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.sampling_row import Row
-from vllm_module.runtime.token_counts import TokenCounts
 
 EVERYTHING: list[dict[str, Any]] = [
     {"temperature": 0},

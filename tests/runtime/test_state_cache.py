@@ -17,19 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_module import vLLMModule
 from vllm_module.config import EngineConfig
-from vllm_module.kernels.causal_conv1d import causal_conv1d
-from vllm_module.kernels.mamba2_scan import mamba2_scan
+from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d
+from vllm_module.kernels.recurrent.mamba2_scan import mamba2_scan
 from vllm_module.layers import Attention, AttentionMetadata, RecurrentLayer
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.page_pool import PagePool
+from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes, state_layers
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
+from vllm_module.runtime.ranks.worker import Worker
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.state_cache import StateCache, copy_bytes, state_bytes, state_layers
 from vllm_module.runtime.step import Moves
 from vllm_module.runtime.step_inputs import StepInputs
-from vllm_module.runtime.worker import Worker
 
 CPU = torch.device("cpu")
 PAGE, MOST, ROWS, VOCAB, WIDTH = 4, 64, 4, 40, 8

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_module.runtime.cache.page_pool import ROOT, PagePool
+from vllm_module.runtime.cache.saved_states import SavedStates
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.page_pool import ROOT, PagePool
-from vllm_module.runtime.saved_states import SavedStates
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.step_inputs import StepInputs

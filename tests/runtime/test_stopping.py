@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.stopping import check_stop
+from vllm_module.runtime.text.stopping import check_stop
 
 
 def stopped(pieces: tuple[str, ...], stop: str, min_tokens: int) -> tuple[int, str] | None:

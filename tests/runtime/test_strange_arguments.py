@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.build.model_source import build_model
+from vllm_module.build.registry import registered
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import build_model
 from vllm_module.models.llama import LlamaForCausalLM
-from vllm_module.registry import registered
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.testing import random_weights, write_checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_no_process_is_started_for_ranks_that_do_not_fit(
 ) -> None:
     """The first rank finds that the model cannot be divided before it starts other processes."""
     # A call of it would be a TypeError.
-    monkeypatch.setattr("vllm_module.runtime.ranks.Processes", None)
+    monkeypatch.setattr("vllm_module.runtime.ranks.group.Processes", None)
     with pytest.raises(ValueError, match=message):
         LLM(str(folder), tensor_parallel_size=size, **SMALL)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime import template_process
-from vllm_module.runtime.chat import ChatTemplate
-from vllm_module.runtime.template_process import TemplateProcess
+from vllm_module.runtime.text import template_process
+from vllm_module.runtime.text.chat import ChatTemplate
+from vllm_module.runtime.text.template_process import TemplateProcess
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

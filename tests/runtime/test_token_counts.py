@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.runtime import sampler
+from vllm_module.runtime.sampling import sampler
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.sampling_row import Row
-from vllm_module.runtime.token_counts import TokenCounts
 
 Token = sampler.SampledToken | None
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.generation_config import stop_tokens
-from vllm_module.runtime.tokenizer import TextStream, Tokenizer
+from vllm_module.runtime.text.tokenizer import TextStream, Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vllm_module import vLLMModule
 from vllm_module.config import EngineConfig
-from vllm_module.runtime import worker as workers
-from vllm_module.runtime.kv_cache import KVCache
+from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.ranks import worker as workers
+from vllm_module.runtime.ranks.worker import Worker
 from vllm_module.runtime.warm_up import largest_steps, warm_up_batches, warm_up_steps
-from vllm_module.runtime.worker import Worker
 
 HERE = Path(__file__).parent
 ARCHITECTURES = runpy.run_path(str(HERE.parent / "models" / "configurations.py"))

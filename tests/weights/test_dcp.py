@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import CheckpointFormatError, WeightReadError
-from vllm_module.model_source import build_model, read_config
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.dcp_metadata import Chunk
-from vllm_module.weights.dcp_metadata import _cover as covers
+from vllm_module.weights.pickled.dcp_metadata import Chunk
+from vllm_module.weights.pickled.dcp_metadata import _cover as covers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams, get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli import main
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import MisshapenWeightError
-from vllm_module.model_source import ModelSource
 from vllm_module.weights import dummy, read_into
 from vllm_module.weights.dummy import DummyHandle, DummyWeights
 

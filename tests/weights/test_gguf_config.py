@@ -19,8 +19,8 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from vllm_module import ModelConfig
+from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.model_source import ModelSource
 from vllm_module.weights.gguf.metadata import Metadata
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.held import plan_from
+from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import (
     CheckpointFormatError,
     MissingWeightError,
     UnexpectedWeightError,
     UnsupportedModelError,
 )
-from vllm_module.held import plan_from
-from vllm_module.model_source import ModelSource
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.gguf import file as gguf_file
 from vllm_module.weights.gguf.names import ARCHITECTURES, ROPE_TENSORS, renamed, stored_name

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.chat import ChatTemplate
 from vllm_module.runtime.generation_config import stop_tokens
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.chat import ChatTemplate
+from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.weights.gguf import file as gguf_file
 from vllm_module.weights.source import find_source
 

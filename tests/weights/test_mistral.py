@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams, get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -19,8 +20,7 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightLoadError,
 )
-from vllm_module.model_source import ModelSource
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.mistral import renamed
 

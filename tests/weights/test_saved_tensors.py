@@ -23,7 +23,7 @@ from torch._utils import (
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.pickle_records import RecordReader
+from vllm_module.weights.pickled.pickle_records import RecordReader
 
 STORED = torch.arange(24.0)
 

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
+from vllm_module.build.model_source import build_model
+from vllm_module.build.registry import load_model_code
 from vllm_module.config import LoadConfig
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, WeightLoadError
-from vllm_module.model_source import build_model
 from vllm_module.models.llama import LlamaConfig
-from vllm_module.registry import load_model_code
 from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import open_checkpoint, source
 from vllm_module.weights.joined import JoinedWeights

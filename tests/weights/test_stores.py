@@ -35,9 +35,9 @@ from moto.server import ThreadedMotoServer
 from safetensors.torch import save_file
 
 from vllm_module import DeviceConfig, ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
-from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import open_checkpoint, source

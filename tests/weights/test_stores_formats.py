@@ -19,10 +19,10 @@ import torch
 from moto.server import ThreadedMotoServer
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, ShardingError, UnsupportedModelError
 from vllm_module.export.sharded_state import shard
-from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import open_checkpoint, source

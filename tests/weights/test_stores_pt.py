@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from vllm_module import DeviceConfig, ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, WeightReadError
-from vllm_module.model_source import ModelSource, build_model
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights
 from vllm_module.weights import source

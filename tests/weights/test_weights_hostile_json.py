@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_module.build.model_source import read_config
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.model_source import read_config
 from vllm_module.weights import open_checkpoint
 
 INDEX = "model.safetensors.index.json"

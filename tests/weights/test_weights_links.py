@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm_module.build.model_source import read_config
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.model_source import read_config
 from vllm_module.runtime.generation_config import stop_tokens
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.weights import open_checkpoint, regular_file
 from vllm_module.weights.regular_file import open_regular
 

@@ -134,10 +134,10 @@ UNSAFE_LOADS = {"np.load", "numpy.load", "np.fromfile", "torch.jit.load", "torch
 # These pickle messages between ranks of one job, which run the same program; no file is read.
 ELSEWHERE = {
     ("vllm_module/distributed/exchange.py", "pickle"),
-    ("vllm_module/model_source.py", "pickle"),
-    ("vllm_module/runtime/executor.py", "pickle"),
-    ("vllm_module/runtime/ranks.py", "pickle"),
-    ("vllm_module/runtime/worker.py", "pickle"),
+    ("vllm_module/build/model_source.py", "pickle"),
+    ("vllm_module/runtime/ranks/executor.py", "pickle"),
+    ("vllm_module/runtime/ranks/group.py", "pickle"),
+    ("vllm_module/runtime/ranks/worker.py", "pickle"),
 }
 
 

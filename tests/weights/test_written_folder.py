@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from vllm_module.messages import printable
+from vllm_module.base.messages import printable
 from vllm_module.weights.written_folder import new_folder, write_folder
 
 

@@ -55,7 +55,7 @@ def _print_version(wanted: bool) -> None:
         import platform
         from importlib.metadata import version as version_of
 
-        from vllm_module.version import __version__
+        from vllm_module.base.version import __version__
 
         print(
             f"vllm-module {__version__} "

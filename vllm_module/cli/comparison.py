@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_module.base.messages import describe_error, install, printable
 from vllm_module.cli.output import CommandError, plural
-from vllm_module.messages import describe_error, install, printable
 from vllm_module.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

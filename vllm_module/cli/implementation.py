@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from vllm_module.messages import printable
-from vllm_module.model_source import ModelSource
-from vllm_module.registry import implementation, model_class
+from vllm_module.base.messages import printable
+from vllm_module.build.model_source import ModelSource
+from vllm_module.build.registry import implementation, model_class
 
 
 class _Rank(Protocol):

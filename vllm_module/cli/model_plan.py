@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.implementation import impl_line, impl_of
 from vllm_module.cli.output import CommandError, print_table, print_text, size
 from vllm_module.cli.rank_plan import RankPlan
 from vllm_module.cli.tensor_plan import dtype_name, rank_list, tensor_rows
 from vllm_module.core.report import LoadReport
-from vllm_module.model_source import ModelSource
 
 _MOST_COLUMNS = 4  # of one table of memory
 

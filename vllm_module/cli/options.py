@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from vllm_module import load_formats
+from vllm_module.base import load_formats
 from vllm_module.cli.output import plural
 
 if TYPE_CHECKING:

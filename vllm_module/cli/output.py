@@ -21,9 +21,9 @@ from typing import Any, Literal, TypeVar
 from rich.cells import cell_len
 from rich.console import Console
 
+from vllm_module.base.messages import describe_error, printable
 from vllm_module.cli.streams import complain
 from vllm_module.errors import ModelNotReadyError, WeightLoadError
-from vllm_module.messages import describe_error, printable
 
 T = TypeVar("T")
 

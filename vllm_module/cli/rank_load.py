@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
+from vllm_module.build.held import load_from, number_of_tensors
+from vllm_module.build.loader import progress
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.output import console, size
 from vllm_module.cli.pictures.load_trace import RankTrace
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import LoadReport
-from vllm_module.held import load_from, number_of_tensors
-from vllm_module.loader import progress
-from vllm_module.model_source import ModelSource
 from vllm_module.wrapped.model import replicated_share
 
 _PROCESS = Path("/proc/self")

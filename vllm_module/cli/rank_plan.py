@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from vllm_module.build.held import plan_from, plan_of_rank
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, dtype_name, kept_pieces
 from vllm_module.config import EngineConfig
 from vllm_module.core.fill import Fill
 from vllm_module.core.report import LoadReport
 from vllm_module.core.tree import is_typed, slots_of
 from vllm_module.distributed import expert_parallel, tensor_parallel
-from vllm_module.held import plan_from, plan_of_rank
-from vllm_module.model_source import ModelSource
-from vllm_module.runtime.kv_cache import page_bytes
-from vllm_module.runtime.state_cache import state_bytes
+from vllm_module.runtime.cache.kv_cache import page_bytes
+from vllm_module.runtime.cache.state_cache import state_bytes
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import FileHandle
 from vllm_module.wrapped.model import replicated_share

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from vllm_module.base.messages import describe_error, printable, shorten
 from vllm_module.cli.output import REFUSALS, CommandError, is_out_of_memory
 from vllm_module.errors import RankError
-from vllm_module.messages import describe_error, printable, shorten
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_module.build.model_source import ModelSource
     from vllm_module.config import ModelConfig
-    from vllm_module.model_source import ModelSource
 
 T = TypeVar("T")
 TIMEOUT = 1800.0  # as in LoadConfig, which help does not import
@@ -115,8 +115,8 @@ def find_alike(model_config: ModelConfig, load_format: str, timeout: float) -> M
     """Return the model source that this rank finds; refuse unless every rank finds the same."""
     import torch.distributed as dist
 
-    from vllm_module.consistency import demand_alike, describe
-    from vllm_module.model_source import ModelSource
+    from vllm_module.build.consistency import demand_alike, describe
+    from vllm_module.build.model_source import ModelSource
 
     def find() -> tuple[ModelSource, dict[str, str]]:
         source = ModelSource.find(model_config, load_format)
@@ -132,7 +132,7 @@ def find_alike(model_config: ModelConfig, load_format: str, timeout: float) -> M
 
 def same(digests: Sequence[Mapping[str, str]]) -> None:
     """Refuse on every rank if tensors differ that every rank keeps whole."""
-    from vllm_module.consistency import demand_same_tensors
+    from vllm_module.build.consistency import demand_same_tensors
 
     with _one_rank_prints():
         demand_same_tensors(digests)

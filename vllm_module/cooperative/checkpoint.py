@@ -11,12 +11,12 @@ from types import TracebackType
 
 import torch
 
+from vllm_module.base.messages import printable_name
 from vllm_module.cooperative.batches import Chunk, parts_of
 from vllm_module.cooperative.region import Box, Region, Regions, narrowed, overlap, volume
 from vllm_module.distributed import failure_of_others
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import WeightReadError
-from vllm_module.messages import printable_name
 from vllm_module.weights import Handle, read_into
 from vllm_module.weights.handle import read_together as read_regions
 from vllm_module.weights.pairs import OpenWeights

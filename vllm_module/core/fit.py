@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from vllm_module.base.messages import shorten
 from vllm_module.core.report import Problem, fold
 from vllm_module.core.routes import routes_of
 from vllm_module.core.tree import Location, expected_shape, is_typed, loads_itself
-from vllm_module.messages import shorten
 from vllm_module.weights import Weight, read_into
 
 _COMPARED_BYTES = 16 << 20  # of a vector at a time

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.base.garbage import paused_gc
 from vllm_module.core import state, tree
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.plan import LoadPlan
@@ -28,7 +29,6 @@ from vllm_module.core.planner import Group, Planner, Weights, planning
 from vllm_module.core.report import LoadReport
 from vllm_module.core.routes import Child, Skip, find, routes_of
 from vllm_module.core.run import loading
-from vllm_module.garbage import paused_gc
 
 
 class vLLMModule(nn.Module):

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_module.base.summary import Summarized, mebibytes
 from vllm_module.core.fill import Fill
 from vllm_module.core.report import LoadReport
 from vllm_module.core.tree import Location, Node, is_typed
 from vllm_module.parameters import Reordered
-from vllm_module.summary import Summarized, mebibytes
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
 
 

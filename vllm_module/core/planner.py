@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, Union
 import torch
 from torch import nn
 
+from vllm_module.base.messages import printable_name, shorten
 from vllm_module.core import fit
 from vllm_module.core.fill import Fill
 from vllm_module.core.plan import LoadPlan, in_reading_order
@@ -24,7 +25,6 @@ from vllm_module.core.routes import Child, find, routes_of
 from vllm_module.core.state import in_progress
 from vllm_module.core.tree import Location, Node, modules_below, slots_of, stored_tensors, walk
 from vllm_module.errors import WeightLoadError
-from vllm_module.messages import printable_name, shorten
 from vllm_module.weights import Weight
 
 # What a user gives, or what a module hands to a module below it.

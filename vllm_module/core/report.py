@@ -9,6 +9,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import (
     DuplicateWeightError,
     MisshapenWeightError,
@@ -16,7 +17,6 @@ from vllm_module.errors import (
     UnexpectedWeightError,
     WeightLoadError,
 )
-from vllm_module.messages import printable, printable_name
 
 
 class Problem(NamedTuple):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import nn
 
+from vllm_module.base.garbage import paused_gc
+from vllm_module.base.messages import printable, printable_name
 from vllm_module.core.allocation import Allocation
 from vllm_module.core.fill import Fill, refuse_nan, refuse_nan_read
 from vllm_module.core.fit import misfit, not_zeros
@@ -30,8 +32,6 @@ from vllm_module.core.state import (
 )
 from vllm_module.core.tree import Location, Node, modules_below, own_slots, state_of, walk
 from vllm_module.errors import WeightLoadError, WeightReadError
-from vllm_module.garbage import paused_gc
-from vllm_module.messages import printable, printable_name
 from vllm_module.weights import Destination, Handle, Readers, TensorHandle, read_into
 
 _MOST_NAMED = 8  # tensors that the message of an error says were overwritten, numbers folded

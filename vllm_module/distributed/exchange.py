@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from vllm_module import waiting
+from vllm_module.base import waiting
+from vllm_module.base.messages import describe_error
 from vllm_module.errors import RankError
-from vllm_module.messages import describe_error
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

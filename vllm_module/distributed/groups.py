@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from vllm_module.waiting import finish
+from vllm_module.base.waiting import finish
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vllm_module import waiting
-from vllm_module.messages import describe_error
+from vllm_module.base import waiting
+from vllm_module.base.messages import describe_error
 
 _log = logging.getLogger(__name__)
 

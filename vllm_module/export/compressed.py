@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from vllm_module.base.messages import printable
+from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
@@ -26,8 +28,6 @@ from vllm_module.export.compressed_config import quantization_config, stored_as
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
 from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.hf_config import read_entries
-from vllm_module.messages import printable
-from vllm_module.model_source import ModelSource
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization import QuantizableLayer, Scheme
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod

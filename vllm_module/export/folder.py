@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from vllm_module.messages import printable
+from vllm_module.base.messages import printable
 from vllm_module.weights import read_file
 from vllm_module.weights.hub import CODE, SMALL_FILES
 

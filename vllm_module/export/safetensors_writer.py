@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_module.base.messages import printable_name
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import printable_name
 from vllm_module.weights.header import DTYPES
 
 _CODES = {getattr(torch, dtype.name): code for code, dtype in DTYPES.items()}

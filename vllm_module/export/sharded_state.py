@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from vllm_module.base.messages import printable
+from vllm_module.base.version import __version__
+from vllm_module.build.held import held_tensors, load_from
+from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
 from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
-from vllm_module.held import held_tensors, load_from
 from vllm_module.hf_config import read_entries
-from vllm_module.messages import printable
-from vllm_module.model_source import ModelSource
-from vllm_module.version import __version__
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.sharded_state import (
     FORMAT_VERSION,

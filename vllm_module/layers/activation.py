@@ -7,7 +7,7 @@ from torch import nn
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.act_and_mul import (
+from vllm_module.kernels.rows.act_and_mul import (
     gelu_and_mul,
     gelu_and_mul_quantize,
     silu_and_mul,

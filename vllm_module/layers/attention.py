@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.fresh_attention import fresh_attention, way_of_fresh_prompts
+from vllm_module.kernels.attention.fresh_attention import fresh_attention, way_of_fresh_prompts
+from vllm_module.kernels.attention.paged_attention import causal_attention, paged_attention
+from vllm_module.kernels.attention.paged_layout import PagedLayout
+from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache
+from vllm_module.kernels.attention.rotate_and_cache import rotate_and_cache
 from vllm_module.kernels.operators import checks_values
-from vllm_module.kernels.paged_attention import causal_attention, paged_attention
-from vllm_module.kernels.paged_layout import PagedLayout
-from vllm_module.kernels.reshape_and_cache import reshape_and_cache
-from vllm_module.kernels.rotate_and_cache import rotate_and_cache
 from vllm_module.layers.rotation import Rotate, Rotation
 from vllm_module.quantization import QuantizableKVCache
 

@@ -25,10 +25,10 @@ from vllm_module.distributed import (
     tensor_parallel_group,
 )
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.combine_experts import combine_experts
-from vllm_module.kernels.linear import linear
-from vllm_module.kernels.sort_by_expert import sort_by_expert
-from vllm_module.kernels.topk_routing import topk_routing
+from vllm_module.kernels.experts.combine_experts import combine_experts
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
+from vllm_module.kernels.experts.topk_routing import topk_routing
+from vllm_module.kernels.matmul.linear import linear
 from vllm_module.layers.activation import get_act_and_mul
 from vllm_module.parameters import (
     ColumnvLLMParameter,
@@ -139,8 +139,8 @@ class ExpertsLinear(QuantizableLayer):
     ) -> torch.Tensor:
         """Multiply rows, sorted by expert, by the weights of their experts.
 
-        See :func:`~vllm_module.kernels.grouped_matmul.grouped_matmul`. If the input is cut over
-        ranks, this rank's product is a part of the sum.
+        See :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`. If the input is cut
+        over ranks, this rank's product is a part of the sum.
         """
         summed = any(slot.parts > 1 for slot in self.input.slots)
         bias = None if summed and self.tp_group.rank else self.bias  # so that the sum has it once

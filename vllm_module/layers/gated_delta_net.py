@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
-from vllm_module.kernels.gated_delta_rule import gated_delta_rule
+from vllm_module.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.layers.gated_norm import GatedRMSNorm
 from vllm_module.layers.linear import ColumnParallelLinear, RowParallelLinear

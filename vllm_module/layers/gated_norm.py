@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
-from vllm_module.kernels.rms_norm import rms_norm
+from vllm_module.kernels.rows.rms_norm import rms_norm
 from vllm_module.layers.norm import RMSNorm
 from vllm_module.parameters import ColumnvLLMParameter, Dim
 

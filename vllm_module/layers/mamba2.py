@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
-from vllm_module.kernels.mamba2_scan import mamba2_scan
+from vllm_module.kernels.recurrent.mamba2_scan import mamba2_scan
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.layers.gated_norm import GroupedGatedRMSNorm
 from vllm_module.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -14,10 +14,10 @@ from torch import nn
 
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError, UnsupportedModelError
-from vllm_module.kernels.concat_and_cache_mla import concat_and_cache_mla
-from vllm_module.kernels.mla_attention import mla_attention
-from vllm_module.kernels.paged_attention import causal_attention
-from vllm_module.kernels.rotate_and_cache_mla import rotate_and_cache_mla
+from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla
+from vllm_module.kernels.attention.mla_attention import mla_attention
+from vllm_module.kernels.attention.paged_attention import causal_attention
+from vllm_module.kernels.attention.rotate_and_cache_mla import rotate_and_cache_mla
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.layers.linear import ColumnParallelLinear
 from vllm_module.layers.rotation import LatentRotation

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
-from vllm_module.kernels.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_quantize
+from vllm_module.kernels.rows.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_quantize
 from vllm_module.parameters import BasevLLMParameter, ColumnvLLMParameter, Dim, Slot
 from vllm_module.quantization.rows import QuantizedRows, RowScheme
 

@@ -12,7 +12,7 @@ from torch import nn
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
-from vllm_module.kernels.causal_conv1d import causal_conv1d
+from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.parameters import BasevLLMParameter, ColumnvLLMParameter, Common, Dim
 

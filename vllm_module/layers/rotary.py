@@ -11,7 +11,7 @@ import torch
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.rotary_embedding import rotary_embedding
+from vllm_module.kernels.attention.rotary_embedding import rotary_embedding
 from vllm_module.rope_parameters import (
     DynamicRope,
     LinearRope,

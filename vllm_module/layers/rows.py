@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from vllm_module.kernels.scaled_matmul import quantizes_inputs
+from vllm_module.kernels.matmul.scaled_matmul import quantizes_inputs
 from vllm_module.layers.activation import GeluAndMul, SiluAndMul
 from vllm_module.layers.linear import (
     ColumnParallelLinear,

@@ -15,9 +15,9 @@ import torch
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.errors import UnsupportedModelError, WeightReadError
-from vllm_module.kernels.grouped_matmul import grouped_matmul
-from vllm_module.kernels.quantize_nf4 import NF4, PACKING
-from vllm_module.kernels.scaled_matmul import scaled_matmul
+from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
+from vllm_module.kernels.rows.quantize_nf4 import NF4, PACKING
 from vllm_module.parameters import (
     BasevLLMParameter,
     ColumnvLLMParameter,

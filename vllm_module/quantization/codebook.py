@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_module.kernels.grouped_matmul import grouped_matmul
-from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import Packing, dequantize_packed
+from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul
+from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 
 

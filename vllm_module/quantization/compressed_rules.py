@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from vllm_module.base.messages import install
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import install
 from vllm_module.quantization.config_refusals import invalid, unsupported
 from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod

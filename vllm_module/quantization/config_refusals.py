@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vllm_module.base.messages import shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import shorten
 
 # By what quantization_config has as quant_method; people ask for them.
 _ELSEWHERE = {

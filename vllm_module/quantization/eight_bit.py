@@ -9,8 +9,8 @@ import torch
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.kernels.dtypes import can_convert
-from vllm_module.kernels.grouped_matmul import grouped_matmul
-from vllm_module.kernels.scaled_matmul import scaled_matmul
+from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
 from vllm_module.parameters import (
     BasevLLMParameter,
     BlockQuantScaleParameter,

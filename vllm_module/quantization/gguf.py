@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
-from vllm_module.kernels.gguf_types import BLOCK_TYPES
-from vllm_module.kernels.grouped_matmul import by_expert, expect_groups, grouped_matmul
-from vllm_module.kernels.linear import linear
+from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups, grouped_matmul
+from vllm_module.kernels.matmul.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
+from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
+from vllm_module.kernels.matmul.linear import linear
 from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod

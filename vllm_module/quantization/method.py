@@ -14,8 +14,8 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.core.tree import locations, slots_of
 from vllm_module.distributed import TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.grouped_matmul import grouped_matmul
-from vllm_module.kernels.linear import linear
+from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
+from vllm_module.kernels.matmul.linear import linear
 from vllm_module.parameters import (
     BasevLLMParameter,
     Common,
@@ -130,7 +130,7 @@ class QuantizeMethod(ABC):
         """Multiply rows, sorted by expert, by the weights ``[experts, output, input]``.
 
         Arguments and result are those of
-        :func:`~vllm_module.kernels.grouped_matmul.grouped_matmul`.
+        :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no product for experts")
 

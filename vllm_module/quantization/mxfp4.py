@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.grouped_matmul_mxfp4 import (
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import (
     E2M1,
     dequantize_mxfp4,
     grouped_matmul_mxfp4,
 )
-from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import Packing
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul
+from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.parameters import (
     BasevLLMParameter,
     Dim,

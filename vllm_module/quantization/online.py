@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.quantize import quantize
+from vllm_module.kernels.rows.quantize import quantize
 from vllm_module.parameters import BasevLLMParameter, Piece, StoredOrder
 from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.quantization.scheme import Scheme

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.packed_words import dequantize_packed
-from vllm_module.kernels.quantize_nf4 import NF4, PACKING, quantize_nf4
+from vllm_module.kernels.matmul.packed_words import dequantize_packed
+from vllm_module.kernels.rows.quantize_nf4 import NF4, PACKING, quantize_nf4
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.quantization.online import in_full_precision, in_parts

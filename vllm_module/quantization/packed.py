@@ -17,9 +17,12 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.errors import WeightReadError
-from vllm_module.kernels.grouped_matmul_packed import dequantize_experts, grouped_matmul_packed
-from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import Packing, dequantize_packed, pack, unpack
+from vllm_module.kernels.experts.grouped_matmul_packed import (
+    dequantize_experts,
+    grouped_matmul_packed,
+)
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul
+from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed, pack, unpack
 from vllm_module.parameters import (
     BasevLLMParameter,
     Dim,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from vllm_module.kernels.packed_words import Packing, unpack
+from vllm_module.kernels.matmul.packed_words import Packing, unpack
 from vllm_module.parameters import BasevLLMParameter, Dim, PackedvLLMParameter
 from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.quantization.packed import PackedFormat, PackedMethod

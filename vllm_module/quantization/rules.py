@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from vllm_module.base.messages import shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import shorten
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.scheme import EVERY_LAYER, Scheme
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from vllm_module.kernels.dtypes import greatest
-from vllm_module.kernels.quantize import dequantize
+from vllm_module.kernels.rows.quantize import dequantize
 from vllm_module.parameters import ModelWeightParameter
 
 Strategy = Literal["tensor", "channel", "block"]

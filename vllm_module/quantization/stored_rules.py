@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
+from vllm_module.base.messages import shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import shorten
 from vllm_module.quantization.bitsandbytes import (
     BitsAndBytes4BitMethod,
     BitsAndBytes8BitMethod,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from vllm_module.messages import shorten
+from vllm_module.base.messages import shorten
 from vllm_module.runtime.metrics import progress
-from vllm_module.runtime.sampler import Logprob
+from vllm_module.runtime.sampling.sampler import Logprob
 
 # Returns, for each sequence of tokens, the logprobs of so many of the most probable next ones.
 NextLogprobs = Callable[[list[list[int]], int], list[dict[int, Logprob]]]

@@ -12,23 +12,23 @@ from contextlib import contextmanager
 
 import torch
 
+from vllm_module.base.messages import describe_error
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import describe_error
-from vllm_module.runtime.bad_words import completing_tokens, encode_bad_words
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.launched import Execute, Launched
 from vllm_module.runtime.metrics import Totals
-from vllm_module.runtime.prompts import check_vocabulary
-from vllm_module.runtime.sampler import LogitsError, Sampled, prompt_logprobs, sample
+from vllm_module.runtime.sampling.bad_words import completing_tokens, encode_bad_words
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.sampler import LogitsError, Sampled, prompt_logprobs, sample
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.sampling_row import Row
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
 from vllm_module.runtime.step import Step
 from vllm_module.runtime.step_inputs import StepInputs, next_inputs, step_inputs
-from vllm_module.runtime.stopping import check_stop, complete_text
-from vllm_module.runtime.token_counts import TokenCounts
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.prompts import check_vocabulary
+from vllm_module.runtime.text.stopping import check_stop, complete_text
+from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.runtime.transfers import Wait, synchronize, upload
 
 _log = logging.getLogger(__name__)

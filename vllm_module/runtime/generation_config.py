@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
 from vllm_module.runtime.arguments import check_type
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights import read_json

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_module.runtime.sampler import Sampled
+from vllm_module.runtime.sampling.sampler import Sampled
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.step import Step
 from vllm_module.runtime.step_inputs import StepInputs

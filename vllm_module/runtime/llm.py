@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from vllm_module.base.summary import Summarized, mebibytes
 from vllm_module.config import (
     DeviceConfig,
     EngineConfig,
@@ -21,11 +22,8 @@ from vllm_module.config import (
 )
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
-from vllm_module.runtime.chat import ChatTemplate, template_text
-from vllm_module.runtime.code_tokenizer import read_tokenizer
-from vllm_module.runtime.encoder_methods import EncoderMethods
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.executor import Executor
 from vllm_module.runtime.generation_config import (
     default_sampling_params,
     own_folder,
@@ -33,17 +31,19 @@ from vllm_module.runtime.generation_config import (
 )
 from vllm_module.runtime.metrics import Metric, engine_metrics
 from vllm_module.runtime.outputs import ServedModelConfig
-from vllm_module.runtime.page_pool import PagePool
-from vllm_module.runtime.pooler import Pooler
+from vllm_module.runtime.pooling.encoder_methods import EncoderMethods
+from vllm_module.runtime.pooling.pooler import Pooler
+from vllm_module.runtime.pooling.sentence_config import classifier_activation
+from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.sentence_config import classifier_activation
-from vllm_module.runtime.template_process import TemplateProcess
+from vllm_module.runtime.text.chat import ChatTemplate, template_text
+from vllm_module.runtime.text.code_tokenizer import read_tokenizer
+from vllm_module.runtime.text.template_process import TemplateProcess
+from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.runtime.text_methods import TextMethods
-from vllm_module.runtime.tokenizer import Tokenizer
 from vllm_module.runtime.warm_up import warm_up_batches
 from vllm_module.runtime.weight_methods import WeightMethods
-from vllm_module.summary import Summarized, mebibytes
 from vllm_module.weights import resolve
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
     rank 0 closes the engine, then exit. Threads may share an ``LLM``; their requests are batched.
 
     Attributes:
-        source: the :class:`~vllm_module.model_source.ModelSource`: folder, configuration, dtype.
+        source: the :class:`~vllm_module.build.model_source.ModelSource`: folder, configuration,
+            dtype.
         tokenizer: of the checkpoint; ``None`` if it has none that can be read.
         no_tokenizer: why there is no tokenizer.
         no_chat_template: why there is no chat template.

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from vllm_module.base.messages import shorten
+from vllm_module.build.registry import blamed_on
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import AttentionMetadata
-from vllm_module.messages import shorten
-from vllm_module.registry import blamed_on
-from vllm_module.runtime.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.pieces import Pieces, captured_sizes
+from vllm_module.runtime.ranks.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.step_inputs import StepInputs
 
 _NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step of no tokens

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from vllm_module.base.messages import shorten
 from vllm_module.config import Settings
-from vllm_module.messages import shorten
 from vllm_module.runtime.arguments import SAMPLING_ARGUMENTS, known_arguments
 
 _T = TypeVar("_T")

@@ -7,8 +7,8 @@ from bisect import insort
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from vllm_module.runtime.page_pool import ROOT, PagePool
-from vllm_module.runtime.saved_states import SavedStates
+from vllm_module.runtime.cache.page_pool import ROOT, PagePool
+from vllm_module.runtime.cache.saved_states import SavedStates
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.step import Step
 

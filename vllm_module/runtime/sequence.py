@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_module.runtime.cache.page_pool import ROOT
 from vllm_module.runtime.metrics import RequestStateStats
-from vllm_module.runtime.page_pool import ROOT
-from vllm_module.runtime.sampler import Logprob
+from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.tokenizer import TextStream
+from vllm_module.runtime.text.tokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -7,16 +7,19 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from vllm_module.base.messages import shorten
+from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import shorten
-from vllm_module.model_source import ModelSource
 from vllm_module.runtime.arguments import REQUEST_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.beam_search import BeamSearchOutput, BeamSearchParams, search
-from vllm_module.runtime.chat import ChatTemplate, ContentFormat, Messages
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.metrics import progress
 from vllm_module.runtime.outputs import RequestOutput, decode_logprobs, request_output
-from vllm_module.runtime.prompts import (
+from vllm_module.runtime.sampling.sampler import Logprob
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages
+from vllm_module.runtime.text.prompts import (
     Prompt,
     Tokenization,
     as_list,
@@ -27,11 +30,8 @@ from vllm_module.runtime.prompts import (
     report_refused,
     token_ids,
 )
-from vllm_module.runtime.sampler import Logprob
-from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.template_process import TemplateProcess
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.template_process import TemplateProcess
+from vllm_module.runtime.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

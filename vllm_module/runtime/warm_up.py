@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from vllm_module.runtime.embedding import EmbeddingInputs
+from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.step_inputs import StepInputs
 
 

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from vllm_module.base.messages import describe_error, shorten
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.messages import describe_error, shorten
 from vllm_module.runtime.arguments import known_arguments
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.executor import Executor
+from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.weights import Weight
 
 _T = TypeVar("_T")

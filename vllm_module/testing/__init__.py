@@ -13,7 +13,7 @@ A whole test file::
 Hypothesis draws the cases; its settings say how many.
 """
 
-from vllm_module.messages import install
+from vllm_module.base.messages import install
 
 try:
     import hypothesis as _hypothesis  # noqa: F401  # imported to name the extra if it is missing

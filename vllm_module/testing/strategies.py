@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
+from vllm_module.build.registry import config_class
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import (
     expert_parallel,
@@ -38,7 +39,6 @@ from vllm_module.parameters import (
     RowvLLMParameter,
     Slot,
 )
-from vllm_module.registry import config_class
 
 
 def tp_sizes(most: int = 8) -> st.SearchStrategy[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_module.lazy import lazy_names
+from vllm_module.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from vllm_module.weights.buckets import receive_weights, send_weights

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from vllm_module.base.messages import describe_error, printable_name, shorten
+from vllm_module.base.waiting import interruptibly
 from vllm_module.errors import RankError, WeightReadError
-from vllm_module.messages import describe_error, printable_name, shorten
-from vllm_module.waiting import interruptibly
 from vllm_module.weights.handle import Weight, read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from vllm_module.base.garbage import paused_gc
+from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.garbage import paused_gc
-from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.formats import FORMATS, UNSUPPORTED, Files, Unit, formats_of, imported
 from vllm_module.weights.header import Entry

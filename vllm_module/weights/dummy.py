@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.messages import printable_name
+from vllm_module.base.messages import printable_name
 from vllm_module.weights.handle import Weight, check_destination, copy_weight
 
 _MOST = 1 << 18  # elements computed at once, so that their integers stay in a CPU's cache

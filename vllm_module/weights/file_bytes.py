@@ -12,8 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_module.base.messages import printable
 from vllm_module.errors import WeightReadError
-from vllm_module.messages import printable
 from vllm_module.weights import os_pages
 from vllm_module.weights.cut_rows import Run, copy_segments, memory
 from vllm_module.weights.regular_file import ReadLease, open_again, open_regular

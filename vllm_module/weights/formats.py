@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from vllm_module.load_formats import LoadFormat
-from vllm_module.messages import shorten
+from vllm_module.base.load_formats import LoadFormat
+from vllm_module.base.messages import shorten
 
 if TYPE_CHECKING:
     from vllm_module.weights.folder_files import FolderFiles
@@ -126,7 +126,7 @@ FORMATS: dict[str, Files | Unit] = {
     ),
     "safetensors": SAFETENSORS,
     "pt": Files(
-        "vllm_module.weights.torch_file:TorchFile",
+        "vllm_module.weights.pickled.torch_file:TorchFile",
         (".bin", ".pt"),
         re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
         "pytorch_model.bin.index.json",
@@ -151,7 +151,7 @@ FORMATS: dict[str, Files | Unit] = {
         small_files="vllm_module.weights.mistral:mistral_small_files",
     ),
     "dcp": Unit(
-        "vllm_module.weights.dcp:open_dcp",
+        "vllm_module.weights.pickled.dcp:open_dcp",
         ".metadata",
         weights=(".metadata", "*.distcp"),
         only_here="each chunk of a tensor is an archive, which takes several requests to read",

@@ -11,8 +11,8 @@ from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 
+from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.messages import printable, printable_name
 from vllm_module.weights.cut_rows import Run
 from vllm_module.weights.readable import Readable
 

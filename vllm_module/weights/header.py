@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeGuard
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.strict_json import parse_object
 
 _LENGTH_BYTES = 8

@@ -9,8 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from vllm_module.base.messages import printable, printable_name, shorten, without_secrets
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, printable_name, shorten, without_secrets
 from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 from vllm_module.weights.regular_file import is_there
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.regular_file import read_file
 from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.handle import Weight
 from vllm_module.weights.pairs import OpenWeights, open_weights
 from vllm_module.weights.source import Source

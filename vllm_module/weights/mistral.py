@@ -14,8 +14,8 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.header import Entry

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from vllm_module.base.messages import printable, shorten
+from vllm_module.base.waiting import until
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
-from vllm_module.waiting import until
 from vllm_module.weights.checkpoint import Checkpoint, format_of, open_checkpoint
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.npy_file import NpyFile, has_type, write_npy

@@ -15,8 +15,8 @@ from typing import BinaryIO, NoReturn
 
 import torch
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.header import DAMAGED, DTYPES, MAX_DIMS, DType, Entry
 from vllm_module.weights.weight_file import WeightFile
 

@@ -14,8 +14,8 @@ from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.handle import Handle, Weight, read_into
 from vllm_module.weights.header import MAX_NAME

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable
 
 MAX_JSON_BYTES = 100_000_000  # of an index or a configuration; the same bound as for headers
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.config import ModelConfig, QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.checkpoint import Checkpoint, LocalFiles
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.regular_file import is_there

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, printable_name, shorten
 from vllm_module.weights.hub import resolve
 from vllm_module.weights.stores.place import SCHEMES
 from vllm_module.weights.written_folder import write_folder

@@ -5,8 +5,8 @@ import math
 from collections import Counter
 from pathlib import Path
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.regular_file import read_file
 
 # Each value has one of these marks before it. A value of three bytes in the file takes a hundred in

@@ -10,8 +10,8 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.header import DAMAGED, DType, Entry
 from vllm_module.weights.readable import Readable

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_module.base.messages import printable, show_written
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, show_written
 
 # What is taken from beside the weights, if it is there.
 TAKEN = (

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import describe_error, printable_name, shorten
 from vllm_module.wrapped.library import library
 
 _hook_lock = threading.Lock()  # the hook belongs to the process, and ranks may be threads

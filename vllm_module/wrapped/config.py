@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.messages import describe_error, printable_name, shorten
 from vllm_module.wrapped.build import class_for
 from vllm_module.wrapped.custom_code import CAUSAL_LM, CONFIG, class_of, needs_code
 from vllm_module.wrapped.library import library

@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from vllm_module.base.messages import describe_error, printable, printable_name, shorten
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
-from vllm_module.messages import describe_error, printable, printable_name, shorten
 from vllm_module.weights.regular_file import is_there, open_regular
 from vllm_module.wrapped.library import library
 

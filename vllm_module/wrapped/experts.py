@@ -12,8 +12,8 @@ from torch import nn
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import SimulatedGroup, expert_parallel_group, tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.combine_experts import combine_experts
-from vllm_module.kernels.sort_by_expert import sort_by_expert
+from vllm_module.kernels.experts.combine_experts import combine_experts
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 from vllm_module.layers.fused_moe import ExpertsLinear
 from vllm_module.parameters import Dim, Experts, Slot
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from vllm_module.base.messages import describe_error, install
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import describe_error, install
 
 
 def library(module: str = "") -> Any:

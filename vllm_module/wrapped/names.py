@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from vllm_module.base.messages import describe_error
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import describe_error
 from vllm_module.weights import Weight
 from vllm_module.wrapped.library import library
 

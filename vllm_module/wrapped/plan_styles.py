@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.base.messages import shorten
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import (
     ColumnParallelLinear,
@@ -20,7 +21,6 @@ from vllm_module.layers import (
     RowParallelLinear,
 )
 from vllm_module.layers.linear import LinearBase
-from vllm_module.messages import shorten
 from vllm_module.parameters import BasevLLMParameter, Dim, Slot
 
 COLUMN = "colwise"

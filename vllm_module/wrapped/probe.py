@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_module.base.messages import describe_error, shorten
 from vllm_module.core.state import guard, modules_that_load, unguard
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import describe_error, shorten
 from vllm_module.wrapped.attention import MASKED, NAME, PROBING, stepping
 from vllm_module.wrapped.constants import Constants
 from vllm_module.wrapped.inline_attention import has_stand_in

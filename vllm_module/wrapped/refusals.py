@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.paged_attention import MAX_HEAD_SIZE, most_of_group
+from vllm_module.kernels.attention.paged_attention import MAX_HEAD_SIZE, most_of_group
 from vllm_module.wrapped.build import class_for
 from vllm_module.wrapped.config import config_of
 from vllm_module.wrapped.custom_code import needs_code

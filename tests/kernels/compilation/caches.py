@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from compilation.launches import E4M3, E5M2, FP32, Cases, meta
-from vllm_module.kernels.copy_blocks import copy_blocks_triton
-from vllm_module.kernels.reshape_and_cache import reshape_and_cache_triton
-from vllm_module.kernels.rotary_embedding import rotary_embedding_triton
-from vllm_module.kernels.rotate_and_cache import rotate_and_cache_triton
+from vllm_module.kernels.attention.copy_blocks import copy_blocks_triton
+from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache_triton
+from vllm_module.kernels.attention.rotary_embedding import rotary_embedding_triton
+from vllm_module.kernels.attention.rotate_and_cache import rotate_and_cache_triton
 
 
 def rotary(

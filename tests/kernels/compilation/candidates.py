@@ -19,9 +19,12 @@ from vllm_module.kernels import (
     paged_attention_decode,
     paged_attention_prefill,
 )
-from vllm_module.kernels.grouped_matmul_configurations import grouped_configurations
-from vllm_module.kernels.packed_matmul_configurations import PackedWeight, packed_configurations
-from vllm_module.kernels.scaled_matmul_configurations import configurations
+from vllm_module.kernels.experts.grouped_matmul_configurations import grouped_configurations
+from vllm_module.kernels.matmul.packed_matmul_configurations import (
+    PackedWeight,
+    packed_configurations,
+)
+from vllm_module.kernels.matmul.scaled_matmul_configurations import configurations
 
 ATTENTION = mla_attention, paged_attention_decode, paged_attention_prefill
 

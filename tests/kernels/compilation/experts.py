@@ -8,12 +8,12 @@ import torch
 
 from compilation.launches import E4M3, FP32, Cases, meta, tried
 from compilation.products import AWQ
-from vllm_module.kernels.combine_experts import combine_experts_triton
-from vllm_module.kernels.grouped_matmul import grouped_matmul_triton
-from vllm_module.kernels.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
-from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed_triton
-from vllm_module.kernels.sort_by_expert import sort_by_expert_triton
-from vllm_module.kernels.topk_routing import topk_routing_triton
+from vllm_module.kernels.experts.combine_experts import combine_experts_triton
+from vllm_module.kernels.experts.grouped_matmul import grouped_matmul_triton
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
+from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_packed_triton
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert_triton
+from vllm_module.kernels.experts.topk_routing import topk_routing_triton
 
 
 def routed(

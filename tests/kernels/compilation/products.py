@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from compilation.launches import E4M3, FP16, FP32, TYPES, Cases, meta, tried
-from vllm_module.kernels import few_rows_matmul
-from vllm_module.kernels.packed_matmul import packed_matmul_triton
-from vllm_module.kernels.scaled_matmul import scaled_matmul_triton
+from vllm_module.kernels.matmul import few_rows_matmul
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul_triton
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul_triton
 
 
 def multiplied(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from compilation.launches import FP32, Cases, meta
-from vllm_module.kernels.causal_conv1d import causal_conv1d_triton
-from vllm_module.kernels.gated_delta_rule import gated_delta_rule_triton
-from vllm_module.kernels.mamba2_scan import mamba2_scan_triton
+from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d_triton
+from vllm_module.kernels.recurrent.gated_delta_rule import gated_delta_rule_triton
+from vllm_module.kernels.recurrent.mamba2_scan import mamba2_scan_triton
 
 
 def placed(shape: tuple[int, ...], longest: int) -> tuple[torch.Tensor | int, ...]:

@@ -7,20 +7,20 @@ from collections.abc import Callable
 import torch
 
 from compilation.launches import E4M3, FP32, Cases, meta
-from vllm_module.kernels.act_and_mul import (
+from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_triton,
     act_and_mul_triton,
     swiglu_oai_and_mul_triton,
 )
-from vllm_module.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
-from vllm_module.kernels.draw_tokens import draw_tokens_triton
-from vllm_module.kernels.quantize import quantize_static_triton, quantize_triton
-from vllm_module.kernels.rms_norm import (
+from vllm_module.kernels.rows.adjust_logits import adjust_logits_triton, count_tokens_triton
+from vllm_module.kernels.rows.draw_tokens import draw_tokens_triton
+from vllm_module.kernels.rows.quantize import quantize_static_triton, quantize_triton
+from vllm_module.kernels.rows.rms_norm import (
     fused_add_rms_norm_triton,
     rms_norm_quantize_triton,
     rms_norm_triton,
 )
-from vllm_module.kernels.token_logprobs import token_logprobs_triton
+from vllm_module.kernels.rows.token_logprobs import token_logprobs_triton
 
 
 def norm(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_module.base.messages import printable
 from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
@@ -43,7 +44,6 @@ from vllm_module.cli.output import (
 from vllm_module.cli.pictures.plots import check_plot, plot_levels
 from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
 from vllm_module.cli.serving import built_as, serving
-from vllm_module.messages import printable
 
 if TYPE_CHECKING:
     import torch

@@ -110,8 +110,8 @@ def chat(
         [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
     )
     if is_first_rank():  # the rank that chats; it refuses before weights are read
-        from vllm_module.registry import load_model_code
-        from vllm_module.runtime.chat import ChatTemplate
+        from vllm_module.build.registry import load_model_code
+        from vllm_module.runtime.text.chat import ChatTemplate
         from vllm_module.weights.source import Folder, find_source
 
         directory = None if download_dir is None else str(download_dir)

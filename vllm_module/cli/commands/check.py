@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_module.base.messages import printable
 from vllm_module.cli.options import (
     DeviceOption,
     DownloadDirOption,
@@ -32,7 +33,6 @@ from vllm_module.cli.output import (
 )
 from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
 from vllm_module.cli.serving import built_as, check_text, serving
-from vllm_module.messages import printable
 
 PROMPTS = "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,"
 

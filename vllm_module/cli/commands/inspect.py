@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from vllm_module.base.garbage import paused_gc
+from vllm_module.base.messages import printable
 from vllm_module.cli.options import (
     AllOption,
     DownloadDirOption,
@@ -32,8 +34,6 @@ from vllm_module.cli.output import (
 )
 from vllm_module.core.report import fold
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.garbage import paused_gc
-from vllm_module.messages import printable
 
 if TYPE_CHECKING:
     from vllm_module.weights.pairs import OpenWeights
@@ -98,7 +98,7 @@ def inspect(
             "dummy weights are not stored: plan lists those of a model", param_hint="--load-format"
         )
     if model_code is not None:
-        from vllm_module.registry import load_model_code
+        from vllm_module.build.registry import load_model_code
 
         load_model_code(model_code)
     from vllm_module.weights.source import find_source
@@ -161,8 +161,8 @@ def _architecture(
 ) -> dict[str, Any] | None:
     """Return what config.json, or what stands for it, says; or why it says nothing."""
     # Imported here because help does not read a configuration.
+    from vllm_module.build.registry import in_transformers, supported_architectures
     from vllm_module.hf_config import architectures_of, read_entries
-    from vllm_module.registry import in_transformers, supported_architectures
     from vllm_module.weights.regular_file import is_there
 
     if config is None and not is_there(folder / "config.json"):
@@ -204,7 +204,7 @@ def _quantization(stored: object) -> str | None:
 
 def _is_code(names: Sequence[str], entries: Mapping[str, Any]) -> bool:
     """Tell whether code of the checkpoint may define the model, for the transformers library."""
-    from vllm_module.registry import settled_impl
+    from vllm_module.build.registry import settled_impl
 
     return settled_impl(names, "auto", entries.get("auto_map")) == "transformers"
 

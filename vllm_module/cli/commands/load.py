@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from vllm_module.build.model_source import ModelSource
     from vllm_module.cli.pictures.load_trace import RankTrace
     from vllm_module.cli.rank_load import RankLoad
     from vllm_module.config import ModelConfig
     from vllm_module.core.report import LoadReport
-    from vllm_module.model_source import ModelSource
 
 
 def load(
@@ -108,11 +108,11 @@ def load(
     with working("importing torch") if is_first_rank() else nullcontext():
         asked_device = torch_device(device)
         # Imported here because usage errors and help need no torch.
+        from vllm_module.build.model_source import ModelSource
         from vllm_module.cli.implementation import impl_line, impl_of
         from vllm_module.cli.pictures.load_trace import RankTrace, chrome_trace
         from vllm_module.cli.rank_load import load_rank
         from vllm_module.distributed import tensor_parallel
-        from vllm_module.model_source import ModelSource
 
     records = trace is not None or plot is not None
     traces: list[RankTrace] = []
@@ -189,9 +189,9 @@ def _load_own_rank(
     """Load this process's rank; return its source, the first report and all measurements."""
     import torch.distributed as dist
 
+    from vllm_module.build.consistency import digests
     from vllm_module.cli.pictures.load_trace import RankTrace
     from vllm_module.cli.rank_load import load_rank
-    from vllm_module.consistency import digests
 
     source = find_alike(config, load_format, timeout)
 

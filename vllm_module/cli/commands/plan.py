@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_module.base.garbage import paused_gc
 from vllm_module.cli.options import (
     AllOption,
     CacheDType,
@@ -36,11 +37,10 @@ from vllm_module.cli.output import (
     working,
     writing,
 )
-from vllm_module.garbage import paused_gc
 
 if TYPE_CHECKING:
+    from vllm_module.build.model_source import ModelSource
     from vllm_module.cli.model_plan import ModelPlan
-    from vllm_module.model_source import ModelSource
 
 
 @paused_gc()
@@ -130,8 +130,8 @@ def plan(
     )
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.
+        from vllm_module.build.model_source import ModelSource
         from vllm_module.cli.model_plan import print_plan
-        from vllm_module.model_source import ModelSource
     model_source = ModelSource.find(config, load_format.value)  # a download draws its own bars
     with working("reading headers") as show:
         plan = plan_ranks(model_source, tp, ep, kv_cache_dtype, context_len, show)
@@ -160,7 +160,7 @@ def plan_ranks(
     from vllm_module.cli import rank_plan
     from vllm_module.cli.model_plan import ModelPlan
     from vllm_module.runtime.llm import MAX_MODEL_LEN
-    from vllm_module.runtime.worker import CACHE_DTYPES
+    from vllm_module.runtime.ranks.worker import CACHE_DTYPES
 
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype.value, source.dtype)
     with source.open() as checkpoint:

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from vllm_module.build.model_source import build_model
 from vllm_module.cli.output import CommandError
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import HFConfig
-from vllm_module.model_source import build_model
 
 PARAGRAPH = (
     "A model is a tree, and here the tree loads itself. A name in a checkpoint is a path: each "

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.output import CommandError
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
-from vllm_module.model_source import ModelSource
+from vllm_module.runtime.cache.kv_cache import KVCache
+from vllm_module.runtime.cache.page_pool import PagePool
+from vllm_module.runtime.cache.state_cache import StateCache, state_layers
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.kv_cache import KVCache
 from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.page_pool import PagePool
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.state_cache import StateCache, state_layers
 from vllm_module.weights import Weight, read_into
 
 CPU = torch.device("cpu")

@@ -41,12 +41,12 @@ def demo(
     # Imported here because usage errors and help need no torch.
     import torch
 
+    from vllm_module.build.model_source import ModelSource
     from vllm_module.cli.demo.checkpoint import PARAGRAPH, PROMPT
     from vllm_module.cli.demo.damage import refuse_damaged
     from vllm_module.cli.demo.steps import Prompt, compare_texts, load_sizes, show_plan
     from vllm_module.cli.demo.transcript import Transcript
     from vllm_module.config import ModelConfig
-    from vllm_module.model_source import ModelSource
 
     start = time.perf_counter()
     transcript = Transcript(console())

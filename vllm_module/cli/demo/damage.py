@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.demo.checks import CPU
 from vllm_module.cli.demo.transcript import Transcript
 from vllm_module.cli.output import CommandError
 from vllm_module.errors import ModelNotReadyError, WeightLoadError
-from vllm_module.model_source import ModelSource
 from vllm_module.weights import Weight, open_checkpoint
 
 _MAX_LINES = 3

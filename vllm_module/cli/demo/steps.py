@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_module.base.messages import install
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.demo.checks import SizeResult, llm_tokens, run_size, transformers_tokens
 from vllm_module.cli.demo.transcript import Transcript
 from vllm_module.cli.output import CommandError, size
 from vllm_module.cli.rank_plan import RankPlan, plan_ranks
 from vllm_module.cli.tensor_plan import tensor_rows
 from vllm_module.errors import ShardingError
-from vllm_module.messages import install
-from vllm_module.model_source import ModelSource
 from vllm_module.runtime.generation_config import stop_tokens
-from vllm_module.runtime.tokenizer import Tokenizer
+from vllm_module.runtime.text.tokenizer import Tokenizer
 
 _SIZES = (1, 2, 4)
 _MAX_LINES = 7

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_module.build.held import own_tensors, plan_from
 from vllm_module.core.module import vLLMModule
-from vllm_module.held import own_tensors, plan_from
 from vllm_module.weights import Destination, Weight
 from vllm_module.weights.handle import Handle, Sink
 from vllm_module.weights.pairs import OpenWeights

@@ -11,12 +11,12 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from vllm_module.base.messages import printable_name
 from vllm_module.cli.model_plan import ModelPlan
 from vllm_module.cli.output import shape, size
 from vllm_module.cli.pictures.tiles import KINDS, Tile, tiles_of
 from vllm_module.cli.rank_plan import PAGE_SIZE, RankPlan
 from vllm_module.cli.tensor_plan import tensor_rows
-from vllm_module.messages import printable_name
 
 MEMORY_LINES = (24, 80, 141)  # GB of common GPUs
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from vllm_module.base.messages import install
 from vllm_module.cli.output import CommandError, size
 from vllm_module.cli.ranks import is_first_rank
-from vllm_module.messages import install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

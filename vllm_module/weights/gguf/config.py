@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm_module.base.messages import shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import shorten
 from vllm_module.weights.gguf.file import GGUFFile
 from vllm_module.weights.gguf.metadata import Metadata
 from vllm_module.weights.gguf.names import ARCHITECTURES

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.kernels.gguf_types import BLOCK_TYPES
-from vllm_module.messages import printable, shorten
+from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.gguf.header import FLOAT_BYTES, GGUFHeader, GGUFTensor, read_gguf_header
 from vllm_module.weights.gguf.names import (
@@ -137,7 +137,7 @@ class GGUFFile(WeightFile):
         # Imported here because headers are read without torch.
         import torch
 
-        from vllm_module.kernels.gguf_blocks import dequantize_blocks
+        from vllm_module.kernels.matmul.gguf_blocks import dequantize_blocks
         from vllm_module.weights.computed_handle import ComputedHandle
         from vllm_module.weights.gguf.turned_handle import TurnedHandle
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.kernels.gguf_types import BLOCK_TYPES, TYPE_NAMES
-from vllm_module.messages import printable, shorten
+from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES, TYPE_NAMES
 from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, MAX_NAME
 
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the types whose values are stored one by one

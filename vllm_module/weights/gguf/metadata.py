@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable
 from vllm_module.weights.gguf.file import GGUFFile
 from vllm_module.weights.gguf.header import GGUFTensor
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from vllm_module.base.messages import shorten
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.messages import shorten
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 

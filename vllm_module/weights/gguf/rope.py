@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import printable, shorten
 from vllm_module.weights.gguf.file import GGUFFile
 from vllm_module.weights.gguf.metadata import Metadata
 

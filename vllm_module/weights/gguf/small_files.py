@@ -6,8 +6,8 @@ import json
 from functools import partial
 from typing import Any
 
+from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import printable
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.gguf.config import config_of, stored_entries

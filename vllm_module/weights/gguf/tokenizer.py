@@ -10,8 +10,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from vllm_module.base.messages import describe_error, shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.messages import describe_error, shorten
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

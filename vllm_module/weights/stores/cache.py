@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_module.messages import printable
+from vllm_module.base.messages import printable
 
 if TYPE_CHECKING:
     from vllm_module.weights.stores.client import Version

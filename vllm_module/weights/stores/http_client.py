@@ -21,8 +21,8 @@ from typing import NamedTuple, NoReturn
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from vllm_module.messages import printable_name, shorten
-from vllm_module.version import __version__
+from vllm_module.base.messages import printable_name, shorten
+from vllm_module.base.version import __version__
 from vllm_module.weights.stores.client import (
     Answer,
     BusyError,

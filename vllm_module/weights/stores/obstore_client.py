@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from vllm_module.base.messages import install, printable_name, without_secrets
+from vllm_module.base.waiting import WaitLimitError, interruptibly
 from vllm_module.errors import CheckpointFormatError, MissingPackageError
-from vllm_module.messages import install, printable_name, without_secrets
-from vllm_module.waiting import WaitLimitError, interruptibly
 from vllm_module.weights.stores.client import (
     Answer,
     BusyError,

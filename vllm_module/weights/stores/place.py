@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import PosixPath
 from urllib.parse import urlsplit
 
+from vllm_module.base.messages import printable_name
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable_name
 
 BUCKETS = ("az", "gs", "s3")
 WEB = ("http", "https")

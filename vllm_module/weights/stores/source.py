@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.messages import printable, printable_name
 from vllm_module.weights import hub
 from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of, imported
 from vllm_module.weights.index import check_against_index, read_index

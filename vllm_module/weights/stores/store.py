@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from vllm_module.base.messages import printable
+from vllm_module.base.waiting import SLICE
 from vllm_module.errors import CheckpointFormatError, WeightReadError
-from vllm_module.messages import printable
-from vllm_module.waiting import SLICE
 from vllm_module.weights.stores.cache import StoreCache
 from vllm_module.weights.stores.client import (
     Answer,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError, WeightReadError
-from vllm_module.messages import printable
 from vllm_module.weights.cut_rows import Run, copy_segments, memory
 from vllm_module.weights.stores.client import Version
 from vllm_module.weights.stores.spans import Span, spans

@@ -23,9 +23,9 @@ from gpu.cases.case import (
     fused_qkv,
     short,
 )
-from vllm_module.kernels.fresh_attention import fresh_attention, way_of_fresh_prompts
-from vllm_module.kernels.paged_attention import paged_attention
-from vllm_module.kernels.paged_attention_reference import paged_attention_reference
+from vllm_module.kernels.attention.fresh_attention import fresh_attention, way_of_fresh_prompts
+from vllm_module.kernels.attention.paged_attention import paged_attention
+from vllm_module.kernels.attention.paged_attention_reference import paged_attention_reference
 
 
 def attention_inputs(

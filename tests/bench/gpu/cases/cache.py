@@ -22,9 +22,12 @@ from gpu.cases.case import (
     short,
     writing,
 )
-from vllm_module.kernels.copy_blocks import copy_blocks, copy_blocks_reference
-from vllm_module.kernels.reshape_and_cache import reshape_and_cache, reshape_and_cache_reference
-from vllm_module.kernels.swap_blocks import swap_blocks
+from vllm_module.kernels.attention.copy_blocks import copy_blocks, copy_blocks_reference
+from vllm_module.kernels.attention.reshape_and_cache import (
+    reshape_and_cache,
+    reshape_and_cache_reference,
+)
+from vllm_module.kernels.attention.swap_blocks import swap_blocks
 
 
 def cache_inputs(

@@ -11,12 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from gpu.cases.case import BF16, E4M3, FP32, Case, Peer, Tensors, short
-from vllm_module.kernels.grouped_matmul import grouped_matmul
-from vllm_module.kernels.grouped_matmul_mxfp4 import dequantize_mxfp4, grouped_matmul_mxfp4
-from vllm_module.kernels.grouped_matmul_packed import grouped_matmul_packed
-from vllm_module.kernels.packed_words import Packing, dequantize_packed
-from vllm_module.kernels.quantize import dequantize, quantize_reference
-from vllm_module.kernels.sort_by_expert import sort_by_expert
+from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import dequantize_mxfp4, grouped_matmul_mxfp4
+from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_packed
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
+from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed
+from vllm_module.kernels.rows.quantize import dequantize, quantize_reference
 
 _INT4 = Packing(4)
 

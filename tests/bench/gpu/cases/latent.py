@@ -10,7 +10,7 @@ import torch
 
 from gpu.cases.attention import attention_inputs
 from gpu.cases.case import BF16, E4M3, Case, Tensors, short
-from vllm_module.kernels.mla_attention import mla_attention, mla_attention_reference
+from vllm_module.kernels.attention.mla_attention import mla_attention, mla_attention_reference
 
 
 def latent(small: bool) -> Iterator[Case]:

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from gpu.cases.case import BF16, E4M3, FP16, FP32, Case, Peer, Tensors, short
-from vllm_module.kernels.linear import linear
-from vllm_module.kernels.quantize import dequantize, quantize_reference
-from vllm_module.kernels.scaled_matmul import scaled_matmul
+from vllm_module.kernels.matmul.linear import linear
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
+from vllm_module.kernels.rows.quantize import dequantize, quantize_reference
 
 PREFILL = 512  # tokens from which a product is bound by arithmetic
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from gpu.cases.case import BF16, FP32, Case, Peer, Tensors, short
 from gpu.cases.matmul import PREFILL
-from vllm_module.kernels.packed_matmul import packed_matmul
-from vllm_module.kernels.packed_words import Packing, dequantize_packed, unpack
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul
+from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed, unpack
 
 # How codes lie in words, and the inputs of a group.
 WAYS = {

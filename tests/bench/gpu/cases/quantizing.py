@@ -22,13 +22,13 @@ from gpu.cases.case import (
     writing,
 )
 from gpu.cases.rows import norm_inputs
-from vllm_module.kernels.act_and_mul import (
+from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_reference,
     act_and_mul_reference,
     silu_and_mul_quantize,
 )
-from vllm_module.kernels.quantize import dequantize, quantize, quantize_reference
-from vllm_module.kernels.rms_norm import (
+from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_reference
+from vllm_module.kernels.rows.rms_norm import (
     fused_add_rms_norm_reference,
     rms_norm_quantize,
     rms_norm_quantize_reference,

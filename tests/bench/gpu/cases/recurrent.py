@@ -10,9 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from gpu.cases.case import BF16, FP32, Case, Tensors, short
-from vllm_module.kernels.causal_conv1d import causal_conv1d, causal_conv1d_reference
-from vllm_module.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
-from vllm_module.kernels.mamba2_scan import mamba2_scan, mamba2_scan_reference
+from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d, causal_conv1d_reference
+from vllm_module.kernels.recurrent.gated_delta_rule import (
+    gated_delta_rule,
+    gated_delta_rule_reference,
+)
+from vllm_module.kernels.recurrent.mamba2_scan import mamba2_scan, mamba2_scan_reference
 
 Inputs = Callable[[int, torch.dtype], list[Any]]  # of some tokens
 

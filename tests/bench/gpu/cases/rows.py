@@ -21,14 +21,17 @@ from gpu.cases.case import (
     short,
     writing,
 )
-from vllm_module.kernels.act_and_mul import act_and_mul_reference, gelu_and_mul, silu_and_mul
-from vllm_module.kernels.rms_norm import (
+from vllm_module.kernels.attention.rotary_embedding import (
+    rotary_embedding,
+    rotary_embedding_reference,
+)
+from vllm_module.kernels.rows.act_and_mul import act_and_mul_reference, gelu_and_mul, silu_and_mul
+from vllm_module.kernels.rows.rms_norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_reference,
     rms_norm,
     rms_norm_reference,
 )
-from vllm_module.kernels.rotary_embedding import rotary_embedding, rotary_embedding_reference
 
 
 def norms(small: bool) -> Iterator[Case]:

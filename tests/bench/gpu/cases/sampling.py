@@ -8,14 +8,14 @@ from functools import partial
 import torch
 
 from gpu.cases.case import BF16, FP32, Case, Peer, Tensors, short
-from vllm_module.kernels.adjust_logits import (
+from vllm_module.kernels.rows.adjust_logits import (
     adjust_logits,
     adjust_logits_reference,
     count_tokens,
     count_tokens_reference,
 )
-from vllm_module.kernels.draw_tokens import draw_tokens, draw_tokens_reference
-from vllm_module.kernels.token_logprobs import token_logprobs, token_logprobs_reference
+from vllm_module.kernels.rows.draw_tokens import draw_tokens, draw_tokens_reference
+from vllm_module.kernels.rows.token_logprobs import token_logprobs, token_logprobs_reference
 
 SETTINGS = {  # temperature, min_p, top_k, top_p
     "greedy": (0.0, 0.0, 0, 1.0),

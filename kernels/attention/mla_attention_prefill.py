@@ -1,0 +1,110 @@
+"""Latent attention of sequences with several new tokens, in Triton.
+
+Row ``r`` of a tile is token ``r // TILE_HEADS`` and head ``r % TILE_HEADS`` of the tile's heads, so
+a row of the cache is loaded once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_module.kernels.attention.mla_attention_tile import Arguments, attend_latent, load_query
+from vllm_module.kernels.attention.paged_attention_prefill import sequence_of
+from vllm_module.kernels.attention.paged_attention_tile import Tiles, normalize
+from vllm_module.kernels.operators import tl, triton
+
+
+def launch_prefill(arguments: Arguments, constants: dict[str, Any], tiles: Tiles) -> None:
+    """Write the outputs of all sequences that have more than one new token."""
+    heads = constants["HEADS"]
+    head_blocks = -(-heads // tiles.block_m)
+    tile_heads = -(-heads // head_blocks)
+    block_q = tiles.block_m // tile_heads
+    _prefill_latent[arguments.tokens // block_q + arguments.sequences, head_blocks](
+        *arguments[:-1],
+        *arguments.strides,
+        **constants,
+        TILE_HEADS=tile_heads,
+        BLOCK_Q=block_q,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "capacity", "table_row"])
+def _prefill_latent(
+    query_ptr,
+    cache_ptr,
+    tables_ptr,
+    contexts_ptr,
+    starts_ptr,
+    scale_ptr,
+    output_ptr,
+    tokens,
+    sequences,
+    capacity,
+    factor,
+    query_token,
+    query_head,
+    query_feature,
+    cache_page,
+    cache_token,
+    cache_feature,
+    table_row,
+    table_entry,
+    output_token,
+    output_head,
+    output_feature,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend from BLOCK_Q new tokens of one sequence and TILE_HEADS of its heads.
+
+    The longest contexts go first.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = sequence_of(program, starts_ptr, sequences, BLOCK_Q)
+    first = tl.load(starts_ptr + sequence)
+    new = tl.load(starts_ptr + sequence + 1) - first
+    begin_q = (program - first // BLOCK_Q - sequence) * BLOCK_Q
+    if begin_q >= new or new == 1:
+        return
+    context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_L).to(tl.int64)
+    row = begin_q + m // TILE_HEADS
+    head = tl.program_id(1).to(tl.int64) * TILE_HEADS + m % TILE_HEADS
+    real = (m < BLOCK_Q * TILE_HEADS) & (head < HEADS) & (row < new)
+    real = real & (first + row >= 0) & (first + row < tokens)
+    token = (first + row).to(tl.int64)
+    rows = query_ptr + token * query_token + head * query_head
+    q, q_rope, divisor = load_query(
+        rows, real, query_feature, cache_ptr, LATENT, ROPE, BLOCK_L, BLOCK_R
+    )
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    earliest = context - new + begin_q  # position of the first row
+    maxima, sums, outputs = attend_latent(
+        q, q_rope, context - new + row, cache_ptr, tables_ptr + table_row.to(tl.int64) * sequence,
+        0, tl.minimum(earliest + BLOCK_Q, context), divisor * (factor * scale),
+        cache_page, cache_token, cache_feature, table_entry,
+        LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION,
+    )  # fmt: skip
+    no_sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    y = normalize(maxima, sums, outputs, no_sinks, scale).to(output_ptr.dtype.element_ty)
+    if context == 0:
+        y = tl.zeros((BLOCK_M, BLOCK_L), output_ptr.dtype.element_ty)  # padding
+    output_at = token[:, None] * output_token + head[:, None] * output_head
+    mask = real[:, None] & (d < LATENT)[None, :]
+    tl.store(output_ptr + output_at + d[None, :] * output_feature, y, mask=mask)

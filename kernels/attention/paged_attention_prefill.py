@@ -1,0 +1,220 @@
+"""Paged attention of sequences with several new tokens, in Triton.
+
+Row ``r`` of a tile is token ``r // GROUP`` and head ``r % GROUP``, so keys and values are loaded
+once for all heads that share them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from vllm_module.kernels.attention.paged_attention_tile import (
+    Arguments,
+    Tiles,
+    attend,
+    case_of,
+    descriptors,
+    normalize,
+    round_query,
+)
+from vllm_module.kernels.choices import choose
+from vllm_module.kernels.dtypes import capability
+from vllm_module.kernels.operators import next_power_of_2, tl, triton
+
+
+@cache
+def prefill_candidates(
+    block_d: int, group: int, page_size: int, itemsize: int, hopper: bool
+) -> dict[str, Tiles]:
+    """Return tiles for a padded head size, heads in a group, and the query's bytes an element.
+
+    Hopper's wgmma takes 64 rows for each warpgroup. Two warpgroups fill the registers: as two
+    programs, one computes weights while the other multiplies (design/0017 has the table).
+    """
+    rows = next_power_of_2(group)
+    if itemsize == 4:  # without tensor cores
+        return {"16 x 16": Tiles(max(16, rows), 16, 4 if block_d <= 256 else 8, 1)}
+    if block_d > 256:  # 64 rows of wgmma leave no registers for masks and conversions
+        return {"32 x 32": Tiles(32, 32, 8, 3)}
+    if block_d > 128:
+        return {"64 x 32": Tiles(max(64, rows), 32, 8, 3)}
+    large = {"128 x 64": Tiles(128, 64, 8, 3)}
+    if not hopper:
+        return large
+    found = {"64 x 64": Tiles(64, 64, 4, 3)} if rows <= 64 else {}
+    found |= large | {"128 x 128": Tiles(128, 128, 8, 3)}
+    if page_size % 64 == 0:
+        found["128 x 64, TMA"] = Tiles(128, 64, 8, 5, True)
+    if page_size % 128 == 0:
+        found["128 x 128, TMA"] = Tiles(128, 128, 8, 3, True)
+    return found
+
+
+def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
+    """Write the outputs of all sequences that have more than one new token."""
+    group, query = constants["GROUP"], arguments.query
+    candidates = prefill_candidates(
+        constants["BLOCK_D"],
+        group,
+        constants["PAGE_SIZE"],
+        query.itemsize,
+        capability(query) >= (9, 0),
+    )
+    case = case_of(query, arguments.k_cache)
+    tiles = choose("paged_attention_prefill", case, candidates, query.device)
+    block_q = tiles.block_m // group
+    grid = arguments.tokens // block_q + arguments.sequences, arguments.k_cache.shape[2]
+    _prefill[grid](
+        *arguments[:-1],
+        *arguments.strides,
+        *descriptors(arguments, tiles),
+        **constants,
+        BLOCK_Q=block_q,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+@triton.jit
+def sequence_of(program, starts_ptr, sequences, BLOCK_Q: tl.constexpr):
+    """Return the sequence that a program works on.
+
+    A sequence whose tokens start at ``start`` has the programs from ``start // BLOCK_Q + sequence``
+    on. They are enough, and no two sequences share one, so the host makes no list of blocks.
+    """
+    low, high = 0, sequences  # the first sequence whose programs begin after this one
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= program:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "capacity", "table_row"])
+def _prefill(
+    query_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    contexts_ptr,
+    starts_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    output_ptr,
+    tokens,
+    sequences,
+    capacity,
+    factor,
+    cap,
+    query_token,
+    query_head,
+    query_feature,
+    k_page,
+    k_token,
+    k_head,
+    k_feature,
+    v_page,
+    v_token,
+    v_head,
+    v_feature,
+    table_row,
+    table_entry,
+    output_token,
+    output_head,
+    output_feature,
+    k_scale_head,
+    v_scale_head,
+    k_tiles,
+    v_tiles,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend from BLOCK_Q new tokens of one sequence and one key-value head.
+
+    The longest contexts go first.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = sequence_of(program, starts_ptr, sequences, BLOCK_Q)
+    first = tl.load(starts_ptr + sequence)
+    new = tl.load(starts_ptr + sequence + 1) - first
+    begin_q = (program - first // BLOCK_Q - sequence) * BLOCK_Q
+    if begin_q >= new or new == 1:
+        return
+    context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
+    kv_head = tl.program_id(1).to(tl.int64)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D).to(tl.int64)
+    row = begin_q + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    real = (m < BLOCK_Q * GROUP) & (row < new) & (first + row >= 0) & (first + row < tokens)
+    mask = real[:, None] & (d < HEAD_SIZE)[None, :]
+    token = (first + row).to(tl.int64)
+    query_at = token[:, None] * query_token + head[:, None] * query_head
+    query_at += d[None, :] * query_feature
+    q = tl.load(query_ptr + query_at, mask=mask, other=0.0)
+    positions = context - new + row
+    slopes = tl.zeros((BLOCK_M,), tl.float32)
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + head, mask=real, other=0.0) * 1.4426950408889634
+    q, divisor = round_query(q, k_ptr)
+    factor = divisor * factor
+    if k_scale_ptr is not None:
+        factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_head)
+    k_strides, v_strides = (k_page, k_token, k_feature), (v_page, v_token, v_feature)
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    table_ptr = tables_ptr + table_row.to(tl.int64) * sequence
+    maxima = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    outputs = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    earliest = context - new + begin_q  # position of the first row
+    end = tl.minimum(earliest + BLOCK_Q, context)
+    first_seen = 0
+    begin = 0
+    full_end = tl.maximum(0, earliest + 1) // BLOCK_N * BLOCK_N  # all rows see the tokens before it
+    if WINDOW > 0:
+        first_seen = tl.maximum(0, earliest - WINDOW + 1)
+        begin = first_seen // BLOCK_N * BLOCK_N
+    if WINDOW > 0 or BLOCK_D > 128:  # with two loops, large heads would spill registers
+        full_end = begin
+    maxima, sums, outputs = attend(
+        q, maxima, sums, outputs, positions, slopes,
+        k_ptr, v_ptr, table_ptr, begin, full_end, first_seen, factor, cap,
+        k_strides, v_strides, table_entry, k_tiles, v_tiles, kv_head,
+        HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
+        slopes_ptr is not None, PRECISION, False, False,
+    )  # fmt: skip
+    maxima, sums, outputs = attend(
+        q, maxima, sums, outputs, positions, slopes,
+        k_ptr, v_ptr, table_ptr, full_end, end, first_seen, factor, cap,
+        k_strides, v_strides, table_entry, None, None, kv_head,
+        HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
+        slopes_ptr is not None, PRECISION, False, True,
+    )  # fmt: skip
+    sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
+        sinks = sinks * 1.4426950408889634
+    v_scale = 1.0
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + kv_head * v_scale_head)
+    y = normalize(maxima, sums, outputs, sinks, v_scale).to(output_ptr.dtype.element_ty)
+    if context == 0:
+        y = tl.zeros((BLOCK_M, BLOCK_D), output_ptr.dtype.element_ty)  # padding, even with sinks
+    output_at = token[:, None] * output_token + head[:, None] * output_head
+    tl.store(output_ptr + output_at + d[None, :] * output_feature, y, mask=mask)

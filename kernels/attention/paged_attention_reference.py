@@ -1,0 +1,274 @@
+"""Paged attention in plain torch, and causal attention of one sequence without pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
+from vllm_module.kernels.attention.paged_layout import Alone, PagedLayout, Together
+
+_KEYS_AT_ONCE = 1 << 19  # elements of keys that stay in a CPU's cache while they are used
+
+
+def paged_attention_reference(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend in plain torch: single new tokens in batches, every other sequence by itself.
+
+    See :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
+    """
+    return attend(
+        query,
+        k_cache,
+        v_cache,
+        PagedLayout(block_tables, context_lens, query_start_loc),
+        scale,
+        sliding_window,
+        k_scale,
+        v_scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: PagedLayout,
+    scale: float,
+    sliding_window: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend as :func:`paged_attention_reference`, in a layout that layers may share."""
+    caches, scales, dtype = (k_cache, v_cache), (k_scale, v_scale), query.dtype
+    plain = softcap is None and alibi_slopes is None and sinks is None
+    outputs = []
+    parts = layout.parts(k_cache, dtype, _KEYS_AT_ONCE, sliding_window)
+    for part in parts:
+        new = query if len(parts) == 1 and _is_whole(part.rows, query) else query[part.rows]
+        if isinstance(part, Together):
+            keys, values = _of_both(_read, caches, scales, part.pages, dtype)
+            result = _decode(new, keys, values, part, scale, softcap, alibi_slopes, sinks)
+        else:
+            keys, values = _of_both(_tokens, caches, scales, part, dtype)
+            if plain and len(new) == 1:  # it sees all of them; heads that share them are its rows
+                grouped = new.reshape(1, keys.shape[1], -1, new.shape[2])
+                result = fused_attention(grouped, keys, values, None, scale).reshape(new.shape)
+            else:
+                result = causal_attention(
+                    new.transpose(0, 1),
+                    keys[0],
+                    values[0],
+                    scale,
+                    sliding_window,
+                    softcap,
+                    alibi_slopes,
+                    sinks,
+                ).transpose(0, 1)
+        if new is query:
+            return result.contiguous()
+        outputs.append(result)
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    for part, result in zip(parts, outputs, strict=True):
+        output[part.rows] = result
+    return output
+
+
+def _is_whole(rows: torch.Tensor | slice, query: torch.Tensor) -> bool:
+    return isinstance(rows, slice) and rows.start == 0 and rows.stop == len(query)
+
+
+def _decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    part: Together,
+    scale: float,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend from one token of each sequence to its pages, ``[pages, page_size, ...]``."""
+    kv_heads = keys.shape[2]
+    sequences, heads, head_size = query.shape
+    length = part.seen.shape[1]
+    keys, values = (
+        x.view(sequences, -1, kv_heads, head_size)[:, :length].transpose(1, 2)
+        for x in (keys, values)
+    )
+    # [sequences, kv_heads, group, size]: heads that share keys and values are rows of one query.
+    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
+    seen = part.seen[:, None, None]
+    if softcap is None and alibi_slopes is None and sinks is None:
+        # Torch takes no mask of one row for several.
+        seen, bias = (x.expand(-1, 1, grouped.shape[2], -1) for x in (seen, part.bias))
+        output = fused_attention(grouped, keys, values, seen, scale, bias=bias)
+    else:
+        slopes = None if alibi_slopes is None else alibi_slopes.view(1, kv_heads, -1, 1)
+        output = _attend(grouped, keys, values, seen, part.distance, scale, softcap, slopes, sinks)
+    return output.flatten(1, 2)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+    distance: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend from ``query [sequences, kv_heads, group, size]`` to ``keys [..., tokens, size]``."""
+    sequences, kv_heads, _, _ = query.shape
+    scores = (query @ keys.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if slopes is not None:
+        scores = scores + slopes * distance[:, None, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]].to(query.dtype)
+    output = weights @ values
+    if not bool(output.sum().isfinite()):  # rare: NaN times a weight of zero is NaN
+        output = weights @ values.masked_fill(~seen.transpose(2, 3), 0)
+    return output
+
+
+def _of_both(
+    read: Callable[..., torch.Tensor],
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    *where: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``read`` does for keys and values; a cache of latents is both, and read once."""
+    keys = read(caches[0], scales[0], *where)
+    return keys, keys if caches[1] is caches[0] else read(caches[1], scales[1], *where)
+
+
+def _read(
+    cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a copy of ``pages``, ``[pages, page_size, kv_heads, head_size]``."""
+    return _dequantized(cache.index_select(0, pages), scale, dtype)
+
+
+def _tokens(
+    cache: torch.Tensor, scale: torch.Tensor | None, part: Alone, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return one sequence's tokens, ``[1, kv_heads, tokens, head_size]``; a view if it can be."""
+    _, page_size, kv_heads, head_size = cache.shape
+    if part.pages is not None:
+        read = cache.index_select(0, part.pages).flatten(0, 1)
+        tokens = read[part.first : part.first + part.count].transpose(0, 1).unsqueeze(0)
+    else:
+        page, token, head, feature = cache.stride()
+        if page == page_size * token:
+            shape, strides = (1, kv_heads, part.count, head_size), (0, head, token, feature)
+            tokens = cache.as_strided(shape, strides, cache.storage_offset() + part.first * token)
+        else:
+            first = part.first // page_size
+            pages = cache[first : -(-(part.first + part.count) // page_size)].flatten(0, 1)
+            tokens = pages.narrow(0, part.first % page_size, part.count).transpose(0, 1)[None]
+    return (
+        tokens
+        if tokens.dtype == dtype
+        else _dequantized(tokens.transpose(1, 2), scale, dtype).transpose(1, 2)
+    )
+
+
+def _dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x [..., kv_heads, head_size]`` of a cache as ``dtype``, times its scale."""
+    if x.dtype.itemsize > 1:
+        return x.to(dtype)
+    return (x.float() * (1 if scale is None else scale.unsqueeze(-1))).to(dtype)
+
+
+def causal_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend causally from one sequence's last tokens to all of its tokens, without pages.
+
+    Args:
+        query: ``[heads, new_tokens, head_size]``.
+        keys, values: ``[kv_heads, tokens, head_size]``; ``heads`` is a multiple of ``kv_heads``.
+        scale, sliding_window, softcap, alibi_slopes, sinks: as for
+            :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
+
+    Returns:
+        ``[heads, new_tokens, head_size]``.
+
+    """
+    new, total = query.shape[1], keys.shape[1]
+    group = query.shape[0] // keys.shape[0]
+    plain = softcap is None and alibi_slopes is None and sinks is None
+    compiling = torch.compiler.is_compiling()
+    # A graph cannot branch, as the fused function does on the CPU to keep NaN.
+    plain &= not (compiling and query.is_cpu)
+    if sliding_window is not None and sliding_window >= total:
+        sliding_window = None
+    if plain and new == 1 and sliding_window is None:  # the token sees everything
+        grouped = query.reshape(1, -1, group, query.shape[-1])
+        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+        output = fused_attention(grouped, keys, values, None, scale)
+        return output.reshape(query.shape)
+    rows = torch.arange(total - new, total, device=query.device).unsqueeze(-1)
+    columns = torch.arange(total, device=query.device)
+    seen = columns <= rows
+    if sliding_window is not None:
+        seen &= columns > rows - sliding_window
+    if plain:
+        # [kv_heads, group, tokens, size]: torch's fused kernels need four dimensions, and expanding
+        # copies no keys or values.
+        grouped = query.unflatten(0, (-1, group))
+        keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
+        whole = new == total and sliding_window is None
+        return fused_attention(grouped, keys, values, seen, scale, is_causal=whole).flatten(0, 1)
+    keys = keys.repeat_interleave(group, dim=0)
+    values = values.repeat_interleave(group, dim=0)
+    scores = query.float() @ keys.float().transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if alibi_slopes is not None:
+        scores += alibi_slopes[:, None, None] * (columns - rows)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, new, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., :total]
+    output = weights @ values.float()
+    if not compiling and not bool(output.sum().isfinite()):
+        exact = weigh(weights, values, seen)
+        output = torch.where(output.isfinite(), output, exact)
+    return output.to(query.dtype)

@@ -1,0 +1,228 @@
+"""How a context is cut into splits, which program works on which, and how they are added up.
+
+Paged and latent attention share this. A program takes items: an item is a split of one sequence
+that has one new token, and items lie sequence after sequence, without gaps. So no program is spent
+on room of the block table that no context fills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_module.kernels.attention.paged_attention_tile import normalize
+from vllm_module.kernels.operators import next_power_of_2, tl, triton
+
+SEQUENCES = 256  # of one launch, at most: each program adds up the splits of all of them
+SCRATCH = 1 << 28  # bytes of the outputs of splits, unless those of one sequence take more
+_PROGRAMS = 1024  # of one launch: two or three for each place on a Hopper GPU
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How contexts are cut.
+
+    Attributes:
+        tokens: of a split.
+        most: splits of one context; longer contexts have larger splits.
+
+    """
+
+    tokens: int = 512
+    most: int = 64
+
+    def count(self, capacity: int) -> int:
+        """Return the most splits of a context of at most ``capacity`` tokens."""
+        return max(1, min(self.most, -(-capacity // self.tokens)))
+
+
+def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
+    """Return how many sequences one launch takes, so that its scratch memory is bounded.
+
+    A sequence's bits do not depend on it.
+    """
+    if splits == 1:
+        return SEQUENCES
+    return max(1, min(SEQUENCES, SCRATCH // (4 * heads * size * splits)))
+
+
+def programs_of(sequences: int, splits: int, columns: int) -> int:
+    """Return how many programs share the items of a launch, for each column of the grid."""
+    return max(1, min(sequences * splits, _PROGRAMS // columns))
+
+
+def empty_partial(
+    sequences: int, heads: int, splits: int, size: int, device: torch.device
+) -> tuple[torch.Tensor | None, ...]:
+    """Return memory for outputs ``[sequences, heads, splits, size]``, maxima and sums of splits."""
+    if splits == 1:
+        return None, None, None
+    shape = sequences, heads, splits
+    outputs = torch.empty(*shape, size, dtype=torch.float32, device=device)
+    maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=device)
+    return outputs, maxima, sums
+
+
+def launch_combine(
+    output: torch.Tensor,
+    partial: tuple[torch.Tensor | None, ...],
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    sinks: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    begin: int,
+    sequences: int,
+    capacity: int,
+    v_scale_head: int,
+    splits: Splits,
+    **constants: int,
+) -> None:
+    """Write the outputs of all sequences of one new token, from those of their splits.
+
+    Args:
+        output: ``[tokens, heads, size]``.
+        partial: of :func:`empty_partial`.
+        begin, sequences: the first sequence of ``partial``, and their number.
+        capacity: tokens of the pages in one row of the block table.
+        v_scale_head: stride between the scales of two heads.
+        constants: ``GROUP``, ``BLOCK_D`` and ``WINDOW`` of the kernel.
+
+    """
+    outputs = partial[0]
+    assert outputs is not None
+    _, heads, count, size = outputs.shape
+    _combine[sequences, heads](
+        output,
+        *partial,
+        context_lens,
+        query_start_loc,
+        sinks,
+        v_scale,
+        begin,
+        len(output),
+        count,
+        capacity,
+        *output.stride(),
+        v_scale_head,
+        **constants,
+        HEAD_SIZE=size,
+        SPLIT=splits.tokens,
+        MAX_SPLITS=splits.most,
+        AT_ONCE=min(next_power_of_2(splits.most), 4096 // constants["BLOCK_D"]),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def split_size(context, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Return the tokens of a split: a function of the sequence alone, so its bits are too."""
+    return SPLIT * tl.maximum(1, tl.cdiv(context, SPLIT * MAX_SPLITS))
+
+
+@triton.jit
+def ends_of_items(
+    contexts_ptr,
+    starts_ptr,
+    begin,
+    end,
+    tokens,
+    capacity,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
+    """Return where the items of each sequence from ``begin`` on end, int32 ``[SEQUENCES]``.
+
+    A sequence that has not one new token, or does not exist, has no items. LEAST is the number of
+    items of an empty context.
+    """
+    sequence = begin + tl.arange(0, SEQUENCES)
+    exists = sequence < end
+    first = tl.load(starts_ptr + sequence, mask=exists, other=0)
+    new = tl.load(starts_ptr + sequence + 1, mask=exists, other=0) - first
+    context = tl.minimum(tl.load(contexts_ptr + sequence, mask=exists, other=0), capacity)
+    size = split_size(context, SPLIT, MAX_SPLITS)
+    splits = tl.cdiv(tl.maximum(context, 0), size)
+    if WINDOW > 0:
+        splits -= tl.maximum(0, context - WINDOW) // size
+    decodes = exists & (new == 1) & (first >= 0) & (first < tokens)
+    return tl.cumsum(tl.where(decodes, tl.maximum(splits, LEAST), 0), 0)
+
+
+@triton.jit
+def find_item(item, ends):
+    """Return the sequence that an item belongs to, and which of that sequence's items it is."""
+    before = ends <= item
+    return tl.sum(before.to(tl.int32), 0), item - tl.max(tl.where(before, ends, 0), 0)
+
+
+@triton.jit(do_not_specialize=["begin", "tokens", "splits", "capacity"])
+def _combine(
+    output_ptr,
+    partial_ptr,
+    maxima_ptr,
+    sums_ptr,
+    contexts_ptr,
+    starts_ptr,
+    sinks_ptr,
+    v_scale_ptr,
+    begin,
+    tokens,
+    splits,
+    capacity,
+    output_token,
+    output_head,
+    output_feature,
+    v_scale_head,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Add up the splits of one sequence's new token and one query head, always in one order."""
+    head = tl.program_id(1).to(tl.int64)
+    index = (tl.program_id(0) * tl.num_programs(1) + head) * splits
+    sequence = begin + tl.program_id(0)
+    first = tl.load(starts_ptr + sequence).to(tl.int64)
+    if (tl.load(starts_ptr + sequence + 1) - first != 1) | (first < 0) | (first >= tokens):
+        return
+    context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
+    size = split_size(context, SPLIT, MAX_SPLITS)
+    first_split = 0
+    if WINDOW > 0:
+        first_split = tl.maximum(0, context - WINDOW) // size
+    end_split = tl.cdiv(context, size)
+    d = tl.arange(0, BLOCK_D)
+    split = tl.arange(0, MAX_SPLITS)
+    exists = (split >= first_split) & (split < end_split)
+    maxima = tl.load(maxima_ptr + index + split, mask=exists, other=float("-inf"))
+    highest = tl.max(maxima, axis=0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    sums = tl.load(sums_ptr + index + split, mask=exists, other=0.0)
+    total = tl.sum(sums * tl.exp2(maxima - highest), axis=0)
+    outputs = tl.zeros((BLOCK_D,), tl.float32)
+    for start in tl.range(first_split // AT_ONCE * AT_ONCE, end_split, AT_ONCE, num_stages=3):
+        some = start + tl.arange(0, AT_ONCE)
+        in_range = (some >= first_split) & (some < end_split)
+        maximum = tl.load(maxima_ptr + index + some, mask=in_range, other=float("-inf"))
+        partial_at = (index + some)[:, None] * HEAD_SIZE + d[None, :]
+        mask = in_range[:, None] & (d < HEAD_SIZE)[None, :]
+        output = tl.load(partial_ptr + partial_at, mask=mask, other=0.0)
+        outputs += tl.sum(output * tl.exp2(maximum - highest)[:, None], axis=0)
+    one = tl.zeros((1,), tl.float32)
+    sinks = one + float("-inf")
+    if sinks_ptr is not None:
+        sinks = one + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+    v_scale = 1.0
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + head // GROUP * v_scale_head)
+    y = normalize(one + highest, one + total, outputs[None, :], sinks, v_scale)
+    y = tl.where(context <= 0, 0.0, tl.sum(y, axis=0)).to(output_ptr.dtype.element_ty)
+    output_at = output_ptr + first * output_token + head * output_head + d * output_feature
+    tl.store(output_at, y, mask=d < HEAD_SIZE)

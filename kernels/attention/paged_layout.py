@@ -1,0 +1,168 @@
+"""Where the sequences of a step are on the pages of a cache, worked out once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_VIEWED = 1 << 16  # elements of keys, from which on a view of a sequence costs less than a copy
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A sequence that is computed by itself.
+
+    Attributes:
+        rows: its new tokens among those of the step.
+        pages: that are read; ``None`` if they lie one after another.
+        first: of the tokens that are seen, as a place on ``pages``, or else as a cache slot.
+        count: of these tokens.
+
+    """
+
+    rows: slice
+    pages: torch.Tensor | None
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Together:
+    """Sequences of one new token each, whose contexts are padded to the longest one.
+
+    Attributes:
+        rows: their tokens among those of the step.
+        pages: that are read, as many of each sequence, int32 ``[sequences * pages]``; 0 for
+            padding.
+        distance: from the new token to each token of its context, ``[sequences, length]``; not
+            positive.
+        seen: which tokens it sees, bool ``[sequences, length]``.
+        bias: 0 for seen tokens and else minus infinity, ``[sequences, 1, 1, length]``.
+
+    """
+
+    rows: torch.Tensor | slice
+    pages: torch.Tensor
+    distance: torch.Tensor
+    seen: torch.Tensor
+    bias: torch.Tensor
+
+
+class PagedLayout:
+    """The sequences of a step: lists and indices that all of its layers share.
+
+    The tensors are those of :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`,
+    and must not be written afterwards.
+
+    Attributes:
+        checked: the shapes and dtypes of queries and caches that are known to fit each other and
+            the layout.
+
+    """
+
+    def __init__(
+        self,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+    ) -> None:
+        self.checked: set[object] = set()
+        self._tables = block_tables
+        self._context_lens = context_lens.unsqueeze(-1)
+        self._contexts: list[int] = context_lens.tolist()
+        self._starts: list[int] = query_start_loc.tolist()
+        self._parts: dict[object, list[Alone | Together]] = {}
+
+    def parts(
+        self,
+        cache: torch.Tensor,
+        dtype: torch.dtype,
+        keys_at_once: int,
+        sliding_window: int | None,
+    ) -> list[Alone | Together]:
+        """Return the sequences with new tokens, those of one token in batches.
+
+        Args:
+            cache: ``[pages, page_size, kv_heads, head_size]``.
+            dtype: of the biases.
+            keys_at_once: most elements of keys that a batch reads, unless it is one sequence.
+            sliding_window: as for
+                :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
+
+        """
+        key = cache.shape, dtype, keys_at_once, sliding_window
+        if key not in self._parts:
+            self._parts[key] = self._divided(*key)
+        return self._parts[key]
+
+    def _divided(
+        self, shape: torch.Size, dtype: torch.dtype, keys_at_once: int, window: int | None
+    ) -> list[Alone | Together]:
+        pages, page_size, kv_heads, head_size = shape
+        elements = kv_heads * head_size
+        parts: list[Alone | Together] = []
+        single: list[int] = []
+        for sequence, context in enumerate(self._contexts):
+            new = self._starts[sequence + 1] - self._starts[sequence]
+            if not new or not context:
+                continue
+            alone = None
+            if new > 1 or context * elements >= _VIEWED:
+                alone = self._alone(sequence, pages, page_size, window)
+            if alone is not None and (new > 1 or alone.pages is None):
+                parts.append(alone)
+            else:
+                single.append(sequence)
+        most = keys_at_once // max(1, elements)  # tokens of a batch
+        if max((self._contexts[s] for s in single), default=0) * len(single) > most:
+            single.sort(key=lambda s: self._contexts[s], reverse=True)  # alike ones in one batch
+        while single:
+            count = max(1, most // self._contexts[single[0]])
+            batch = single[:count]
+            del single[:count]
+            if len(batch) == 1:
+                parts.append(self._alone(batch[0], pages, page_size, window))
+            else:
+                parts.append(self._together(batch, page_size, window, dtype))
+        return parts
+
+    def _alone(self, sequence: int, pages: int, page_size: int, window: int | None) -> Alone:
+        begin, end = self._starts[sequence : sequence + 2]
+        context = self._contexts[sequence]
+        first_seen = 0  # pages that the window has left may belong to another sequence
+        if window is not None:
+            first_seen = max(0, context - (end - begin) - window + 1)
+        read: torch.Tensor | None
+        read = self._tables[sequence, first_seen // page_size : -(-context // page_size)]
+        listed = read.tolist()
+        first, behind = listed[0], listed[0] + len(listed)
+        offset = first_seen % page_size
+        if first >= 0 and behind <= pages and listed == list(range(first, behind)):
+            read, offset = None, offset + first * page_size
+        return Alone(slice(begin, end), read, offset, context - first_seen)
+
+    def _together(
+        self, sequences: list[int], page_size: int, window: int | None, dtype: torch.dtype
+    ) -> Together:
+        starts = [self._starts[sequence] for sequence in sequences]
+        device = self._tables.device
+        rows: torch.Tensor | slice = slice(starts[0], starts[0] + len(starts))
+        if starts != list(range(starts[0], starts[0] + len(starts))):
+            rows = torch.tensor(starts, device=device)
+        tables, contexts = self._tables, self._context_lens
+        if sequences != list(range(len(tables))):
+            index = torch.tensor(sequences, device=device)
+            tables, contexts = tables[index], contexts[index]
+        length = max(self._contexts[sequence] for sequence in sequences)
+        distance = torch.arange(length, device=device) - (contexts - 1)
+        seen = distance <= 0
+        page_start = torch.arange(0, length, page_size, device=device)
+        read = page_start < contexts
+        if window is not None:
+            seen &= distance > -window
+            read &= page_start > contexts - window - page_size
+        # Entries that are not read become page 0. Its tokens have no weight and may hold anything.
+        pages = tables[:, : read.shape[1]].masked_fill(~read, 0).flatten()
+        bias = torch.zeros((), dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
+        return Together(rows, pages, distance, seen, bias[:, None, None])

@@ -1,0 +1,269 @@
+"""Writing new keys and values into the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert, greatest
+from vllm_module.kernels.operators import (
+    checks_values,
+    expect,
+    expect_writable,
+    next_power_of_2,
+    nothing,
+    operator,
+    tl,
+    triton,
+)
+from vllm_module.kernels.rows.quantize import scaled_to
+
+_TILE = 2048  # elements of keys for each program, and as many of values
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    bounds: tuple[int, int] | None = None,
+) -> None:
+    """Store each token's key and value in its cache slot.
+
+    For an eight-bit cache they are divided by a scale in float32 and rounded to even; numbers out
+    of range saturate. If tokens share a cache slot, it keeps one of them. The bits are the same on
+    every device.
+
+    Args:
+        key, value: ``[tokens, kv_heads, head_size]``, floating point.
+        k_cache, v_cache: ``[pages, page_size, kv_heads, head_size]``, floating point, or
+            float8_e4m3fn, float8_e5m2 or int8; written in place. They may be views of one tensor.
+        slot_mapping: the cache slot of each token, int64 or int32 ``[tokens]``: ``page * page_size
+            + offset``. A token with a negative one is not stored.
+        k_scale, v_scale: float32 ``[1]`` or ``[kv_heads]``, for an eight-bit cache; by default 1.
+        bounds: the least and the largest of ``slot_mapping``, if it is on a CPU and several calls
+            share it. No derivatives are kept.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other; elements of a cache that
+            share memory; a cache slot beyond the cache, if
+            :func:`~vllm_module.kernels.operators.checks_values` is true. Otherwise such a token is
+            not stored.
+
+    """
+    expect("key", key, (None, None, None), FLOATS)
+    tokens, heads, head_size = key.shape
+    expect("value", value, key.shape, FLOATS, key)
+    expect("k_cache", k_cache, (None, None, heads, head_size), (*FLOATS, *EIGHT_BITS), key)
+    expect("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), key)
+    expect_writable("k_cache", k_cache)
+    expect_writable("v_cache", v_cache)
+    expect("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32), key)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            count = 1 if scale.shape == (1,) else heads
+            expect(name, scale, (count,), (torch.float32,), key)
+    pages, page_size = k_cache.shape[:2]
+    check_slots(slot_mapping, pages, page_size, bounds)
+    if bounds is None:
+        _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    else:
+        store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds[0] >= 0)
+
+
+def check_slots(
+    slot_mapping: torch.Tensor, pages: int, page_size: int, bounds: tuple[int, int] | None = None
+) -> None:
+    """Raise ``ValueError`` for a cache slot beyond the cache, if values are checked."""
+    if len(slot_mapping) and (bounds is not None or checks_values(slot_mapping)):
+        largest = int(slot_mapping.max()) if bounds is None else bounds[1]
+        if largest >= pages * page_size:
+            raise ValueError(
+                f"slot_mapping has cache slot {largest}, and the cache has {pages * page_size}: "
+                f"{pages} pages of {page_size}"
+            )
+
+
+def reshape_and_cache_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Store in plain torch; see :func:`reshape_and_cache`."""
+    inside = holds_slots(k_cache, slot_mapping)
+    store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, inside)
+
+
+def holds_slots(cache: torch.Tensor, slot_mapping: torch.Tensor) -> bool:
+    """Return whether the cache has every slot of ``slot_mapping``."""
+    least, most = map(int, slot_mapping.aminmax() if len(slot_mapping) else (0, 0))
+    return least >= 0 and most < cache.shape[0] * cache.shape[1]
+
+
+def store_in_torch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    inside: bool,
+) -> None:
+    """Store in plain torch; ``inside`` if the cache has every slot of ``slot_mapping``."""
+    pages, page_size = k_cache.shape[:2]
+    slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.long()
+    if not inside:
+        kept = (slots >= 0) & (slots < pages * page_size)
+        slots, key, value = slots[kept], key[kept], value[kept]
+    for cache, tokens, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
+        if cache.dtype in EIGHT_BITS:
+            limit = greatest(cache.dtype)
+            tokens = tokens.float() / (1 if scale is None else scale[:, None])
+            tokens = tokens.clamp_(-limit, limit)
+            tokens = tokens if cache.dtype.is_floating_point else tokens.round_()
+        if tokens.dtype != cache.dtype:
+            tokens = tokens.to(cache.dtype)
+        if cache.is_contiguous() and cache.dtype not in EIGHT_BITS:  # index_copy_ takes no FP8
+            cache.view(pages * page_size, *cache.shape[2:]).index_copy_(0, slots, tokens)
+        else:
+            cache.index_put_((slots // page_size, slots % page_size), tokens)
+
+
+def reshape_and_cache_triton(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Store by a Triton kernel; see :func:`reshape_and_cache`."""
+    if not can_convert(k_cache.dtype, k_cache):
+        reshape_and_cache_reference(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        return
+    tokens, heads, head_size = key.shape
+    pages, page_size = k_cache.shape[:2]
+    if not (key.numel() and k_cache.numel()):
+        return
+    columns = next_power_of_2(head_size)
+    rows = max(1, _TILE // columns)
+    _store[(-(-tokens * heads // rows),)](
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        tokens * heads,
+        pages * page_size,
+        *key.stride(),
+        *value.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        slot_mapping.stride(0),
+        scale_stride(k_scale),
+        scale_stride(v_scale),
+        HEADS=heads,
+        HEAD_SIZE=head_size,
+        PAGE_SIZE=page_size,
+        ROWS=rows,
+        COLUMNS=columns,
+        MAX=greatest(k_cache.dtype),
+        num_warps=4,
+    )
+
+
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """Return the stride between the scales of two heads; 0 if they share one."""
+    return 0 if scale is None or len(scale) == 1 else scale.stride(0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _store(
+    key_ptr,
+    value_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    rows,
+    cache_slots,
+    key_token,
+    key_head,
+    key_column,
+    value_token,
+    value_head,
+    value_column,
+    k_cache_page,
+    k_cache_offset,
+    k_cache_head,
+    k_cache_column,
+    v_cache_page,
+    v_cache_offset,
+    v_cache_head,
+    v_cache_column,
+    slot_mapping_stride,
+    k_scale_stride,
+    v_scale_stride,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """Store some rows, one for each token and head; divisors are constants."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS).to(tl.int64)
+    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    cache_slot = tl.load(slot_mapping_ptr + token * slot_mapping_stride, mask=row < rows, other=-1)
+    cache_slot = cache_slot.to(tl.int64)
+    stored = (cache_slot >= 0) & (cache_slot < cache_slots)
+    page, offset = cache_slot // PAGE_SIZE, cache_slot % PAGE_SIZE
+    mask = stored[:, None] & (column < HEAD_SIZE)[None, :]
+
+    # Both are loaded before either is stored, so that the loads overlap.
+    key_at = (token * key_token + head * key_head)[:, None] + column[None, :] * key_column
+    key = tl.load(key_ptr + key_at, mask=mask)
+    value_at = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
+    value = tl.load(value_ptr + value_at, mask=mask)
+
+    key = converted(key, k_scale_ptr, head * k_scale_stride, MAX, k_cache_ptr.dtype.element_ty)
+    value = converted(value, v_scale_ptr, head * v_scale_stride, MAX, v_cache_ptr.dtype.element_ty)
+
+    key_at = page * k_cache_page + offset * k_cache_offset + head * k_cache_head
+    key_at = key_at[:, None] + column[None, :] * k_cache_column
+    tl.store(k_cache_ptr + key_at, key, mask=mask)
+    value_at = page * v_cache_page + offset * v_cache_offset + head * v_cache_head
+    value_at = value_at[:, None] + column[None, :] * v_cache_column
+    tl.store(v_cache_ptr + value_at, value, mask=mask)
+
+
+@triton.jit
+def converted(x, scale_ptr, scale_at, MAX: tl.constexpr, dtype: tl.constexpr):
+    """Return rows in the cache's dtype, divided by their scales if that has eight bits."""
+    if x.dtype == dtype:  # keeps the bits of NaN too
+        return x
+    x = x.to(tl.float32)
+    if dtype.primitive_bitwidth != 8:
+        return x.to(dtype)
+    scale = tl.full(scale_at.shape, 1.0, tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + scale_at)
+    return scaled_to(x, tl.broadcast_to(scale[:, None], x.shape), MAX, dtype)
+
+
+_reshape_and_cache = operator(
+    reshape_and_cache_reference, reshape_and_cache_triton, nothing, ("k_cache", "v_cache")
+)

@@ -1,0 +1,343 @@
+"""Norms and rotation of queries and keys, and writing keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_module.kernels.attention.reshape_and_cache import (
+    check_slots,
+    converted,
+    holds_slots,
+    scale_stride,
+    store_in_torch,
+)
+from vllm_module.kernels.attention.rotary_embedding import rotary_embedding_reference
+from vllm_module.kernels.attention.rotate_tile import rotate_rows
+from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert, greatest
+from vllm_module.kernels.operators import (
+    expect,
+    expect_writable,
+    next_power_of_2,
+    nothing,
+    operator,
+    tl,
+    triton,
+)
+from vllm_module.kernels.rows.rms_norm import rms_norm_reference
+
+_PER_PROGRAM = 2048  # features of queries for each program, or of keys and as many of values
+
+
+def rotate_and_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    is_neox_style: bool = True,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    *,
+    bounds: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Rotate queries and keys, and store each token's rotated key and its value in its cache slot.
+
+    With weights, each head is normalized first. The result is that of
+    :func:`~vllm_module.kernels.rows.rms_norm.rms_norm` of both,
+    :func:`~vllm_module.kernels.attention.rotary_embedding.rotary_embedding` and
+    :func:`~vllm_module.kernels.attention.reshape_and_cache.reshape_and_cache`. It takes one launch,
+    and rounds where they round. No derivatives are kept.
+
+    Args:
+        query: ``[tokens, heads, head_size]``, floating point; written.
+        key: ``[tokens, kv_heads, head_size]``, of the same dtype. It may be written, and then holds
+            numbers that are of no use. Query and key may be views of one tensor that share no
+            element.
+        value: ``[tokens, kv_heads, head_size]``, of the same dtype.
+        cos, sin, is_neox_style: as for ``rotary_embedding``.
+        k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds: as for ``reshape_and_cache``.
+        q_weight, k_weight: both or none, ``[head_size]``, of the same dtype as ``query``.
+        eps, weight_offset: as for ``rms_norm``.
+
+    Returns:
+        The rotated queries: ``query``, or on a CPU another tensor.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other; elements of a tensor that
+            share memory; a cache slot beyond the cache, as for ``reshape_and_cache``.
+
+    """
+    expect("query", query, (None, None, None), FLOATS)
+    tokens, _, head_size = query.shape
+    expect("key", key, (tokens, None, head_size), (query.dtype,), query)
+    heads = key.shape[1]
+    expect("value", value, key.shape, (query.dtype,), query)
+    expect_writable("query", query)
+    expect_writable("key", key)
+    one_head = cos.dim() == 3 and cos.shape[1] == 1
+    expect("cos", cos, (tokens, 1, None) if one_head else (tokens, None), (torch.float32,), query)
+    expect("sin", sin, cos.shape, (torch.float32,), query)
+    if 2 * cos.shape[-1] > head_size:
+        raise ValueError(f"cos rotates {2 * cos.shape[-1]} features, and heads have {head_size}")
+    if one_head:
+        cos, sin = cos[:, 0], sin[:, 0]
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("queries and keys must both be normalized, or none: a weight is missing")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            expect(name, weight, (head_size,), (query.dtype,), query)
+    expect("k_cache", k_cache, (None, None, heads, head_size), (*FLOATS, *EIGHT_BITS), query)
+    expect("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), query)
+    expect_writable("k_cache", k_cache)
+    expect_writable("v_cache", v_cache)
+    expect("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32), query)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            expect(name, scale, (1 if scale.shape == (1,) else heads,), (torch.float32,), query)
+    check_slots(slot_mapping, k_cache.shape[0], k_cache.shape[1], bounds)
+    heads_and_angles = query, key, value, cos, sin
+    stored = k_cache, v_cache, slot_mapping, k_scale, v_scale
+    norms = q_weight, k_weight, eps, weight_offset
+    if bounds is not None:
+        return _in_torch(*heads_and_angles, *stored, is_neox_style, *norms, bounds[0] >= 0)
+    _rotate_and_cache(*heads_and_angles, *stored, is_neox_style, *norms)
+    return query
+
+
+def rotate_and_cache_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    is_neox_style: bool,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Normalize, rotate and store in plain torch; see :func:`rotate_and_cache`."""
+    rotated = _in_torch(
+        query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale,
+        is_neox_style, q_weight, k_weight, eps, weight_offset, holds_slots(k_cache, slot_mapping),
+    )  # fmt: skip
+    if rotated is not query:
+        query.copy_(rotated)
+
+
+def _in_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    is_neox_style: bool,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    inside: bool,
+) -> torch.Tensor:
+    """Return the rotated query; ``inside`` if the cache has every slot of ``slot_mapping``."""
+    if q_weight is not None and k_weight is not None:
+        query = rms_norm_reference(query, q_weight, eps, weight_offset)
+        key = rms_norm_reference(key, k_weight, eps, weight_offset)
+    rotary_embedding_reference(query, key, cos, sin, is_neox_style)
+    store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, inside)
+    return query
+
+
+def rotate_and_cache_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    is_neox_style: bool,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Normalize, rotate and store in one Triton kernel; see :func:`rotate_and_cache`."""
+    if not can_convert(k_cache.dtype, k_cache):
+        rotate_and_cache_reference(
+            query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale,
+            is_neox_style, q_weight, k_weight, eps, weight_offset,
+        )  # fmt: skip
+        return
+    tokens, heads, head_size = query.shape
+    kv_heads, pairs = key.shape[1], cos.shape[1]
+    pages, page_size = k_cache.shape[:2]
+    columns = next_power_of_2(head_size)
+    rows = max(1, _PER_PROGRAM // columns)
+    # The heads of all tokens have indices that are divided in 32 bits, which is far faster.
+    assert tokens * max(heads, kv_heads) + rows < 2**31
+    query_programs = -(-tokens * heads // rows)
+    key_programs = -(-tokens * kv_heads // rows)
+    if not head_size or not query_programs + key_programs:
+        return
+    _rotate_and_store[(query_programs + key_programs,)](
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        None if q_weight is None else q_weight.contiguous(),
+        None if k_weight is None else k_weight.contiguous(),
+        tokens,
+        query_programs,
+        pages * page_size,
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        cos.stride(1),
+        sin.stride(1),
+        slot_mapping.stride(0),
+        scale_stride(k_scale),
+        scale_stride(v_scale),
+        eps,
+        COS_TOKEN=cos.stride(0),  # a constant, since it is often divisible by 8 and not by 16
+        SIN_TOKEN=sin.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_SIZE=head_size,
+        PAIRS=pairs,
+        PAGE_SIZE=page_size,
+        ROWS=rows,
+        COLUMNS=columns,
+        TILE=next_power_of_2(pairs),
+        REST=next_power_of_2(head_size - 2 * pairs) if head_size > 2 * pairs else 0,
+        OFFSET=weight_offset,
+        NEOX=is_neox_style,
+        MAX=greatest(k_cache.dtype),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "query_programs"])
+def _rotate_and_store(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    tokens,
+    query_programs,
+    cache_slots,
+    query_token,
+    query_head,
+    query_column,
+    key_token,
+    key_head,
+    key_column,
+    value_token,
+    value_head,
+    value_column,
+    k_cache_page,
+    k_cache_offset,
+    k_cache_head,
+    k_cache_column,
+    v_cache_page,
+    v_cache_offset,
+    v_cache_head,
+    v_cache_column,
+    cos_pair,
+    sin_pair,
+    slot_mapping_stride,
+    k_scale_stride,
+    v_scale_stride,
+    eps,
+    COS_TOKEN: tl.constexpr,
+    SIN_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    REST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NEOX: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """Rotate some heads of the query in place, or store some heads of keys and values."""
+    program = tl.program_id(0)
+    if program < query_programs:
+        row = program * ROWS + tl.arange(0, ROWS)
+        token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+        at = token * query_token + head * query_head
+        rotate_rows(
+            query_ptr, at, query_column, q_weight_ptr, query_ptr, at, query_column, None, head,
+            cos_ptr, sin_ptr, token, cos_pair, sin_pair, token < tokens, eps,
+            COS_TOKEN, SIN_TOKEN, HEAD_SIZE, PAIRS, ROWS, TILE, REST, OFFSET, NEOX, MAX,
+        )  # fmt: skip
+        return
+    row = (program - query_programs) * ROWS + tl.arange(0, ROWS)
+    token, head = (row // KV_HEADS).to(tl.int64), (row % KV_HEADS).to(tl.int64)
+    slot_ptrs = slot_mapping_ptr + token * slot_mapping_stride
+    cache_slot = tl.load(slot_ptrs, mask=token < tokens, other=-1).to(tl.int64)
+    stored = (cache_slot >= 0) & (cache_slot < cache_slots)
+    page, offset = cache_slot // PAGE_SIZE, cache_slot % PAGE_SIZE
+
+    column = tl.arange(0, COLUMNS).to(tl.int64)
+    mask = stored[:, None] & (column < HEAD_SIZE)[None, :]
+    value_at = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
+    value = tl.load(value_ptr + value_at, mask=mask)  # before keys, so that the loads overlap
+    rotate_rows(
+        key_ptr, token * key_token + head * key_head, key_column, k_weight_ptr,
+        k_cache_ptr, page * k_cache_page + offset * k_cache_offset + head * k_cache_head,
+        k_cache_column, k_scale_ptr, head * k_scale_stride,
+        cos_ptr, sin_ptr, token, cos_pair, sin_pair, stored, eps,
+        COS_TOKEN, SIN_TOKEN, HEAD_SIZE, PAIRS, ROWS, TILE, REST, OFFSET, NEOX, MAX,
+    )  # fmt: skip
+    value = converted(value, v_scale_ptr, head * v_scale_stride, MAX, v_cache_ptr.dtype.element_ty)
+    value_at = page * v_cache_page + offset * v_cache_offset + head * v_cache_head
+    value_at = value_at[:, None] + column[None, :] * v_cache_column
+    tl.store(v_cache_ptr + value_at, value, mask=mask)
+
+
+_rotate_and_cache = operator(
+    rotate_and_cache_reference,
+    rotate_and_cache_triton,
+    nothing,
+    ("query", "key", "k_cache", "v_cache"),
+)

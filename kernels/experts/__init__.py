@@ -1,0 +1,1 @@
+"""Mixture of experts: routing tokens, sorting them, grouped products, combining."""

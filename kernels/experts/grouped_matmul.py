@@ -1,0 +1,416 @@
+"""Products of sorted rows with the weights of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from vllm_module.kernels.dtypes import FLOATS, can_convert
+from vllm_module.kernels.experts.grouped_matmul_configurations import Config, config_of
+from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
+from vllm_module.kernels.matmul.linear import linear
+from vllm_module.kernels.matmul.product_tile import added, block_scale, clamped, loaded, written
+from vllm_module.kernels.operators import (
+    checks_values,
+    expect,
+    next_power_of_2,
+    operator,
+    tl,
+    triton,
+)
+from vllm_module.kernels.rows.quantize import dequantize, quantize_static_triton, quantize_triton
+
+_FP8 = torch.float8_e4m3fn
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    top_k: int = 1,
+    scale: torch.Tensor | None = None,
+    block: tuple[int, int] | None = None,
+    input_scale: torch.Tensor | None = None,
+    quantize_input: bool = True,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply each row by the weight of its expert, with sums in float32.
+
+    Row ``r`` of the result is ``x[rows[r] // top_k]``, or ``x[r]`` without ``rows``, times the
+    weight of the expert ``e`` with ``offsets[e] <= r < offsets[e + 1]``. Rows from
+    ``offsets[count]`` on are zeros. The launch depends on shapes alone, so a CUDA graph can replay
+    it. Eight-bit weights are multiplied as by
+    :func:`~vllm_module.kernels.matmul.scaled_matmul.scaled_matmul`, and a row's bits depend on the
+    bucket of the number of rows in the same way.
+
+    Args:
+        x: ``[tokens, input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.
+        weight: ``[count, output, input]``, of the dtype of ``x``; with ``scale``, float8_e4m3fn or
+            int8.
+        offsets: int32 ``[count + 1]``, from
+            :func:`~vllm_module.kernels.experts.sort_by_expert.sort_by_expert`.
+        bias: ``[count, output]``, of the result's dtype.
+        rows: int32 ``[tokens * top_k]``: the order from ``sort_by_expert``.
+        top_k: experts of a token; 1 without ``rows``.
+        scale: float32 ``[count, ceil(output / block[0]), ceil(input / block[1])]``.
+        block: rows and columns of the weight that share a scale; by default ``(1, input)``.
+        input_scale: float32. The static scale of ``x``, one element. If ``x`` is already quantized,
+            its scales: one, ``[tokens, 1]`` or ``[tokens, ceil(input / block[1])]``.
+        quantize_input: whether ``x`` may be quantized.
+        dtype: of the result; by default that of ``x``. Required if ``x`` is already quantized.
+
+    Returns:
+        ``[tokens * top_k, output]``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other. On values, if
+            :func:`~vllm_module.kernels.operators.checks_values` is true: offsets that do not
+            ascend from 0 to at most ``tokens * top_k``.
+
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"the output must be {' or '.join(map(str, FLOATS))}, got {dtype}")
+    expect("x", x, (None, None), (*FLOATS, _FP8))
+    wide = (dtype,) if scale is None else (_FP8, torch.int8)
+    expect("weight", weight, (None, None, x.shape[1]), wide, x)
+    count, outputs, inputs = weight.shape
+    block = (1, max(1, inputs)) if block is None else block
+    if block[0] < 1 or block[1] < 1:
+        raise ValueError(f"a block must have rows and columns, got {block}")
+    groups = -(-inputs // block[1])
+    if scale is not None:
+        expect("scale", scale, (count, -(-outputs // block[0]), groups), (torch.float32,), x)
+    if x.dtype == _FP8:
+        if input_scale is None:
+            raise ValueError("x is quantized, and its scale is missing")
+        if weight.dtype != _FP8:
+            raise ValueError(f"x is quantized, and its weight must be {_FP8}, got {weight.dtype}")
+    elif x.dtype != dtype and scale is None:
+        raise ValueError(f"x must be {dtype}, the output's dtype, got {x.dtype}")
+    if input_scale is not None:
+        shape = tuple(input_scale.shape)
+        if shape not in ((), (1,)):
+            last = 1 if shape[-1] == 1 else groups
+            shape = (x.shape[0], last) if x.dtype == _FP8 else ()
+        expect("input_scale", input_scale, shape, (torch.float32,), x)
+    expect_groups(x, offsets, bias, rows, top_k, (count, outputs), dtype)
+    return _grouped_matmul(
+        x, weight, offsets, bias, rows, top_k, scale, *block, input_scale, quantize_input, dtype
+    )
+
+
+def expect_groups(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Raise ``ValueError`` for offsets, bias or rows that do not fit ``shape``: count, output."""
+    expect("offsets", offsets, (shape[0] + 1,), (torch.int32,), x)
+    if bias is not None:
+        expect("bias", bias, shape, (dtype,), x)
+    if top_k < 1 or (rows is None and top_k > 1):
+        least = "at least 1" if rows is not None else "1 without rows"
+        raise ValueError(f"top_k must be {least}, got {top_k}")
+    if rows is not None:
+        expect("rows", rows, (len(x) * top_k,), (torch.int32,), x)
+    if checks_values(offsets):
+        bounds, length = offsets.tolist(), _length(x, rows)
+        if bounds[0] != 0 or bounds[-1] > length or any(a > b for a, b in pairwise(bounds)):
+            raise ValueError(f"offsets must ascend from 0 to at most {length} rows, got {bounds}")
+
+
+def grouped_matmul_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+    scale: torch.Tensor | None,
+    block_rows: int,
+    block_columns: int,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply in plain torch, an expert at a time; no input is quantized."""
+    if x.dtype == _FP8:
+        assert input_scale is not None
+        scales = input_scale.expand(len(x), -(-x.shape[1] // block_columns))
+        x = dequantize(x, scales, (1, block_columns), dtype)
+    block = (block_rows, block_columns)
+
+    def weight_of(expert: int) -> torch.Tensor:
+        if scale is None:
+            return weight[expert]
+        return dequantize(weight[expert], scale[expert], block, dtype)
+
+    return by_expert(x.to(dtype), weight_of, weight.shape[1], offsets, bias, rows, top_k)
+
+
+def by_expert(
+    x: torch.Tensor,
+    weight_of: Callable[[int], torch.Tensor],
+    outputs: int,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+) -> torch.Tensor:
+    """Return products with the weights of those experts that have rows."""
+    y = x.new_empty(_length(x, rows), outputs)
+    bounds = offsets.tolist()
+    y[bounds[-1] :] = 0
+    if rows is not None:
+        x = x.index_select(0, rows[: bounds[-1]] // top_k)
+    for expert, (first, last) in enumerate(pairwise(bounds)):
+        if first < last:
+            own_bias = None if bias is None else bias[expert]
+            y[first:last] = linear(x[first:last], weight_of(expert), own_bias)
+    return y
+
+
+def grouped_matmul_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+    scale: torch.Tensor | None,
+    block_rows: int,
+    block_columns: int,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply by Triton kernels; see :func:`grouped_matmul`."""
+    length, (count, N, K) = _length(x, rows), weight.shape
+    if not length * count * N:
+        return x.new_zeros((length, N), dtype=dtype)
+    if not K or not can_convert(weight.dtype, x):
+        return grouped_matmul_reference(
+            x,
+            weight,
+            offsets,
+            bias,
+            rows,
+            top_k,
+            scale,
+            block_rows,
+            block_columns,
+            input_scale,
+            quantize_input,
+            dtype,
+        )
+    x_scale, groups = None, 1 if scale is None else scale.shape[2]
+    if x.dtype == _FP8:
+        assert input_scale is not None
+        x_scale = input_scale.expand(len(x), groups)
+    elif weight.dtype == _FP8 and quantize_input:
+        wide, x = x, torch.empty(x.shape, dtype=_FP8, device=x.device)
+        if input_scale is None:
+            x_scale = torch.empty(len(x), groups, dtype=torch.float32, device=x.device)
+            quantize_triton(wide, x, x_scale, 1, block_columns)
+        else:
+            x_scale = input_scale.expand(len(x), groups)
+            quantize_static_triton(wide, x, x_scale, 1, block_columns)
+    y = torch.empty(length, N, dtype=dtype, device=x.device)
+    config = config_of(length, (count, N, K), (block_rows, block_columns), x)
+    span = K if groups <= 1 else block_columns  # input features that steps divide
+    tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
+    _multiply_groups[(tiles,)](
+        x,
+        weight,
+        _descriptor(weight, config, span),
+        scale,
+        x_scale,
+        bias,
+        rows,
+        offsets,
+        y,
+        length,
+        count,
+        top_k,
+        N,
+        K,
+        *x.stride(),
+        *weight.stride(),
+        *((0, 0, 0) if scale is None else scale.stride()),
+        *((0, 0) if x_scale is None else x_scale.stride()),
+        *((0, 0) if bias is None else bias.stride()),
+        block_rows,
+        block_columns,
+        COUNT=next_power_of_2(count + 1),
+        STEPS=-(-block_columns // config.depth) if groups > 1 else 0,
+        EVEN=span % config.depth == 0 and K % span == 0,
+        ONE_SCALE=block_rows % config.columns == 0 or block_rows >= N,
+        SWAP=config.rows < 64 or x.dtype != weight.dtype,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["length"])
+def _multiply_groups(
+    x_ptr,
+    weight_ptr,
+    weight_desc,
+    scale_ptr,
+    x_scale_ptr,
+    bias_ptr,
+    rows_ptr,
+    offsets_ptr,
+    y_ptr,
+    length,
+    count,
+    top_k,
+    N,
+    K,
+    x_row,
+    x_column,
+    weight_expert,
+    weight_row,
+    weight_column,
+    scale_expert,
+    scale_row,
+    scale_column,
+    x_scale_row,
+    x_scale_column,
+    bias_expert,
+    bias_column,
+    block_rows,
+    block_columns,
+    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply a tile of one expert's rows by a tile of its weight.
+
+    STEPS is the number of steps over input features that share a scale; 0 if all share one. With
+    SWAP the weight is the left operand: it can then be widened in registers, and rows may be few.
+    The descriptor, if any, is of the rows of all weights.
+    """
+    expert, n, row, exist, source = grouped_tile(
+        offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
+    )
+    x_ptrs = x_ptr + source[:, None] * x_row
+    if SWAP:
+        row, exist, source = row[None, :], exist[None, :], source[None, :]
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        row, exist, source = row[:, None], exist[:, None], source[:, None]
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    y_ptrs = y_ptr + row * N
+    if expert >= count:
+        written(y_ptrs, None, sums, None, None, exist, n, N, 0, SWAP, BLOCK_N)
+        return
+
+    weight_row_of_tile = expert * N + n
+    expert = expert.to(tl.int64)
+    weight_ptr += expert * weight_expert
+    ptrs = weight_ptr + clamped(n, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
+    if scale_ptr is not None:
+        scale_ptr += expert * scale_expert
+    if bias_ptr is not None:
+        bias_ptr += expert * bias_expert
+    if x_scale_ptr is not None:
+        x_scale_ptr += source * x_scale_row
+    steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
+    for step in range(steps):
+        if STEPS:
+            group = step // STEPS
+            first = group * block_columns + step % STEPS * BLOCK_K
+            k = first + tl.arange(0, BLOCK_K)
+            inside = (k < tl.minimum(K, (group + 1) * block_columns))[None, :]
+        else:
+            group, first = 0, step * BLOCK_K
+            k = first + tl.arange(0, BLOCK_K)
+            inside = (k < K)[None, :]
+        k = k.to(tl.int64)[None, :]
+        x = loaded(x_ptrs + k * x_column, inside, EVEN)
+        if weight_desc is None:
+            weight = loaded(ptrs + k * weight_column, inside, EVEN)
+        else:
+            # Of features that are not inside, x is zero; beyond the last one, the weight is too.
+            weight = weight_desc.load([weight_row_of_tile, first])
+        x_scale, scale = None, None
+        if STEPS:
+            if x_scale_ptr is not None:
+                x_scale = tl.load(x_scale_ptr + group * x_scale_column)
+            scales = scale_ptr + group * scale_column
+            scale = block_scale(scales, n, N, scale_row, block_rows, ONE_SCALE, SWAP, BLOCK_N)
+        sums = added(sums, x, weight, x_scale, scale, SWAP)
+
+    x_scale, scale = None, None
+    if not STEPS and scale_ptr is not None:
+        if x_scale_ptr is not None:
+            x_scale = tl.load(x_scale_ptr)
+        scale = block_scale(scale_ptr, n, N, scale_row, block_rows, False, SWAP, BLOCK_N)
+    written(y_ptrs, bias_ptr, sums, x_scale, scale, exist, n, N, bias_column, SWAP, BLOCK_N)
+
+
+def _descriptor(weight: torch.Tensor, config: Config, span: int) -> object:
+    """Return a descriptor of the rows of all experts' weights, or ``None`` where pointers load.
+
+    ``span`` is the number of input features that steps divide.
+    """
+    count, outputs, inputs = weight.shape
+    # A descriptor has 32 bits for a row; rows and steps are whole 16 bytes apart.
+    if (
+        not config.described
+        or weight.stride(2) != 1
+        or weight.stride(0) != outputs * weight.stride(1)
+        or weight.stride(1) * weight.itemsize % 16
+        or (span < inputs and span * weight.itemsize % 16)
+        or weight.data_ptr() % 16
+        or count * outputs >= 2**31
+    ):
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [config.columns, config.depth])
+
+
+def _length(x: torch.Tensor, rows: torch.Tensor | None) -> int:
+    return len(x if rows is None else rows)
+
+
+def _empty(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+    scale: torch.Tensor | None,
+    block_rows: int,
+    block_columns: int,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return an empty product."""
+    return x.new_empty((_length(x, rows), weight.shape[1]), dtype=dtype)
+
+
+_grouped_matmul = operator(grouped_matmul_reference, grouped_matmul_triton, _empty)

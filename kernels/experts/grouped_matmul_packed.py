@@ -1,0 +1,322 @@
+"""Products of sorted rows with the packed weights of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.experts.grouped_matmul import (
+    by_expert,
+    expect_groups,
+    grouped_matmul_triton,
+)
+from vllm_module.kernels.experts.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
+from vllm_module.kernels.matmul.packed_matmul_configurations import (
+    PackedWeight,
+    one_scale,
+    tiles_for,
+)
+from vllm_module.kernels.matmul.packed_matmul_tiles import (
+    added_packed,
+    as_integer,
+    packed_rows,
+    packed_scales,
+    tiles_take,
+)
+from vllm_module.kernels.matmul.packed_words import WORDS, Packing, dequantize_packed
+from vllm_module.kernels.matmul.product_tile import clamped, loaded, written
+from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+
+
+def grouped_matmul_packed(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    packing: Packing,
+    group_size: int,
+    offsets: torch.Tensor,
+    *,
+    zeros: torch.Tensor | None = None,
+    group_of: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    top_k: int = 1,
+) -> torch.Tensor:
+    """Multiply each row by the packed weight of its expert, with sums in float32.
+
+    On a GPU, codes are unpacked in the kernel, and the launch depends on shapes alone, so a CUDA
+    graph can replay it. Codes of 3 bits, which cross the edges of words, are dequantized by torch
+    before the product, those of all experts.
+
+    Args:
+        x: ``[tokens, input]``, bfloat16, float16 or float32.
+        words, scales, packing, group_size, zeros, group_of: the weights ``[count, output, input]``,
+            each as for :func:`~vllm_module.kernels.matmul.packed_words.dequantize_packed`.
+        offsets, bias, rows, top_k: as for
+            :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`.
+
+    Returns:
+        ``[tokens * top_k, output]``.
+
+    Raises:
+        ValueError: as ``grouped_matmul``, and for a packing that no words have. Numbers of groups
+            are not looked at.
+
+    """
+    expect("x", x, (None, None), FLOATS)
+    expect("words", words, (None, None, None), WORDS, x)
+    count, width = len(words), words.dtype.itemsize * 8
+    packing.check(words[0] if count else words.new_empty(words.shape[1:]))
+    output, columns = packing.codes(words.shape[1:], width)
+    expect("x", x, (None, columns), FLOATS)
+    expect("scales", scales, (count, output, None), FLOATS, x)
+    if zeros is not None:
+        expect("zeros", zeros, scales.shape, (torch.uint8,), x)
+    if group_size < 1:
+        raise ValueError(f"a group must have one input or more, got {group_size}")
+    if group_of is not None:
+        expect("group_of", group_of, (count, columns), (torch.int32,), x)
+    elif scales.shape[2] != -(-columns // group_size):
+        raise ValueError(
+            f"scales must have one column for each group of {group_size} of {columns} inputs, got "
+            f"{list(scales.shape)}"
+        )
+    expect_groups(x, offsets, bias, rows, top_k, (count, output), x.dtype)
+    return _grouped_matmul_packed(
+        x, words, scales, *packing, group_size, zeros, group_of, offsets, bias, rows, top_k
+    )
+
+
+def dequantize_experts(
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    packing: Packing,
+    group_size: int,
+    dtype: torch.dtype,
+    zeros: torch.Tensor | None = None,
+    group_of: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weights ``[count, output, input]`` of experts, in ``dtype``.
+
+    Arguments are those of :func:`~vllm_module.kernels.matmul.packed_words.dequantize_packed`, each
+    with a dimension of experts before the others.
+    """
+    shape = packing.codes(words.shape[1:], words.dtype.itemsize * 8)
+    weight = torch.empty(len(words), *shape, dtype=dtype, device=words.device)
+    for expert, each in enumerate(weight):
+        own_zeros = None if zeros is None else zeros[expert]
+        own_groups = None if group_of is None else group_of[expert]
+        each.copy_(
+            dequantize_packed(
+                words[expert], scales[expert], packing, group_size, dtype, own_zeros, own_groups
+            )
+        )
+    return weight
+
+
+def grouped_matmul_packed_reference(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    along: int,
+    order: Sequence[int] | None,
+    group_size: int,
+    zeros: torch.Tensor | None,
+    group_of: torch.Tensor | None,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+) -> torch.Tensor:
+    """Dequantize an expert that has rows at a time and multiply, in plain torch."""
+    packing = Packing(bits, along, None if order is None else tuple(order))
+
+    def weight_of(expert: int) -> torch.Tensor:
+        one = slice(expert, expert + 1)
+        return dequantize_experts(
+            words[one],
+            scales[one],
+            packing,
+            group_size,
+            x.dtype,
+            None if zeros is None else zeros[one],
+            None if group_of is None else group_of[one],
+        )[0]
+
+    return by_expert(x, weight_of, scales.shape[1], offsets, bias, rows, top_k)
+
+
+def grouped_matmul_packed_triton(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    along: int,
+    order: Sequence[int] | None,
+    group_size: int,
+    zeros: torch.Tensor | None,
+    group_of: torch.Tensor | None,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+) -> torch.Tensor:
+    """Multiply in a Triton kernel; see :func:`grouped_matmul_packed`."""
+    packing = Packing(bits, along, None if order is None else tuple(order))
+    (count, N, _), K = scales.shape, x.shape[1]
+    length = len(x if rows is None else rows)
+    y = x.new_empty(length, N)
+    if not y.numel() or not count:
+        return y.zero_()
+    if not K or not tiles_take(packing):
+        weight = dequantize_experts(words, scales, packing, group_size, x.dtype, zeros, group_of)
+        return grouped_matmul_triton(
+            x, weight, offsets, bias, rows, top_k, None, 1, max(1, K), None, False, x.dtype
+        )
+    group = 0 if group_of is not None else min(group_size, K)
+    described = PackedWeight(N, K, bits, along, group, False, x.dtype)
+    config = tiles_for(rows_of_a_tile(length, count), described)
+    tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
+    _multiply_packed_groups[(tiles,)](
+        x,
+        words,
+        scales,
+        zeros,
+        None if group_of is None else group_of.contiguous(),
+        bias,
+        rows,
+        offsets,
+        y,
+        length,
+        count,
+        top_k,
+        N,
+        K,
+        *x.stride(),
+        *words.stride(),
+        *scales.stride(),
+        *((0, 0, 0) if zeros is None else zeros.stride()),
+        *((0, 0) if bias is None else bias.stride()),
+        GROUP=group_size if group_size < K else 0,
+        BITS=bits,
+        ALONG=along,
+        PER_WORD=words.dtype.itemsize * 8 // bits,
+        ORDER=as_integer(packing.order),
+        ONE_SCALE=one_scale(described, config.depth),
+        SCALE_SUMS=config.scale_sums,
+        COUNT=next_power_of_2(count + 1),
+        EVEN=K % config.depth == 0,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["length"])
+def _multiply_packed_groups(
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    group_ptr,
+    bias_ptr,
+    rows_ptr,
+    offsets_ptr,
+    y_ptr,
+    length,
+    count,
+    top_k,
+    N,
+    K,
+    x_row,
+    x_column,
+    words_expert,
+    words_row,
+    words_column,
+    scales_expert,
+    scales_row,
+    scales_column,
+    zeros_expert,
+    zeros_row,
+    zeros_column,
+    bias_expert,
+    bias_column,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ALONG: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    ORDER: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    COUNT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply a tile of one expert's rows by a tile of its weight, which is the left operand."""
+    expert, left, row, exist, source = grouped_tile(
+        offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
+    )
+    x_ptrs = x_ptr + source[:, None] * x_row
+    row, exist = row[None, :], exist[None, :]
+    y_ptrs = y_ptr + row * N
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if expert >= count:
+        written(y_ptrs, None, sums, None, None, exist, left, N, 0, True, BLOCK_N)
+        return
+
+    expert = expert.to(tl.int64)
+    if bias_ptr is not None:
+        bias_ptr += expert * bias_expert
+    if group_ptr is not None:
+        group_ptr += expert * K
+    n = clamped(left, N, BLOCK_N).to(tl.int64)[:, None]
+    scales_ptrs, zeros_ptrs = scales_ptr + expert * scales_expert + n * scales_row, zeros_ptr
+    if zeros_ptr is not None:
+        zeros_ptrs += expert * zeros_expert + n * zeros_row
+    words_ptrs = words_ptr + expert * words_expert
+    words_ptrs += packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_row
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, (k < K)[None, :], EVEN)
+        scale, zero = packed_scales(
+            scales_ptrs, zeros_ptrs, group_ptr, step, K,
+            scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
+        )  # fmt: skip
+        sums = added_packed(
+            sums, x, words_ptrs, None, scale, zero, step, K, words_column,
+            BITS, ALONG, PER_WORD, ORDER, zeros_ptr is not None, ONE_SCALE and SCALE_SUMS, EVEN,
+            BLOCK_K,
+        )  # fmt: skip
+    written(y_ptrs, bias_ptr, sums, None, None, exist, left, N, bias_column, True, BLOCK_N)
+
+
+def _empty(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    along: int,
+    order: Sequence[int] | None,
+    group_size: int,
+    zeros: torch.Tensor | None,
+    group_of: torch.Tensor | None,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    top_k: int,
+) -> torch.Tensor:
+    """Return an empty product."""
+    return x.new_empty(len(x if rows is None else rows), scales.shape[1])
+
+
+_grouped_matmul_packed = operator(
+    grouped_matmul_packed_reference, grouped_matmul_packed_triton, _empty
+)

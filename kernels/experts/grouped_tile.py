@@ -1,0 +1,67 @@
+"""Which expert and which rows a program multiplies, found on the device.
+
+This is no operation of its own: :mod:`~vllm_module.kernels.experts.grouped_matmul` and
+:mod:`~vllm_module.kernels.experts.grouped_matmul_mxfp4` share it.
+"""
+
+from __future__ import annotations
+
+from vllm_module.kernels.operators import next_power_of_2, tl, triton
+
+ROWS = (16, 32, 64, 128)  # of a tile
+
+
+def rows_of_a_tile(length: int, count: int) -> int:
+    """Return rows for each tile, one of ROWS: as many as an expert has on average."""
+    return min(max(ROWS[0], next_power_of_2(-(-length // max(1, count)))), ROWS[-1])
+
+
+def tiles_of(length: int, count: int, rows: int) -> int:
+    """Return how many tiles cover ``length`` rows of ``count`` experts, however they are spread.
+
+    Each expert that has rows, and the rest beyond the last expert, may end with an incomplete tile.
+    """
+    return length // rows + min(length, count + 1)
+
+
+@triton.jit
+def grouped_tile(
+    offsets_ptr,
+    rows_ptr,
+    length,
+    count,
+    top_k,
+    N,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return a program's expert, first feature, rows of the result, their mask, and rows of x.
+
+    Rows beyond the last expert's have the expert ``count``. A program without rows has one beyond.
+    """
+    # Eight tiles of rows follow each other, so that the weight stays in the cache.
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.num_programs(0) // tiles_n
+    band = tl.program_id(0) // (8 * tiles_n)
+    band_tiles = tl.minimum(tiles_m - band * 8, 8)
+    index = tl.program_id(0) % (8 * tiles_n)
+    tile, n = band * 8 + index % band_tiles, index // band_tiles * BLOCK_N
+
+    e = tl.arange(0, COUNT)
+    first = tl.load(offsets_ptr + e, mask=e <= count, other=2147483647)
+    last = tl.load(offsets_ptr + e + 1, mask=e < count, other=2147483647)
+    first = tl.minimum(tl.maximum(first, 0), length)
+    last = tl.minimum(tl.maximum(last, 0), length)
+    tiles = tl.where(last > first, (last - first + BLOCK_M - 1) // BLOCK_M, 0)
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    own = e == expert
+    row = tl.sum(tl.where(own, first + (tile - ends + tiles) * BLOCK_M, 0), axis=0)
+    row += tl.arange(0, BLOCK_M)
+    exist = row < tl.sum(tl.where(own, last, 0), axis=0)
+    source = row
+    if rows_ptr is not None:
+        source = tl.load(rows_ptr + row, mask=exist, other=0) // top_k
+    source = tl.where(exist, source, 0).to(tl.int64)
+    return expert, n, row.to(tl.int64), exist, source

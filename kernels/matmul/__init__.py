@@ -1,0 +1,1 @@
+"""Matrix products of dense, FP8, packed and GGUF weights."""

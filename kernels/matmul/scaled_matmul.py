@@ -1,0 +1,182 @@
+"""Products with eight-bit weights and their scales."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.nn import functional as F
+
+from vllm_module.kernels.dtypes import FLOATS, can_convert
+from vllm_module.kernels.matmul.scaled_matmul_configurations import config_of, default_of
+from vllm_module.kernels.matmul.scaled_matmul_described import descriptors_take, multiply_described
+from vllm_module.kernels.matmul.scaled_matmul_tiles import Product, multiply_tiles
+from vllm_module.kernels.matmul.scaled_matmul_torch import multiply_by_torch, torch_takes
+from vllm_module.kernels.operators import expect, operator
+from vllm_module.kernels.rows.quantize import dequantize, quantize_static_triton, quantize_triton
+
+_FP8 = torch.float8_e4m3fn
+
+
+def scaled_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int],
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    *,
+    quantize_input: bool = True,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply by an eight-bit weight, with sums in float32.
+
+    If the weight is FP8 and the GPU multiplies FP8 (compute capability 8.9), the input is quantized
+    to FP8 too: by the static scale, or by a scale for each token and block of the weight's columns.
+    On other devices, with INT8 weights or without ``quantize_input``, the input is not quantized.
+
+    On a GPU, sums are cut by the bucket of the number of tokens (:func:`configurations
+    <vllm_module.kernels.matmul.scaled_matmul_configurations.configurations>` lists the buckets): a
+    token's bits depend on its own input and on the bucket of its batch. Where torch's own product
+    was chosen, they depend on the number of tokens.
+
+    Args:
+        x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.
+        weight: ``[output, input]``, float8_e4m3fn or int8.
+        scale: float32 ``[ceil(output / block[0]), ceil(input / block[1])]``.
+        block: rows and columns of the weight that share a scale.
+        bias: ``[output]``, of the output's dtype.
+        input_scale: float32. The static scale of ``x``, one element. If ``x`` is already quantized,
+            its scales: one, ``[tokens, 1]`` or ``[tokens, ceil(input / block[1])]``.
+        quantize_input: whether ``x`` may be quantized.
+        dtype: of the output; by default that of ``x``. Required if ``x`` is already quantized.
+
+    Returns:
+        ``[..., output]``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other.
+
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"the output must be {' or '.join(map(str, FLOATS))}, got {dtype}")
+    if x.dim() < 1 or block[0] < 1 or block[1] < 1:
+        raise ValueError(f"x must have features, and a block rows and columns, got {block}")
+    expect("weight", weight, (None, x.shape[-1]), (_FP8, torch.int8), x)
+    expect("x", x, None, (*FLOATS, _FP8))
+    groups = -(-x.shape[-1] // block[1])
+    expect("scale", scale, (-(-weight.shape[0] // block[0]), groups), (torch.float32,), x)
+    if bias is not None:
+        expect("bias", bias, weight.shape[:1], (dtype,), x)
+    if x.dtype == _FP8:
+        if input_scale is None:
+            raise ValueError("x is quantized, and its scale is missing")
+        if weight.dtype != _FP8:
+            raise ValueError(f"x is quantized, and its weight must be {_FP8}, got {weight.dtype}")
+    if input_scale is not None:
+        shape = tuple(input_scale.shape)
+        if shape not in ((), (1,)):
+            last = 1 if shape[-1] == 1 else groups
+            shape = (prod(x.shape[:-1]), last) if x.dtype == _FP8 else ()
+        expect("input_scale", input_scale, shape, (torch.float32,), x)
+    return _scaled_matmul(x, weight, scale, *block, bias, input_scale, quantize_input, dtype)
+
+
+def quantizes_inputs(x: torch.Tensor) -> bool:
+    """Return whether :func:`scaled_matmul` quantizes ``x`` for FP8 weights that the GPU multiplies.
+
+    Always ``False`` while a graph is traced.
+    """
+    real = x.is_cuda and type(x) is torch.Tensor  # asked first: a CPU asks no more
+    return real and x.dtype in FLOATS and not torch.compiler.is_compiling()
+
+
+def scaled_matmul_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Dequantize to ``dtype`` and multiply, in plain torch; no input is quantized."""
+    if x.dtype == _FP8:
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+        scales = _of_rows(input_scale, len(rows), scale.shape[1])
+        x = dequantize(rows, scales, (1, block_columns), dtype).view(x.shape)
+    wide = dequantize(weight, scale, (block_rows, block_columns), dtype)
+    return F.linear(x.to(dtype), wide, bias)
+
+
+def _of_rows(input_scale: torch.Tensor | None, rows: int, groups: int) -> torch.Tensor:
+    """Return the scales of quantized input as ``[rows, groups]``."""
+    assert input_scale is not None
+    return input_scale.expand(rows, groups)
+
+
+def scaled_matmul_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply by Triton kernels; see :func:`scaled_matmul`."""
+    fp8 = weight.dtype == _FP8
+    if not can_convert(weight.dtype, weight) or not x.numel() or not weight.numel():
+        return scaled_matmul_reference(
+            x, weight, scale, block_rows, block_columns, bias, input_scale, quantize_input, dtype
+        )
+    y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    (M, K), N = rows.shape, weight.shape[0]
+    groups = scale.shape[1]
+    x_scale = None
+    if x.dtype == _FP8:
+        x_scale = _of_rows(input_scale, M, groups)
+    elif fp8 and quantize_input:
+        wide, rows = rows, torch.empty(M, K, dtype=_FP8, device=x.device)
+        if input_scale is None:
+            x_scale = torch.empty(M, groups, dtype=torch.float32, device=x.device)
+            quantize_triton(wide, rows, x_scale, 1, block_columns)
+        else:
+            x_scale = _of_rows(input_scale, M, groups)
+            quantize_static_triton(wide, rows, x_scale, 1, block_columns)
+    block = block_rows, block_columns
+    product = Product(rows, weight, scale, x_scale, block, bias, y.view(M, N))
+    config = config_of(M, N, K, block, rows)
+    if config.way == "torch" and torch_takes(product):
+        multiply_by_torch(product)
+    elif config.way == "descriptors" and descriptors_take(product):
+        multiply_described(product, config)
+    else:
+        if config.way != "pointers":
+            config = default_of(M, N, K, block, rows)
+        multiply_tiles(product, config)
+    return y
+
+
+def _empty(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    quantize_input: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return an empty product."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+_scaled_matmul = operator(scaled_matmul_reference, scaled_matmul_triton, _empty)

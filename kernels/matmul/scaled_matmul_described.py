@@ -1,0 +1,126 @@
+"""Products with FP8 weights, in tiles that tensor descriptors load (TMA of Hopper).
+
+This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from vllm_module.kernels.matmul.product_tile import added, block_scale, written
+from vllm_module.kernels.matmul.scaled_matmul_configurations import Config
+from vllm_module.kernels.matmul.scaled_matmul_tiles import Product
+from vllm_module.kernels.operators import tl, triton
+
+
+def descriptors_take(product: Product) -> bool:
+    """Return whether descriptors exist for these layouts: rows of whole 16 bytes."""
+    return product.x_scale is not None and all(
+        each.stride(1) == 1 and each.stride(0) % 16 == 0 and each.data_ptr() % 16 == 0
+        for each in (product.x, product.weight)
+    )
+
+
+def multiply_described(product: Product, config: Config) -> None:
+    """Multiply tile by tile."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x, weight, scale, x_scale, (block_rows, block_columns), bias, y = product
+    (M, K), N, groups = x.shape, weight.shape[0], scale.shape[1]
+    assert x_scale is not None
+    programs = -(-M // config.rows) * -(-N // config.columns)
+    if config.persistent:
+        programs = min(programs, _multiprocessors(x.device))
+    _multiply_described[(programs,)](
+        TensorDescriptor.from_tensor(x, [config.rows, config.depth]),
+        TensorDescriptor.from_tensor(weight, [config.columns, config.depth]),
+        scale,
+        x_scale,
+        bias,
+        y,
+        M,
+        N,
+        K,
+        *scale.stride(),
+        *x_scale.stride(),
+        1 if bias is None else bias.stride(0),
+        block_rows,
+        block_columns,
+        STEPS=-(-block_columns // config.depth) if groups > 1 else 0,
+        PERSISTENT=config.persistent,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """Return how many the GPU has; without one, as many as an H100 or H200."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["M"])
+def _multiply_described(
+    x_desc,
+    weight_desc,
+    scale_ptr,
+    x_scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    scale_row,
+    scale_column,
+    x_scale_row,
+    x_scale_column,
+    bias_stride,
+    block_rows,
+    block_columns,
+    STEPS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiply tiles of tokens by tiles of the weight.
+
+    STEPS is the number of steps over input features that share a scale; 0 if all share one. What
+    descriptors load beyond the last row or feature is zero.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
+        # Eight tiles of tokens follow each other, so that the weight stays in the cache.
+        band = tile // (8 * tiles_n)
+        band_tiles = tl.minimum(tiles_m - band * 8, 8)
+        index = tile % (8 * tiles_n)
+        top = (band * 8 + index % band_tiles) * BLOCK_M
+        left = index // band_tiles * BLOCK_N
+        m = (top + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        x_scale_ptrs = x_scale_ptr + tl.minimum(m, M - 1) * x_scale_row
+        scale_ptrs = scale_ptr + tl.minimum(left, N - 1) // block_rows * scale_row
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in range(steps):
+            x = x_desc.load([top, step * BLOCK_K])
+            weight = weight_desc.load([left, step * BLOCK_K])
+            x_scale, scale = None, None
+            if STEPS:
+                group = step // STEPS
+                x_scale = tl.load(x_scale_ptrs + group * x_scale_column)
+                scale = tl.load(scale_ptrs + group * scale_column)
+            sums = added(sums, x, weight, x_scale, scale, False)
+        x_scale, scale = None, None
+        if not STEPS:
+            x_scale = tl.load(x_scale_ptrs)
+            scale = block_scale(scale_ptr, left, N, scale_row, block_rows, False, False, BLOCK_N)
+        y_ptrs = y_ptr + m * N
+        written(y_ptrs, bias_ptr, sums, x_scale, scale, m < M, left, N, bias_stride, False, BLOCK_N)

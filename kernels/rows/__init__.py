@@ -1,0 +1,1 @@
+"""Operations on rows: norms, activations, quantization, logits."""

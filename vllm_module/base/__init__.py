@@ -1,0 +1,1 @@
+"""Helpers without a trade of their own: messages, lazy imports, waiting."""

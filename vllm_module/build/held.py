@@ -1,0 +1,187 @@
+"""Loading what a source has: a checkpoint by its names, a sharded state by the tree's paths.
+
+A sharded state is loaded as a state dict is: each tensor is one rank's parameter or buffer, whole.
+It takes the way of every load but for routing: it is accounted for, materialized, read in threads
+and processed. Names are no checkpoint's, so no ``load_weights`` of a model is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vllm_module.base.messages import printable, printable_name
+from vllm_module.core.fill import Fill
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.plan import LoadPlan
+from vllm_module.core.report import LoadReport, Problem, fold
+from vllm_module.core.run import execute, loading
+from vllm_module.core.tree import Node, held_locations
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.errors import ShardingError, WeightLoadError
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.weights import Checkpoint, Readers, Weight
+from vllm_module.weights.sharded_state import ShardedState
+
+_MOST_NAMED = 10  # tensors that a message lists by the names of a file
+
+
+def own_tensors(model: vLLMModule, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """Return what ``model`` is loaded from: of a sharded state, the tensors of its rank.
+
+    Raises ``ShardingError`` for a sharded state of another number of ranks.
+    """
+    return weights.of_rank(_rank(model, weights)) if isinstance(weights, ShardedState) else weights
+
+
+def number_of_tensors(weights: Mapping[str, Weight]) -> int:
+    """Return how many tensors this rank is loaded from, before its model is built."""
+    if not isinstance(weights, ShardedState):
+        return len(weights)
+    group, ranks = tensor_parallel_group(), weights.manifest.tensor_parallel_size
+    # Another number of ranks is refused when the model is there.
+    return len(weights.of_rank(group.rank if group.size == ranks else 0))
+
+
+def load_from(
+    model: vLLMModule,
+    weights: Mapping[str, Weight],
+    recorded: Iterable[tuple[str, Weight]] | None = None,
+    planned: Callable[[LoadPlan], None] | None = None,
+) -> None:
+    """Load ``model``, all of it, from what its source opened.
+
+    ``recorded`` are its :func:`own_tensors` with handles that record what is read. ``planned`` is
+    called with the plan before it is run. Raises what these and :meth:`vLLMModule.load_weights` do.
+    """
+
+    def open_reader(plan: LoadPlan) -> Readers:
+        if planned is not None:
+            planned(plan)
+        return Readers(model.load_state.device)
+
+    pairs = own_tensors(model, weights).items() if recorded is None else recorded
+    if isinstance(weights, ShardedState):
+        execute(plan_held(model, dict(pairs)), open_reader)
+        return
+    try:
+        with loading(model, pairs, open_reader=open_reader):
+            model.load_weights(pairs)  # pairs, as an override expects them
+    except WeightLoadError as error:
+        if error.report is not None and (advice := _lacking(weights, error.report)):
+            error.args = (f"{error} {advice}",)
+        raise
+
+
+def _lacking(weights: Mapping[str, Weight], report: LoadReport) -> str:
+    """Say what is missing by the names of a format that has others, if the checkpoint is of one."""
+    if not isinstance(weights, Checkpoint) or weights.stored_name is None:
+        return ""
+    names = fold(filter(None, (weights.stored_name(name) for name, _ in report.missing)))
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    where = ", ".join(map(printable, weights.files[:2])) + ", …" * (len(weights.files) > 2)
+    listed = ", ".join(map(printable_name, names[:_MOST_NAMED]))
+    return f"{where} should have {listed}{more}: download it again, or convert the model again."
+
+
+def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return each parameter and persistent buffer below ``module``, a tied one once, by its path.
+
+    They are what a sharded state has, and what :func:`load_held` takes.
+    """
+    top = Node(module)
+    try:
+        return {location.path: location.tensor for location in held_locations(top)}
+    finally:
+        top.forget_below()  # or a cycle would keep the model alive
+
+
+def load_held(model: vLLMModule, held: Mapping[str, Weight]) -> None:
+    """Load ``model`` with what :func:`held_tensors` had of it, or a copy of that."""
+    execute(plan_held(model, held))
+
+
+def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
+    """Return what :func:`load_from` would do, reading nothing."""
+    own = own_tensors(model, weights)
+    if not isinstance(weights, ShardedState):
+        plan = model.plan_weights(own)
+        plan.report.advice = _lacking(weights, plan.report)
+        return plan
+    return plan_held(model, own)
+
+
+def plan_held(model: vLLMModule, held: Mapping[str, Weight]) -> LoadPlan:
+    """Return the plan that each tensor fills a parameter as this rank holds it, by its path.
+
+    No name is routed. What a conversion makes is filled too. The order is that of the tree, in
+    which a sharded state is stored.
+    """
+    left, report, fills = dict(held), LoadReport(), []
+    top = Node(model)
+    try:
+        for location in held_locations(top):
+            path, expected = location.path, location.tensor
+            weight = left.pop(path, None)
+            if weight is None:
+                detail = f"expected shape {list(expected.shape)}, as this rank holds it"
+                report.missing.append(Problem(path, detail))
+            elif (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
+                detail = (
+                    f"this rank holds {expected.dtype} {list(expected.shape)}, got {weight.dtype} "
+                    f"{list(weight.shape)}"
+                )
+                report.misshapen.append(Problem(path, detail))
+            else:
+                report.loaded[path] = [path]
+                fills.append(Fill(path, None, weight, location, held=True))
+    finally:
+        top.forget_below()
+    detail = f"{type(model).__name__} has no parameter or buffer of this path"
+    report.unexpected += [Problem(name, detail) for name in left]
+    return LoadPlan(model, report, fills)
+
+
+def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> LoadPlan:
+    """Return the plan of another rank, as ``plan.of_rank`` does, with that rank's tensors."""
+    other = plan.of_rank(rank)
+    if not isinstance(weights, ShardedState):
+        return other
+    held = weights.of_rank(rank)
+    return replace(other, fills=[fill._replace(weight=held[fill.name]) for fill in other.fills])
+
+
+def _rank(model: vLLMModule, state: ShardedState) -> int:
+    """Return which rank of ``state`` the model is.
+
+    Raises ``ShardingError`` if it is one of another number of ranks.
+    """
+    group, expected = tensor_parallel_group(), state.manifest.tensor_parallel_size
+    places = {(group.rank, group.size)}
+    cut = {  # the ranks that the model was built for, whichever group surrounds the load
+        place
+        for parameter in model.parameters()
+        if isinstance(parameter, BasevLLMParameter)
+        for place in _places(parameter)
+    }
+    for _, size in cut or places:
+        if size != expected:
+            raise ShardingError(
+                f"{printable(state.folder)} was sharded for {expected} tensor-parallel ranks, and "
+                f"the model is built for {size}: load it on {expected}, or shard the original "
+                f"checkpoint again with --tp {size}"
+            )
+    ((rank, _),) = cut or places
+    return rank
+
+
+def _places(parameter: BasevLLMParameter) -> list[tuple[int, int]]:
+    places = [(parameter.tp_rank, parameter.tp_size)]
+    if parameter.experts is not None:
+        places.append((parameter.experts.rank, parameter.experts.size))
+    return [(rank, size) for rank, size in places if size > 1]

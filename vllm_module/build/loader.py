@@ -1,0 +1,165 @@
+"""Find, build and load a model. The ranks of a process group do each step together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_module.base.messages import printable_name
+from vllm_module.build.consistency import (
+    demand_alike,
+    demand_same_tensors,
+    describe,
+    digests,
+    in_step,
+)
+from vllm_module.build.held import load_from, number_of_tensors
+from vllm_module.build.model_source import ModelSource
+from vllm_module.build.registry import implementation
+from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
+from vllm_module.cooperative import CooperativeCheckpoint, read_together
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.plan import LoadPlan
+from vllm_module.distributed import message_group, together
+from vllm_module.weights.pairs import OpenWeights
+from vllm_module.weights.sharded_state import ShardedState
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_log = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """A model, and what it was loaded from.
+
+    Attributes:
+        source: the folder or store, and the configuration.
+        model: the model.
+        fingerprint: of the weights, as ``Checkpoint.fingerprint`` has it.
+
+    """
+
+    source: ModelSource
+    model: vLLMModule
+    fingerprint: str
+
+
+def get_model(
+    *,
+    model_config: ModelConfig,
+    load_config: LoadConfig | None = None,
+    device_config: DeviceConfig | None = None,
+) -> vLLMModule:
+    """Build the model that a checkpoint describes, load it, and return it in evaluation mode.
+
+    The rank and size are those of the surrounding :func:`tensor_parallel` or process group. The
+    ranks of a process group load together: all of them get their model, or none does.
+
+    Raises:
+        WeightLoadError: the checkpoint, its configuration or its architecture is refused.
+        RankError: another rank refused, ended, hangs, or has another checkpoint.
+
+    """
+    return find_and_load(model_config, load_config, device_config).model
+
+
+def find_and_load(
+    config: ModelConfig | ModelSource,
+    load_config: LoadConfig | None,
+    device_config: DeviceConfig | None,
+) -> Loaded:
+    """Return the model as :func:`get_model` does, and what it was loaded from.
+
+    If ``config`` is a source, nothing is resolved again.
+    """
+    load_config = load_config or LoadConfig()
+    timeout = load_config.timeout
+
+    def find() -> tuple[ModelSource, OpenWeights]:
+        source = ModelSource.find(config, load_config.load_format)
+        checkpoint = source.open()
+        opened.callback(checkpoint.close)
+        return source, checkpoint
+
+    def describe_found(found: tuple[ModelSource, OpenWeights]) -> dict[str, str]:
+        source, checkpoint = found
+        settings = {"LoadConfig(cooperative=...)": str(load_config.cooperative)}
+        return settings | describe(source.config, source.dtype, source.rules, checkpoint)
+
+    def build() -> vLLMModule:
+        device = (device_config or DeviceConfig()).torch_device
+        model = source.build(device, number_of_tensors(checkpoint))
+        if load_config.allow_nan:
+            model.allow_nan = True
+        return model
+
+    def load() -> vLLMModule:
+        with ExitStack() as reading:
+            planned: Callable[[LoadPlan], None] | None = None
+            if load_config.show_progress:
+                planned = reading.enter_context(progress(weights))
+            if isinstance(weights, CooperativeCheckpoint):
+                reading.enter_context(weights)
+            load_from(model, weights, planned=planned)
+        return model
+
+    with ExitStack() as opened, message_group(timeout) as group:
+        source, checkpoint = in_step(find, describe_found, timeout, group, demand_alike)
+        taken = checkpoint.load_format or "a registered source"
+        _log.info("weights in %s: %s", source.name, taken)
+        model = in_step(build, lambda _: {}, timeout, group, demand_alike)
+        impl, architecture = implementation(type(model)), source.config.architectures[0]
+        _log.info("model_impl of %s: %s", printable_name(architecture), impl)
+        weights: OpenWeights | CooperativeCheckpoint = checkpoint
+        # Of a sharded state each rank has files of its own, and dummy values it makes itself.
+        shared = not isinstance(checkpoint, ShardedState) and checkpoint.load_format != "dummy"
+        if group is not None and load_config.cooperative is not False and shared:
+            gather = partial(together, timeout=timeout, group=group.group)
+            place = group.rank, group.size, group.group
+            weights = read_together(model, checkpoint, load_config.cooperative, gather, *place)
+        fingerprint = checkpoint.fingerprint  # before it can change
+        model = in_step(load, digests, timeout, group, demand_same_tensors)
+        return Loaded(source, model, fingerprint)
+
+
+@contextmanager
+def progress(
+    checkpoint: OpenWeights | CooperativeCheckpoint,
+    label: str = "loading",
+    console: Console | None = None,
+) -> Iterator[Callable[[LoadPlan], None]]:
+    """Draw a progress bar with bytes and rate while the block loads from ``checkpoint``.
+
+    It is drawn on ``console``, or on standard error. The block gets a function to call with the
+    plan, which tells how many bytes there are.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    done = threading.Event()
+    console = console or Console(stderr=True)
+    with Progress(*columns, TransferSpeedColumn(), console=console) as bar:
+        task = bar.add_task(label, total=None, visible=False)  # until there is a plan
+
+        def follow() -> None:
+            while not done.wait(0.1):
+                bar.update(task, completed=checkpoint.bytes_read)
+
+        def planned(plan: LoadPlan) -> None:
+            total = sum(read.nbytes for read in plan.reads())
+            bar.update(task, total=total, visible=True)
+
+        follower = threading.Thread(target=follow, name="progress", daemon=True)
+        follower.start()
+        try:
+            yield planned
+        finally:
+            done.set()
+            follower.join()
+            bar.update(task, completed=checkpoint.bytes_read)

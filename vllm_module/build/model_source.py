@@ -1,0 +1,316 @@
+"""Where a model comes from: found once, with what its files say about it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from vllm_module.base.messages import describe_error, printable, printable_name, shorten
+from vllm_module.build import registry
+from vllm_module.build.registry import model_class
+from vllm_module.config import ModelConfig
+from vllm_module.core.module import vLLMModule
+from vllm_module.distributed import expert_parallel, tensor_parallel
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read_entries
+from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
+from vllm_module.weights.dummy import DummyWeights
+from vllm_module.weights.joined import JoinedWeights
+from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
+from vllm_module.weights.sharded_state import find_manifest
+from vllm_module.weights.source import Remote, Source, find_source
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that a model runs in
+# The default dtype belongs to the process, and simulated ranks build in threads.
+_default_dtype_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's source, and the configuration in its folder.
+
+    A hub id or a URL is resolved once, in :meth:`find`. Whatever takes the source afterwards, in
+    this process or in another, reads from the same place. Pickled, it takes the registered model
+    and source along that it needs.
+
+    Attributes:
+        source: the folder and the weights.
+        config: ``config.json``, with the overrides of the ``ModelConfig``.
+        dtype: of parameters that are not quantized.
+        rules: which layers are quantized, and how; ``None`` if no layer is.
+        spread_experts: whether each rank holds whole experts.
+        secondary: more sources, each with the path of the module that its names are below.
+        is_dummy: whether values are made up, and no weights are opened.
+
+    """
+
+    source: Source
+    config: HFConfig
+    dtype: torch.dtype
+    rules: Rules | None
+    spread_experts: bool = False
+    secondary: tuple[tuple[str, Source], ...] = ()
+    is_dummy: bool = False
+
+    @classmethod
+    def find(cls, model: ModelConfig | ModelSource, load_format: str = "auto") -> ModelSource:
+        """Find the folder, download it if need be, and read its configuration.
+
+        No weights are read. A source is returned as it is. ``load_format`` is ``LoadConfig``'s.
+
+        Raises:
+            CheckpointFormatError: there is no such model, or its files are damaged.
+            UnsupportedModelError: the configuration asks for what is not implemented.
+
+        """
+        if isinstance(model, ModelSource):
+            return model
+        if model.model_code is not None:
+            registry.load_model_code(model.model_code)
+        source = find_source(
+            model.model,
+            model.revision,
+            load_format=load_format,
+            download_dir=model.download_dir,
+            token=model.hf_token,
+            code=model.trust_remote_code,
+        )
+        config = read_config(source.folder, model)
+        is_own = isinstance(source, Remote)  # whose opener knows its format
+        manifest = None if is_own else find_manifest(source.folder, load_format)
+        model = model if manifest is None else manifest.settle(model, config)
+        stored = getattr(config, "quantization_config", None)
+        rules = rules_for(model.quantization, stored)
+        is_dummy = load_format == "dummy"
+        if is_dummy and isinstance(stored, Mapping) and stored.get("quant_method") == "gguf":
+            raise UnsupportedModelError(
+                f"no dummy weights are made of the blocks in {printable(model.model)}: expected a "
+                "file of F32, F16 or BF16, or a config.json without the file"
+            )
+        dtype = _parameter_dtype(model, config, None if is_dummy else source)
+        # A sharded state has the tensors of all sources.
+        alone = is_dummy or manifest is not None
+        secondary = () if alone else _secondary_sources(model, config)
+        return cls(source, config, dtype, rules, model.enable_expert_parallel, secondary, is_dummy)
+
+    @property
+    def folder(self) -> Path:
+        """The folder with ``config.json``, the files of the tokenizer and mostly the weights."""
+        return self.source.folder
+
+    @property
+    def name(self) -> str:
+        """What the model is called in messages: its URL, its one file, or its folder."""
+        return printable(getattr(self.source, "path", self.folder))
+
+    @property
+    def revision(self) -> str | None:
+        """The commit of a snapshot in the hub's cache; ``None`` for any other folder."""
+        return self.folder.name if self.folder.parent.name == "snapshots" else None
+
+    def open(self) -> OpenWeights:
+        """Open the weights and check their headers. ``bytes_read`` starts at zero.
+
+        Dummy weights are those that a model of one rank expects. For them, ``bytes_read`` counts
+        the values that are made.
+        """
+        if self.is_dummy:
+            with tensor_parallel(rank=0, size=1):
+                model = build_model(self.config, self.dtype, torch.device("cpu"), self.rules)
+            expected = model.expected_weights() | valid_weights(model)
+            return PairsCheckpoint(self.source, DummyWeights(expected))
+        if self.secondary:
+            return PairsCheckpoint(self.source, JoinedWeights([("", self.source), *self.secondary]))
+        return open_weights(self.source)
+
+    def build(self, device: torch.device, tensors: int | None = None) -> vLLMModule:
+        """Build this rank's model in evaluation mode: parameters on meta, to load onto ``device``.
+
+        The rank and size are those of the surrounding :func:`tensor_parallel` or process group. If
+        ``tensors`` is given, a model with far more parameters than so many checkpoint tensors could
+        fill is a ``CheckpointFormatError``, found before the whole model is built.
+        """
+        with expert_parallel() if self.spread_experts else nullcontext():
+            return build_model(self.config, self.dtype, device, self.rules, tensors).eval()
+
+    def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[Any, ...]]:
+        values = tuple(getattr(self, field.name) for field in fields(self))
+        by_call, files = registry.registered.by_call, registry.registered.files
+        models = {name: by_call[name] for name in self.config.architectures if name in by_call}
+        try:
+            # Bytes, because classes of the user's files are known once _restore has run these.
+            pickled = pickle.dumps((models, values))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                "the registered model or source cannot be sent to ranks in other processes: define "
+                f"its class or its opener at the top level of a module ({describe_error(error)})"
+            ) from error
+        return _restore, (files, pickled)
+
+
+def _restore(files: list[Path], pickled: bytes) -> ModelSource:
+    for path in files:
+        registry.load_model_code(path)
+    models, values = pickle.loads(pickled)
+    registry.registered.by_call.update(models)
+    return ModelSource(*values)
+
+
+def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
+    """Read and check ``config.json`` in ``folder``, with the overrides of ``model_config``.
+
+    The class of the architecture that it names says which entries there are.
+    """
+    path = folder / "config.json"
+    entries = read_entries(folder, model_config.hf_overrides)
+    architectures, trusted = architectures_of(entries, path), model_config.trust_remote_code
+    if entries.get("is_encoder_decoder") is True and not registry.is_known(architectures):
+        raise UnsupportedModelError(
+            f"{printable_name(architectures[0])} of {printable(path)} is an encoder-decoder, and "
+            "the engine runs decoders and encoders only: no encoder-decoder can run here yet"
+        )
+    impl = registry.settled_impl(architectures, model_config.model_impl, entries.get("auto_map"))
+    entries |= {"model_impl": impl, "trusted_folder": str(folder) if trusted else None}
+    config_class = registry.config_class(architectures, impl)
+    if model_config.max_model_len is not None:
+        entries["max_model_len"] = model_config.max_model_len
+    config = parse_config(config_class, entries, path)
+    limit = config.context_length
+    if limit and model_config.max_model_len and model_config.max_model_len > limit:
+        raise UnsupportedModelError(
+            f"max_model_len {model_config.max_model_len} exceeds the {limit} positions of "
+            f"{printable(path)}: lower it, or set rope scaling in hf_overrides"
+        )
+    return config
+
+
+def build_model(
+    config: HFConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rules: Rules | None = None,
+    tensors: int | None = None,
+) -> vLLMModule:
+    """Build the architecture of ``config``: parameters on meta, to be loaded onto ``device``.
+
+    For ``tensors``, see :meth:`ModelSource.build`.
+    """
+    build: Any = model_class(config.architectures, config.model_impl)
+    config_class = registry.config_class(config.architectures, config.model_impl)
+    if not isinstance(config, config_class):
+        config = config_class(**config.model_dump(exclude_unset=True))
+    with _default_dtype_lock:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with (
+                device,
+                _fewer_parameters(config, tensors),
+                registry.blamed_on(build),
+                _no_missing_entry(config),
+            ):
+                model: vLLMModule = build(config)
+                list(model.modules())  # fails if one has not called nn.Module's constructor
+            if rules is not None:
+                quantize(model, rules)
+            return model
+        finally:
+            torch.set_default_dtype(default)
+
+
+@contextmanager
+def _no_missing_entry(config: HFConfig) -> Iterator[None]:
+    """Refuse a configuration that lacks an entry which the model reads."""
+    try:
+        yield
+    except AttributeError as error:
+        if "config.json" not in str(error):
+            raise
+        raise CheckpointFormatError(f"{config.architectures[0]} cannot be built: {error}") from None
+
+
+@contextmanager
+def _fewer_parameters(config: HFConfig, tensors: int | None) -> Iterator[None]:
+    """Refuse to build far more parameters than ``tensors`` checkpoint tensors could fill.
+
+    A tensor may fill several parameters, or none, so the limit is generous.
+    """
+    if tensors is None:
+        yield
+        return
+    most, made, thread = 2 * tensors + 100, 0, threading.get_ident()
+
+    def count(module: torch.nn.Module, name: str, parameter: object) -> None:
+        nonlocal made
+        made += threading.get_ident() == thread  # the hook is the process's
+        if made > most:
+            raise CheckpointFormatError(
+                f"config.json describes a larger model than the checkpoint: more than {most} "
+                f"parameters (num_hidden_layers is {config.num_hidden_layers}), and the checkpoint "
+                f"has {tensors} tensors. Check that they belong together."
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _secondary_sources(
+    model_config: ModelConfig, config: HFConfig
+) -> tuple[tuple[str, Source], ...]:
+    """Find the sources that the model's ``secondary_weights`` names, and the paths they are for."""
+    cls = model_class(config.architectures, config.model_impl)
+    declared: Any = getattr(cls, "secondary_weights", None)
+    if declared is None:
+        return ()
+    with registry.blamed_on(cls):
+        named = declared(config)
+    pairs = named.items() if isinstance(named, Mapping) else ((None, named),)
+    found = []
+    for path, name in pairs:
+        if not isinstance(path, str) or not isinstance(name, str) or path.endswith("."):
+            raise UnsupportedModelError(
+                f"{cls.__name__}.secondary_weights should map the path of a module, such as "
+                f"'vision_tower', to a folder, hub id or URL, got {shorten(named)}"
+            )
+        directory, token = model_config.download_dir, model_config.hf_token
+        found.append((path, find_source(name, download_dir=directory, token=token)))
+    return tuple(found)
+
+
+def _parameter_dtype(
+    model_config: ModelConfig, config: HFConfig, source: Source | None
+) -> torch.dtype:
+    """Return the dtype asked for, or config.json's, or that of the first tensor in one of them.
+
+    Without a source, that is float32.
+    """
+    name: str | None = model_config.dtype
+    if name == "auto":
+        name = config.dtype or config.torch_dtype
+    if not name:
+        dtypes: list[torch.dtype] = []
+        if source is not None:
+            with open_weights(source) as checkpoint:
+                dtypes = [handle.dtype for handle in checkpoint.values()]
+        # The first may be that of position ids. If no model runs in any, it is refused by name.
+        taken = [*(dtype for dtype in dtypes if dtype in _DTYPES), *dtypes, torch.float32]
+        name = str(taken[0])
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if dtype not in _DTYPES:
+        raise UnsupportedModelError(
+            f"dtype {printable_name(name)} is none that a model runs in: choose float32, float16 "
+            "or bfloat16"
+        )
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,100 @@
+"""The memory of what attention layers cache of each token, and the copying of its pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from vllm_module.core.module import vLLMModule
+from vllm_module.kernels.attention.copy_blocks import copy_blocks
+from vllm_module.kernels.attention.swap_blocks import swap_blocks
+from vllm_module.quantization import QuantizableKVCache
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def attention_layers(model: vLLMModule) -> list[QuantizableKVCache]:
+    """Return the layers of ``model`` that have a KV cache."""
+    return [module for module in model.modules() if isinstance(module, QuantizableKVCache)]
+
+
+def page_bytes(model: vLLMModule, page_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a page: what all layers cache of its tokens on this rank."""
+    features = sum(math.prod(layer.token_shape) for layer in attention_layers(model))
+    return features * page_size * dtype.itemsize
+
+
+class KVCache:
+    """Memory for pages of keys and values, or latents, on the device and in host memory.
+
+    It knows nothing of sequences: :class:`~vllm_module.runtime.cache.page_pool.PagePool` counts
+    which pages are used. Layers with the same ``token_shape`` share one tensor, so that one kernel
+    launch copies a page in all of them.
+
+    Args:
+        model: its attention layers get their views of the cache; :meth:`close` removes them.
+        num_pages: pages on the device.
+        page_size: tokens per page.
+        device, dtype: of the cache.
+        host_pages: pages in host memory, for sequences that are swapped out.
+
+    Raises:
+        RuntimeError: the layers have a cache already.
+
+    """
+
+    def __init__(
+        self,
+        model: vLLMModule,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        host_pages: int = 0,
+    ) -> None:
+        self._layers = attention_layers(model)
+        if any(layer.kv_cache is not None for layer in self._layers):
+            raise RuntimeError("the model's layers have a KV cache already: close that one first")
+        by_shape: dict[tuple[int, int, int], list[QuantizableKVCache]] = {}
+        for layer in self._layers:
+            by_shape.setdefault(layer.token_shape, []).append(layer)
+        self._caches, self._host_caches = [], []
+        for (tensors, heads, features), layers in by_shape.items():
+            shape = (len(layers), tensors, num_pages, page_size, heads, features)
+            cache = torch.zeros(shape, device=device, dtype=dtype)
+            for layer, layer_cache in zip(layers, cache, strict=True):
+                layer.kv_cache = layer_cache
+            self._caches.append(cache)
+            if host_pages:
+                shape = (*shape[:2], host_pages, *shape[3:])
+                pinned = device.type == "cuda"
+                self._host_caches.append(torch.empty(shape, dtype=dtype, pin_memory=pinned))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def move(self, swapped_out: Pairs, copied: Pairs, swapped_in: Pairs) -> None:
+        """Copy pages, given as (from, to): to the host, on the device, and then from the host."""
+        for cache, host in zip(self._caches, self._host_caches, strict=False):
+            if swapped_out:
+                swap_blocks(cache, host, torch.tensor(swapped_out))
+        if copied:
+            # A page that was copied from may be freed, allocated again and copied to in one step:
+            # then the order matters, and one launch has none.
+            ordered = {source for source, _ in copied} & {target for _, target in copied}
+            for pairs in [[pair] for pair in copied] if ordered else [copied]:
+                for cache in self._caches:
+                    copy_blocks(cache, torch.tensor(pairs).to(cache.device))
+        for cache, host in zip(self._caches, self._host_caches, strict=False):
+            if swapped_in:
+                swap_blocks(host, cache, torch.tensor(swapped_in))
+
+    def close(self) -> None:
+        """Remove the cache from the model's layers and release its memory."""
+        for layer in self._layers:
+            layer.kv_cache = None
+        self._caches, self._host_caches = [], []

@@ -1,0 +1,68 @@
+"""One rank's part of pooling prompts: token ids, the model, pooled hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from vllm_module.build.registry import blamed_on
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.runtime.model_runner import described_result
+
+Pooling = Literal["cls", "mean", "last"]
+
+
+@dataclass
+class EmbeddingInputs:
+    """What a rank needs to pool a batch, as plain numbers that one message carries to all ranks.
+
+    Attributes:
+        input_ids: one sequence after another.
+        lengths: the tokens of each sequence.
+        pooling: ``"cls"`` for the first token's hidden state, ``"last"`` for the last one's,
+            ``"mean"`` for the mean of all, ``"tokens"`` for all, ``"classes"`` for the logits that
+            the model's head gives the first.
+        token_type_ids: like ``input_ids``, or none for a model that takes none.
+
+    """
+
+    input_ids: list[int]
+    lengths: list[int]
+    pooling: Pooling | Literal["tokens", "classes"]
+    token_type_ids: list[int] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def embed(model: Any, device: torch.device, inputs: EmbeddingInputs) -> torch.Tensor:
+    """Return what is pooled of each sequence, float32 ``[sequences, numbers]``.
+
+    Of ``"tokens"``, that is ``[tokens, hidden_size]``. Raises ``UnsupportedModelError`` if the
+    model does not return a row for each token, and, from the original error, where a model from
+    outside fails.
+    """
+    count = len(inputs.input_ids)
+    positions = torch.cat([torch.arange(length) for length in inputs.lengths])
+    ids = torch.tensor(inputs.input_ids, dtype=torch.int64, device=device)
+    types = {}
+    if inputs.token_type_ids:
+        types["token_type_ids"] = torch.tensor(inputs.token_type_ids, device=device)
+    with blamed_on(type(model)):
+        hidden = model(ids, positions.to(device), inputs.lengths, **types)
+    if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}.forward should return hidden states of shape "
+            f"({count}, hidden_size), and returned {described_result(hidden)}"
+        )
+    if inputs.pooling == "tokens":
+        return hidden.float()
+    sequences = torch.split(hidden, inputs.lengths)
+    if inputs.pooling == "classes":
+        with blamed_on(type(model)):
+            logits: torch.Tensor = model.classify(torch.stack([each[0] for each in sequences]))
+        return logits.float()
+    if inputs.pooling == "mean":
+        return torch.stack([sequence.float().mean(0) for sequence in sequences])
+    at = 0 if inputs.pooling == "cls" else -1
+    return torch.stack([sequence[at].float() for sequence in sequences])

@@ -1,0 +1,128 @@
+"""What the files of a checkpoint say of an encoder's answers.
+
+sentence-transformers writes files beside a model: ``modules.json`` lists the modules that an
+embedding passes through, ``1_Pooling/config.json`` says how hidden states are pooled, and
+``sentence_bert_config.json`` has the longest text. The function that makes scores of a classifier's
+logits is in config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_module.base.messages import printable, shorten
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.runtime.pooling.embedding import Pooling
+from vllm_module.weights import read_file, read_json
+from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.strict_json import parse_object
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+# By the last component of a class of torch, as sentence-transformers' cross-encoders write it.
+_NAMED: Mapping[str, Activation] = {"Identity": lambda x: x, "Sigmoid": torch.sigmoid}
+_POOLINGS: Mapping[str, Pooling] = {
+    "cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last",
+}  # fmt: skip
+
+
+class SentenceConfig(NamedTuple):
+    """What a checkpoint says about its embeddings.
+
+    Attributes:
+        pooling: ``None`` if it asks for what is not implemented.
+        problem: what that is.
+        max_length: the most tokens of a text, special ones included; ``None`` for the model's.
+        lower_case: whether a text is lowered before it is tokenized.
+
+    """
+
+    pooling: Pooling | None = "mean"
+    problem: str = ""
+    max_length: int | None = None
+    lower_case: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> SentenceConfig:
+        """Read the files of ``folder``; without them, the mean is pooled.
+
+        Raises ``CheckpointFormatError`` for a file that is damaged.
+        """
+        pooling, problem = _pooling(folder)
+        entries: Mapping[str, Any] = {}
+        path = folder / "sentence_bert_config.json"
+        if is_there(path):
+            entries = read_json(path, folder)
+        most = entries.get("max_seq_length")
+        if most is not None and (type(most) is not int or most < 1):
+            raise CheckpointFormatError(
+                f"{printable(path)}: max_seq_length should be a number of tokens or null, and is "
+                f"{shorten(most)}"
+            )
+        return cls(pooling, problem, most, entries.get("do_lower_case") is True)
+
+
+def _pooling(folder: Path) -> tuple[Pooling | None, str]:
+    """Return the pooling of the checkpoint, or ``None`` and what it asks for instead."""
+    path = folder / "modules.json"
+    folders = ["1_Pooling"] if is_there(folder / "1_Pooling" / "config.json") else []
+    if is_there(path):
+        # The file is a list, and the parser takes an object.
+        data = b'{"modules": %b}' % read_file(path, folder)
+        modules: Any = parse_object(data, printable(path), "Download it again.")["modules"]
+        folders = []
+        for module in modules if isinstance(modules, list) else [modules]:
+            name, where = (
+                module.get(key) if isinstance(module, Mapping) else None for key in ("type", "path")
+            )
+            if not isinstance(name, str) or not isinstance(where, str):
+                raise CheckpointFormatError(
+                    f"{printable(path)} should list modules with a type and a path, and has "
+                    f"{shorten(module)}"
+                )
+            kind = name.rpartition(".")[2]
+            if kind == "Pooling":
+                folders.append(where)
+            elif kind not in ("Transformer", "Normalize"):
+                return None, f"{printable(path)} asks for a module {shorten(name)}"
+    if not folders:
+        return "mean", ""
+    path = folder / folders[0] / "config.json"
+    entries = read_json(path, folder)
+    mode = entries.get("pooling_mode")
+    flags = (name for name, value in entries.items() if value is True)
+    named = [name.removeprefix("pooling_mode_") for name in flags if "pooling_mode_" in name]
+    modes = [mode] if isinstance(mode, str) else named
+    if len(folders) > 1 or len(modes) != 1 or modes[0] not in _POOLINGS:
+        return None, f"{printable(path)} asks for pooling by {' and '.join(modes) or 'nothing'}"
+    return _POOLINGS[modes[0]], ""
+
+
+def classifier_activation(config: Any) -> Activation:
+    """Return the function from logits ``[texts, labels]`` to scores.
+
+    A cross-encoder of sentence-transformers names it. Else ``problem_type`` decides, and without
+    it, classes exclude each other if there are several. Raises ``UnsupportedModelError`` for a
+    function that is not implemented.
+    """
+    settings = getattr(config, "sentence_transformers", None)
+    name = settings.get("activation_fn") if isinstance(settings, Mapping) else None
+    name = name or getattr(config, "sbert_ce_default_activation_function", None)
+    if name is not None:
+        known = _NAMED.get(str(name).rpartition(".")[2])
+        if known is None:
+            raise UnsupportedModelError(
+                f"config.json asks for the activation {shorten(name)} of classes: only "
+                f"{' and '.join(_NAMED)} of torch.nn are implemented"
+            )
+        return known
+    problem = getattr(config, "problem_type", None)
+    if problem == "regression":
+        return _NAMED["Identity"]
+    if problem == "multi_label_classification" or config.num_labels == 1:
+        return torch.sigmoid
+    return lambda x: torch.softmax(x, dim=-1)

@@ -1,0 +1,429 @@
+"""What an engine needs of its model, run on every rank."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from vllm_module.base.messages import describe_error
+from vllm_module.base.waiting import at_most, until
+from vllm_module.build.model_source import ModelSource
+from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from vllm_module.distributed import tensor_parallel, together
+from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+from vllm_module.kernels.matmul.linear import Products, fastest_products, products
+from vllm_module.runtime.devices import as_called, current, own_device
+from vllm_module.runtime.pooling.embedding import EmbeddingInputs
+from vllm_module.runtime.ranks.group import Ranks, join, meeting_place
+from vllm_module.runtime.ranks.worker import Worker
+from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.weights import Weight, receive_weights, send_weights
+
+
+class Executor:
+    """Loads a model on every rank and runs each method on every rank.
+
+    With a ``tensor_parallel_size`` of more than one, it starts the other ranks as processes, which
+    end with this one. In a process group, as under torchrun, every rank makes an executor: rank 0
+    calls the methods, and the others :meth:`follow`.
+
+    If another rank fails or ends, any method closes the executor and raises ``RankError``, which
+    names the rank and the failure.
+
+    Args:
+        model: the model to load, or its source if that was found already.
+        load_config, device_config: as for :func:`~vllm_module.build.loader.get_model`.
+        config: of the engine.
+
+    Attributes:
+        rank, size: of this process.
+        worker: this rank's part.
+        products: the library of each class of products on a CPU, for all ranks; rank 0's counts.
+        refusal: why no step runs, after a change of the weights that failed; else ``None``.
+        asleep: the level at which the engine sleeps; 0 if it is awake.
+
+    Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks, far more
+    ranks than CPUs, or ``tensor_parallel_size`` is not the size of the process group.
+
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig | ModelSource,
+        load_config: LoadConfig,
+        device_config: DeviceConfig,
+        config: EngineConfig,
+    ) -> None:
+        self._timeout = load_config.timeout
+        self._step_timeout = config.step_timeout
+        self._closed: str | None = None
+        self._lost: tuple[int, ...] | None = None  # ranks whose failure has ended the engine
+        self.refusal: str | None = None
+        self.asleep = 0
+        self._updated = False  # since the weights were loaded from the model's source
+
+        def arguments() -> tuple[Any, ...]:
+            """Find the model here, so that the ranks on this host read from the same folder."""
+            nonlocal model
+            model = ModelSource.find(model, load_config.load_format)
+            _check_ranks(model, size)
+            return model, load_config, device_config, config
+
+        size, device = config.tensor_parallel_size, device_config.torch_device
+        if device.type == "meta":
+            raise ValueError(
+                f"device {device_config.device!r} has no memory to run a model in: expected cpu, "
+                "cuda or auto"
+            )
+        with at_most(self._timeout):
+            self._ranks = Ranks(size, device, _serve, arguments)
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+        self._end = weakref.finalize(self, self._ranks.close)
+        device_config = DeviceConfig(device=str(self._ranks.device))
+        if self.rank:
+            load_config = load_config.model_copy(update={"show_progress": False})
+        group = self._ranks.group
+        place: Any = {"group": group} if group else {"rank": 0, "size": 1}
+        with self._or_end(), tensor_parallel(**place), current(self._ranks.device):
+            self.worker = Worker(model, load_config, device_config, config)
+        # Chosen by rank 0 for all: layers that ranks repeat must round alike on each.
+        self.products = Products()
+        is_wide = self.worker.source.dtype == torch.float32
+        if self.rank == 0 and is_wide and self._ranks.device.type == "cpu":
+            self.products = _fastest_products(torch.get_num_threads())
+
+    def start(self, max_model_len: int) -> tuple[int, int]:
+        """Allocate the cache: on every rank as many pages as fit on the one with the least memory.
+
+        Returns the numbers of pages on the device and in host memory. Raises ``ValueError`` if not
+        even one fits.
+        """
+        config = self.worker.config
+        most = config.max_num_seqs * -(-max_model_len // config.block_size)
+        worker = self.worker
+        pages = min(most, *self._everywhere("pages", max_model_len))
+        if pages < 1:
+            states, lower = "", ""
+            if worker.state_bytes:
+                nbytes = worker.num_states * worker.state_bytes
+                states = f" beside {worker.describe_states()} ({nbytes} bytes)"
+                lower = ", or lower max_num_seqs"
+                if worker.caches_prefixes:
+                    lower += ", or leave out enable_prefix_caching"
+            raise ValueError(
+                f"there is no memory for a page of {config.block_size} tokens, which takes "
+                f"{worker.page_bytes} bytes{states}: raise kv_cache_memory_bytes or "
+                f"gpu_memory_utilization{lower}"
+            )
+        host_pages = min(most, worker.host_bytes // worker.page_bytes) if worker.page_bytes else 0
+        self._everywhere("start", pages, host_pages, max_model_len)
+        return pages, host_pages
+
+    def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Have every rank compute a step and return the logits ``[rows, vocab]``.
+
+        A GPU may still compute them: :meth:`wait` before reading what was computed from them.
+
+        Args:
+            inputs: of the step.
+            sampled: the tokens that ``inputs.input_ids`` index, if they do.
+
+        Raises ``ModelNotReadyError`` after an update of the weights that failed.
+
+        """
+        return self._compute("run", inputs, *([] if sampled is None else [sampled]))
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait until the device has come to ``event``, or another rank fails or hangs."""
+        if self.size == 1:
+            event.synchronize()
+            return
+        with self._or_end(), at_most(self._step_timeout, self._ranks.say_who_hangs):
+            until(event.query)  # to synchronize would wait outside of Python
+            if self._ranks.aborted:  # then nothing waits for what has not come
+                self.check()
+                raise RankError("another rank ended")
+
+    def embed(self, inputs: EmbeddingInputs) -> torch.Tensor:
+        """Return the embeddings of a batch, float32 ``[sequences, hidden_size]``.
+
+        Raises what :meth:`run` raises.
+        """
+        embeddings = self._compute("embed", inputs)
+        if self.size > 1 and embeddings.is_cuda:
+            self.wait(torch.cuda.current_stream(embeddings.device).record_event())
+        return embeddings
+
+    def _compute(
+        self, name: str, inputs: StepInputs | EmbeddingInputs, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """Call ``run`` or ``embed`` of every rank's worker and return this rank's result.
+
+        Only this rank's worker gets ``tensors``.
+        """
+        if self.refusal is not None:
+            raise ModelNotReadyError(self.refusal)
+        with self._or_end(), at_most(self._step_timeout, self._ranks.say_who_hangs):
+            self._tell(name, inputs, self.products)
+            with products(self.products):
+                result: torch.Tensor = self._do(name, inputs, *tensors)
+            return result
+
+    def check(self) -> None:
+        """Raise as every method does once the engine has ended, or if a rank's process has."""
+        if self._closed is None and self._ranks.ended:
+            with self._or_end():
+                raise RankError("another rank ended")
+        if self._lost is not None:
+            raise RankError(f"the engine has ended: {self._closed}", self._lost)
+        if self._closed is not None:
+            raise RuntimeError(f"the engine has ended: {self._closed}")
+
+    def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
+        """Update the weights of every rank's model, in place.
+
+        Raises what this rank's model raises, or ``RankError`` if another rank's refuses them. If
+        any weight has changed by then, no step runs until an update loads a whole checkpoint. If
+        the engine sleeps without weights, a whole checkpoint wakes it up.
+        """
+        whole = self.refusal is not None or self.asleep == 2
+        if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
+            weights = as_called(weights, own_device(torch.device("cuda")))
+        with self._or_refuse():
+            if self.size == 1:
+                self._tell("update_weights", whole)
+                self._do("update_weights", weights, whole=whole)
+            else:
+                # Other ranks get the weights one by one, and write each before the next one comes.
+                if isinstance(weights, Collection):
+                    self.check()
+                    self._do("check_update", weights, whole=whole)
+                self._send(weights, whole)
+            self._updated = True
+            if self.asleep:
+                self._everywhere("wake_up")
+                self.asleep = 0
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and cache on every rank.
+
+        At level 1 the weights are in host memory meanwhile, at level 2 they are dropped.
+
+        Raises ``ModelNotReadyError`` at level 1 after an update of the weights that failed, and
+        ``MemoryError`` if host memory has no room for them.
+        """
+        if level == 1 and self.refusal is not None:
+            raise ModelNotReadyError(f"sleep(level=2) drops the weights: {self.refusal}")
+        try:
+            self._everywhere("sleep", level)
+        except Exception:
+            if self._closed is None:
+                with self._or_refuse():
+                    self._everywhere("wake_up")  # ranks that had room sleep already
+            raise
+        self.asleep = level
+
+    def wake_up(self) -> None:
+        """Load the weights that slept on every rank.
+
+        Raises ``ModelNotReadyError`` if they are nowhere any more.
+        """
+        if self.asleep == 2 and self._updated:
+            raise ModelNotReadyError(
+                "the weights that slept were dropped, and updates had changed them since they were "
+                "loaded: update_weights with a whole checkpoint, or reload_weights() to go back to "
+                f"those in {self.worker.source.name}"
+            )
+        with self._or_refuse():
+            self._everywhere("wake_up")
+        self.asleep = 0
+
+    def reload_weights(self) -> None:
+        """Load every rank's weights from the model's source, also if they slept or broke."""
+        with self._or_refuse():
+            self._everywhere("reload_weights")
+        self.asleep, self._updated = 0, False
+
+    def apply_model(self, func: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        """Call a function with every rank's model and return all results, by rank.
+
+        Raises ``ValueError`` for a function that cannot be sent to other ranks.
+        """
+        self.check()
+        if self.size == 1:
+            with current(self._ranks.device):
+                return [func(self.worker.model)]
+        try:
+            sent = pickle.dumps(func)
+        except Exception as error:
+            raise ValueError(
+                "func should be a function that a module defines, which other ranks can import: "
+                f"{describe_error(error)}"
+            ) from None
+        return self._everywhere("apply_model", sent)
+
+    @property
+    def end(self) -> str | None:
+        """Why the engine has ended; ``None`` before."""
+        return self._closed
+
+    @property
+    def can_run(self) -> bool:
+        """Whether steps run: the engine is awake, has not ended, and all weights are whole."""
+        return self._closed is None and self.refusal is None and not self.asleep
+
+    def follow(self) -> None:
+        """Do what rank 0 sends, until it closes its executor; then close this one."""
+        if self.rank == 0:
+            raise RuntimeError("rank 0 leads: only the other ranks follow")
+        with self._or_end():
+            while (message := self._ranks.hear())[0] != "close":
+                self._obey(*message)
+        self.close()
+
+    def close(self) -> None:
+        """Free the cache, and end the other ranks' processes or let them stop following."""
+        self._closed = self._closed or "it was closed"
+        self._end()
+        if hasattr(self, "worker"):  # it has none if it failed to load
+            self._do("close")
+
+    def _do(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of this rank's worker, whose device is current inside, in any thread."""
+        with current(self._ranks.device):
+            return getattr(self.worker, name)(*arguments, **options)
+
+    def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank's worker and return all results, by rank."""
+        if self.size == 1:
+            self._tell(name, *arguments)
+            return [self._do(name, *arguments)]
+        with self._or_end(), at_most(self._timeout, self._ranks.say_who_hangs):
+            self._tell(name, *arguments)
+        with self._or_end(unless_refused=True):
+            return self._together(name, arguments)
+
+    def _together(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """Do this rank's part of :meth:`_everywhere`. What a worker raises ends no rank."""
+        work = partial(self._do, name, *arguments)
+        group, refusals = self._ranks.control, (Exception,)
+        return together(work, timeout=self._timeout, group=group, refusals=refusals)
+
+    def _send(
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool
+    ) -> None:
+        """Send weights to the other ranks, and update this rank with them as they are sent."""
+        with self._or_end(), at_most(self._timeout, self._ranks.say_who_hangs):
+            self._tell("update_weights", whole)
+        with self._or_end(unless_refused=True), at_most(self._timeout, self._ranks.say_who_hangs):
+            take = partial(self._do, "update_weights", whole=whole)
+            send_weights(weights, group=self._ranks.control, also=take)
+
+    def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Do this rank's part of what the first rank does."""
+        if name in ("run", "embed"):
+            inputs, chosen = arguments
+            with products(chosen):
+                self._do(name, inputs)
+            return
+        try:
+            if name == "update_weights":
+                with receive_weights(src=0, group=self._ranks.control) as weights:
+                    self._do("update_weights", weights, whole=arguments[0])
+            else:
+                self._together(name, arguments)
+        except Exception as error:
+            if not _is_refusal(error):  # of which the first rank is told
+                raise
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        self.check()
+        if self.rank:
+            raise RuntimeError(f"rank {self.rank} follows: call this method on rank 0")
+        if self.size > 1:
+            self._ranks.tell((name, arguments))
+
+    @contextmanager
+    def _or_refuse(self) -> Iterator[None]:
+        """If changing the weights fails, refuse steps if they were changed in part."""
+        try:
+            yield
+        except BaseException:
+            if self._closed is None:
+                states = self._everywhere("weights_state")
+                self.refusal = next((why for why, _ in states if why is not None), None)
+                if self.refusal is None and len({took for _, took in states}) > 1:
+                    self.refusal = "some ranks took an update of the weights that others refused"
+            raise
+        self.refusal = None
+
+    @contextmanager
+    def _or_end(self, *, unless_refused: bool = False) -> Iterator[None]:
+        """End the engine on all ranks if this one raises, because they are out of step then.
+
+        After a refusal they are not, if ranks exchange refusals inside.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.size == 1 or self._closed is not None:
+                raise
+            if unless_refused and _is_refusal(error):
+                raise
+            raised = self._ranks.part(error)
+            self._closed = describe_error(raised)
+            if isinstance(raised, RankError):
+                self._closed, self._lost = str(raised), raised.ranks
+            self.close()
+            if raised is error:
+                raise
+            raise raised from error
+
+
+@cache
+def _fastest_products(threads: int) -> Products:
+    """Measure once for all engines that this process has with so many threads."""
+    return fastest_products()
+
+
+def _check_ranks(source: ModelSource, size: int) -> None:
+    """Raise ``ShardingError`` if the model cannot be divided among ``size`` ranks.
+
+    The last rank has the smallest shards, or none.
+    """
+    with source.open() as checkpoint:
+        tensors = len(checkpoint)
+    for rank in (0, size - 1):
+        with tensor_parallel(rank=rank, size=size):
+            source.build(torch.device("cpu"), tensors)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Tell whether every rank knows of this error and waits for what comes next."""
+    if isinstance(error, RankError):
+        return error.recoverable
+    return isinstance(error, Exception)  # and not an interrupt
+
+
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    threads: int,
+    source: ModelSource,
+    load_config: LoadConfig,
+    device_config: DeviceConfig,
+    config: EngineConfig,
+) -> None:
+    """Run a rank that an executor started."""
+    device = own_device(device_config.torch_device, rank)
+    join(rank, size, meeting_place(size, port), device, threads)
+    # Rank 0 raises these errors, too: do not print them twice.
+    with suppress(WeightLoadError, RankError), current(device):
+        Executor(source, load_config, DeviceConfig(device=str(device)), config).follow()

@@ -1,0 +1,366 @@
+"""The ranks of an engine: how they join a group, exchange messages and end."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.base import waiting
+from vllm_module.base.messages import describe_error
+from vllm_module.base.waiting import WaitLimitError, at_most, finish, interruptibly, uninterrupted
+from vllm_module.distributed import ProcessGroup, SimulatedGroup, tensor_parallel_group
+from vllm_module.errors import RankError
+from vllm_module.runtime.devices import current, own_device
+from vllm_module.runtime.ranks.processes import Processes
+
+_log = logging.getLogger(__name__)
+
+_FRAME = 1 << 15  # bytes: most steps travel in one message
+_LAST_WORDS = 1 << 12  # bytes of the message that a failing rank sends
+_TAG = 1 << 18  # of that message
+_CUT_TAG = _TAG + 1  # of a message that no rank sends
+_EVIDENCE = 2.0  # seconds in which it arrives
+_GRACE = 1.0  # seconds in which it shows how a process ended that is known to have ended
+_RANKS_PER_CPU = 8  # most that are started on a CPU, for tests of large sizes
+_LEAST_LIMIT = 64  # of ranks on a CPU, however few cores it has
+_END = 10.0  # seconds in which processes that were started here end after one of them has
+_FOREVER = timedelta(days=365)  # an engine may wait for requests as long as it likes
+
+_stores: Any = dist  # torch.distributed has the stores; its type hints do not
+_joined = itertools.count()
+_leads_world = False  # whether torch's default group is one that was started here
+
+
+class Ranks:
+    """The processes of an engine. Rank 0 leads, and the others do what it sends.
+
+    Under torchrun, this process joins the world unless it has; the engine's ranks are those of the
+    world, or of a surrounding ``tensor_parallel(group=...)``. Otherwise this process is rank 0 and
+    starts the others: they call ``work(rank, size, port, threads, *arguments())``, which calls
+    :func:`join`.
+
+    Attributes:
+        rank, size: in ``group``, the tensor-parallel group of torch.distributed.
+        control: a group that carries messages between CPUs and has no timeout.
+        device: this rank's device; of CUDA, with its index.
+        aborted: whether collectives on devices were aborted, so that what they computed is wrong.
+
+    Raises:
+        ValueError: there are fewer devices than ranks, far more ranks than CPUs, or ``size`` is
+            not that of the group.
+        RankError: a rank that this process started has ended.
+
+    """
+
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        work: Callable[..., None],
+        arguments: Callable[[], tuple[Any, ...]],
+    ) -> None:
+        self.rank, self.size, self.device = 0, 1, device
+        self.aborted = False
+        self.group: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None
+        self._pid, self._threads = os.getpid(), torch.get_num_threads()
+        self._processes: Processes | None = None
+        self._words: dict[int, tuple[bytearray, dist.Work]] = {}
+        self._owns_world = self._owns_control = self._parted = False
+        try:
+            if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                self.device = own_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+                store, rank, world = interruptibly(lambda: next(_stores.rendezvous("env://")))
+                # The store may still hold keys of another engine.
+                store = _stores.PrefixStore(f"engine {next(_joined)}", store)
+                self._owns_world = True  # before it is there: joining may be interrupted
+                _init(rank, world, store, self.device)
+            present = tensor_parallel_group()
+            if _leads_world and isinstance(present, ProcessGroup):
+                present = SimulatedGroup(0, 1)  # that world is of another engine
+            if present.size == 1 and size > 1:
+                self._start(size, work, arguments)
+                present = ProcessGroup()
+            if present.size > 1:
+                self._join(present, size)
+            else:
+                self.device = own_device(device)
+        except BaseException as error:
+            raised = self._hung(error) if isinstance(error, WaitLimitError) else error
+            self.close()
+            if raised is error:
+                raise
+            raise raised from error
+
+    def tell(self, message: object) -> None:
+        """Pickle ``message`` and send it to all other ranks, which call :meth:`hear`."""
+        data = pickle.dumps(message)
+        self._bytes[:8] = len(data).to_bytes(8, "little")
+        head = data[: _FRAME - 8]
+        self._bytes[8 : 8 + len(head)] = head
+        self._broadcast(self._frame)
+        if len(head) < len(data):
+            self._broadcast(torch.frombuffer(bytearray(data[len(head) :]), dtype=torch.uint8))
+
+    def hear(self) -> Any:
+        """Wait for the next message of rank 0 and return it."""
+        self._broadcast(self._frame)
+        nbytes = int.from_bytes(self._bytes[:8], "little")
+        data = self._bytes[8 : 8 + nbytes]
+        if len(data) < nbytes:
+            rest = bytearray(nbytes - len(data))
+            self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
+            data += rest
+        return pickle.loads(data)
+
+    def _broadcast(self, memory: torch.Tensor) -> None:
+        finish(dist.broadcast(memory, group=self.control, group_src=0, async_op=True))
+
+    @property
+    def ended(self) -> bool:
+        """Whether processes that were started here have ended."""
+        return self._processes is not None and self._processes.ended.is_set()
+
+    def part(self, error: BaseException) -> BaseException:
+        """Send ``error`` to rank 0 and return what to raise instead of it.
+
+        If another rank failed, that is a ``RankError`` that names it.
+        """
+        self._parted = True
+        if self.rank:
+            self._send_last_words(error)
+        if _is_late(error):
+            return self._hung(error)
+        if not _is_of_others(error):
+            return error
+        codes: list[str] = []
+        named = isinstance(error, RankError) and bool(error.ranks)
+        if self._processes is not None and self._processes.ended.wait(_GRACE if named else _END):
+            killed = [rank for rank, code in self._processes.codes.items() if code < 0]
+            if killed:
+                return RankError("; ".join(map(self._processes.describe, killed)), killed)
+            codes = [f"{self._processes.describe(rank)}" for rank in self._processes.codes]
+        messages = {} if self.rank else self._last_words()
+        for sign in "!?":
+            if words := {rank: text[1:] for rank, text in messages.items() if text[0] == sign}:
+                lines = (f"rank {rank}: {text}" for rank, text in words.items())
+                return RankError("\n".join(lines), words)
+            if isinstance(error, RankError):
+                return error
+        how = "; ".join(codes) or "another rank ended, or hangs"
+        return RankError(f"{how}: see what it printed. torch raised {describe_error(error)}")
+
+    def _hung(self, error: BaseException) -> RankError:
+        """Return which rank did not answer in time, after a wait for it was given up."""
+        if self._processes is None:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            names = ", ".join(map(str, others))
+            one = "rank" if len(others) == 1 else "one of the ranks"
+            return RankError(f"{one} {names} hangs, or has been stopped: {error}", others)
+        hanging = self._processes.hanging()
+        lines = (f"{self._processes.name(rank)} hangs: {how}" for rank, how in hanging.items())
+        return RankError("\n".join((*lines, str(error))), hanging)
+
+    def say_who_hangs(self) -> None:
+        """Log which ranks this one has waited for without an answer, and what they do."""
+        if self._processes is None:
+            _log.warning("waiting for another rank, without an answer for %g s", waiting.SILENCE)
+            return
+        for rank, how in self._processes.hanging().items():
+            _log.warning("waiting for %s: %s", self._processes.name(rank), how)
+
+    def close(self) -> None:
+        """End the processes that were started here, or tell joined ranks to stop following."""
+        if os.getpid() != self._pid:
+            return  # a fork does not own the processes
+        with uninterrupted():
+            self._close()
+
+    def _close(self) -> None:
+        global _leads_world
+        if self._parted or self._processes is not None:
+            self._abort()  # or destroying the group would wait for the others
+        if self._processes is not None:
+            self._processes.end()
+            torch.set_num_threads(self._threads)
+            _leads_world = False
+        elif self.control is not None and not self.rank and not self._parted:
+            try:
+                with at_most(_EVIDENCE):
+                    self.tell(("close", ()))
+            except RuntimeError:
+                self._cut_off()
+        elif self._parted:
+            self._cut_off()
+        self._words = {}
+        if self._owns_control:
+            dist.destroy_process_group(self.control)
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+        self._processes, self.control = None, None
+        self._owns_control = self._owns_world = False
+
+    def _cut_off(self) -> None:
+        """Close the connections to other ranks, by waits that time out.
+
+        Others wait for nothing any more, and no wait of this rank's is left, which destroying its
+        group would wait for. NCCL's connections end with the process.
+        """
+        for group in (self.control, self.group):
+            if group is None or "cpu" not in dist.get_backend_config(group):
+                continue
+            for peer in set(range(self.size)) - {self.rank}:
+                with suppress(RuntimeError, ValueError):
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    work = dist.irecv(nothing, group=group, group_src=peer, tag=_CUT_TAG)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
+
+    def _abort(self) -> None:
+        """Abort collectives on devices, which would wait for a rank that has ended or hangs.
+
+        On the host, gloo waits for nobody longer than it is told.
+        """
+        world = dist.group.WORLD
+        if self._owns_world and world is not None and "cuda" in dist.get_backend_config(world):
+            self.aborted = True  # before anybody sees that a collective is over
+            world.abort()
+
+    def _start(
+        self, size: int, work: Callable[..., None], arguments: Callable[[], tuple[Any, ...]]
+    ) -> None:
+        global _leads_world
+        if dist.is_initialized():
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and this process already has a process group, of "
+                "another engine or its own: close that, or start the ranks by torchrun"
+            )
+        if self.device.type == "cuda":
+            if str(self.device) != "cuda":
+                raise ValueError(
+                    f"tensor_parallel_size is {size}, and {self.device} is one device: use 'cuda'"
+                )
+            own_device(self.device, size - 1)
+        elif size > (most := max(_LEAST_LIMIT, _RANKS_PER_CPU * (os.cpu_count() or 1))):
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and each rank is a process: with "
+                f"{os.cpu_count()} CPUs, this machine starts at most {most}. Lower "
+                "tensor_parallel_size"
+            )
+        self.device = own_device(self.device, 0)
+        values = arguments()
+        store = meeting_place(size)
+        threads = max(1, self._threads // size)
+        given = size, store.port, threads, *values
+        self._processes = Processes(size - 1, work, given, self._abort)
+        _leads_world = self._owns_world = True  # before it is there: joining may be interrupted
+        join(0, size, store, self.device, threads)
+
+    def _join(self, present: Any, size: int) -> None:
+        if not isinstance(present, ProcessGroup):
+            raise ValueError(
+                f"an engine's ranks are processes, but rank {present.rank} of {present.size} is "
+                "simulated: leave tensor_parallel(rank=..., size=...) out"
+            )
+        if size not in (1, present.size):
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and the process group has {present.size} ranks: "
+                f"leave it out, or start {size}"
+            )
+        self.rank, self.size = present.rank, present.size
+        self.group = present.group or dist.group.WORLD
+        local = int(os.environ.get("LOCAL_RANK", str(dist.get_rank())))
+        self.device = own_device(self.device, local)
+        if self.group is dist.group.WORLD:
+            create = partial(dist.new_group, backend="gloo", timeout=_FOREVER)
+            self.control = interruptibly(create)
+            self._owns_control = True
+        elif "cpu" in (backends := dist.get_backend_config(self.group)):
+            self.control = self.group  # to make another takes all processes of the world
+        else:
+            raise ValueError(
+                f"the process group ({backends}) cannot carry messages between CPUs: make it with "
+                "torch.distributed.new_group(backend='cpu:gloo,cuda:nccl')"
+            )
+        self._bytes = bytearray(_FRAME)
+        self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        for rank in range(1, self.size) if self.rank == 0 else ():
+            # Requested now: gloo loses what arrives unrequested before a connection closes.
+            buffer = bytearray(_LAST_WORDS)
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            arrival = dist.irecv(memory, group=self.control, group_src=rank, tag=_TAG)
+            assert arrival is not None
+            self._words[rank] = buffer, arrival
+
+    def _send_last_words(self, error: BaseException) -> None:
+        """Send rank 0 how this rank failed: "!" by itself, "?" because of another."""
+        sign = "?" if _is_of_others(error) else "!"
+        words = (sign + describe_error(error)).encode(errors="replace")[:_LAST_WORDS]
+        memory = torch.frombuffer(bytearray(words.ljust(_LAST_WORDS, b"\0")), dtype=torch.uint8)
+        with suppress(RuntimeError, ValueError):
+            departure = dist.isend(memory, group=self.control, group_dst=0, tag=_TAG)
+            assert departure is not None
+            departure.wait(timedelta(seconds=_EVIDENCE))
+
+    def _last_words(self) -> dict[int, str]:
+        """Return what failing ranks sent; a gloo wait for the others would close connections."""
+        end = time.monotonic() + _EVIDENCE / (1 if self._processes is None else 10)
+        while time.monotonic() < end and not any(buffer[0] for buffer, _ in self._words.values()):
+            time.sleep(0.01)
+        messages = {}
+        for rank, (buffer, arrival) in self._words.items():
+            if buffer[0]:
+                with suppress(RuntimeError):
+                    arrival.wait(timedelta(seconds=_EVIDENCE))
+                messages[rank] = buffer.rstrip(b"\0").decode(errors="replace")
+        return messages
+
+
+def meeting_place(size: int, port: int = 0) -> Any:
+    """Connect to the store at ``port`` of this host, through which ranks connect; 0 makes one."""
+    return _stores.TCPStore("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
+
+
+def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -> None:
+    """Make this process rank ``rank`` of a world of ``size``."""
+    torch.set_num_threads(threads)  # ranks of one host share its cores
+    _init(rank, size, store, device)
+
+
+def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
+    def create() -> None:
+        # torch numbers its groups, and looks for the other ranks under this number. It does not
+        # take back the number of a world that failed to start, so the ranks would never meet.
+        dist.distributed_c10d._world.group_count = 0
+        with current(device):  # in a thread of its own
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+    # On CUDA too, ranks exchange messages over gloo.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    interruptibly(create)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Return whether ``error`` probably comes from the failure of another rank."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = frames[-1].f_globals.get("__name__", "") if frames else ""
+    collective = where.startswith("torch.distributed") or where == finish.__module__
+    of_torch = isinstance(error, RuntimeError) and collective
+    return of_torch or isinstance(error, RankError | dist.DistError)
+
+
+def _is_late(error: BaseException) -> bool:
+    """Tell whether ``error`` is that another rank has not answered in time."""
+    return isinstance(error, WaitLimitError) or isinstance(error.__cause__, WaitLimitError)

@@ -1,0 +1,326 @@
+"""One rank of an engine: its part of the model, its KV cache, and the operations on them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_module.build.held import held_tensors, load_from, load_held
+from vllm_module.build.loader import find_and_load
+from vllm_module.build.model_source import ModelSource
+from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from vllm_module.core.fill import refuse_nan
+from vllm_module.distributed import tensor_parallel_group
+from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
+from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
+from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
+from vllm_module.runtime.model_runner import ModelRunner, described_result
+from vllm_module.runtime.pieces import MOST_TOKENS
+from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
+from vllm_module.runtime.sampling.sampler import warm_up
+from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
+from vllm_module.weights import Weight
+from vllm_module.wrapped.model import TransformersForCausalLM
+
+_log = logging.getLogger(__name__)
+
+_CPU_CACHE = 1 << 30  # bytes, unless kv_cache_memory_bytes is given
+CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+class Worker:
+    """Loads this rank's part of the model and runs steps on it.
+
+    Args:
+        model: the model to load, or its source if that was found already.
+        load_config, device_config: as for :func:`~vllm_module.build.loader.get_model`.
+        config: of the engine.
+
+    Attributes:
+        source: where the model was found.
+        model: this rank's part of it.
+
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig | ModelSource,
+        load_config: LoadConfig,
+        device_config: DeviceConfig,
+        config: EngineConfig,
+    ) -> None:
+        self.config = config
+        self.device = device_config.torch_device
+        self.source, self.model, self._fingerprint = find_and_load(
+            model, load_config, device_config
+        )
+        if isinstance(self.model, TransformersForCausalLM):
+            self.model.check()
+        self.cache_dtype = CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
+        self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
+        self.state_bytes = state_bytes(self.model, self.source.dtype)
+        self.runner: ModelRunner | None = None
+        self._group = tensor_parallel_group()
+        self._shape: tuple[int, int, int] | None = None  # what start was called with
+        self._took_update = True  # all of the last one
+        self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
+        self._dropped = False  # whether it sleeps without weights
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model computes hidden states only, from whole sequences, without a cache."""
+        generates = callable(getattr(self.model, "compute_logits", None))
+        return not generates and not attention_layers(self.model)
+
+    @property
+    def window(self) -> int | None:
+        """The longest sliding window of a layer, in tokens; ``None`` if a layer has none."""
+        windows = [layer.sliding_window for layer in attention_layers(self.model)]
+        if None in windows:
+            return None
+        return max((window for window in windows if window is not None), default=None)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether prompts reuse pages. With states, they need saved ones too: only if asked for."""
+        asked = self.config.enable_prefix_caching
+        return not self.state_bytes if asked is None else asked
+
+    @property
+    def num_states(self) -> int:
+        """How many states there are on the device: of running sequences, and saved ones."""
+        return self.config.max_num_seqs * (2 if self.caches_prefixes else 1)
+
+    def describe_states(self) -> str:
+        """Return what the states on the device are, for messages."""
+        saved = " and as many saved ones of prefixes" if self.caches_prefixes else ""
+        return f"{self.config.max_num_seqs} states of sequences{saved}"
+
+    @property
+    def host_states(self) -> int:
+        """How many states fit into half of the host memory for preempted sequences."""
+        if not self.state_bytes or not self.page_bytes:  # without attention, none is preempted
+            return 0
+        most = int(self.config.swap_space * 2**29) // self.state_bytes
+        return min(self.config.max_num_seqs, most)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the pages of preempted sequences."""
+        return int(self.config.swap_space * 2**30) - self.host_states * self.state_bytes
+
+    def pages(self, max_model_len: int) -> int:
+        """Return how many pages of the KV cache fit into this rank's memory, beside the states.
+
+        A model without attention layers has pages without memory, one for each token that there
+        can be.
+        """
+        most = self.config.max_num_seqs * -(-max_model_len // self.config.block_size)
+        left = self._memory(max_model_len)
+        if not self.page_bytes:
+            return most if left >= 0 else 0
+        return max(0, left) // self.page_bytes
+
+    def _memory(self, max_model_len: int) -> int:
+        """Return the bytes that are left for pages; negative if the states do not fit."""
+        config, size = self.config, self.config.block_size
+        # What a user gives, and a CPU has, is of pages alone.
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
+        if self.device.type != "cuda":
+            return _CPU_CACHE
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        cache = KVCache(self.model, 1, size, self.device, self.cache_dtype)
+        one_state = StateCache(self.model, 1, self.device, self.source.dtype)
+        most_pages = -(-max_model_len // size)
+        runner = ModelRunner(self.model, self.device, config.max_num_seqs, most_pages)
+        limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
+        for inputs in largest_steps(*limits, size):
+            runner.run(inputs)
+        cache.close()
+        one_state.close()
+        step = torch.cuda.max_memory_allocated(self.device) - before
+        graphs = 0
+        if not config.enforce_eager:  # they have a pool of their own, about as large as their step
+            tokens = config.max_num_batched_tokens
+            graphs = step * min(MOST_TOKENS, tokens) // tokens
+        if self.state_bytes:  # a step copies states before it computes, at most one to each slot
+            step = max(step, self.num_states * copy_bytes(self.model, self.source.dtype))
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = total * (1 - config.gpu_memory_utilization)
+        return int(free - reserved - step - graphs) - self.state_bytes * self.num_states
+
+    def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
+        """Allocate the caches; on a GPU, compile kernels and capture graphs of decoding steps."""
+        config, size, on_gpu = self.config, self.config.block_size, self.device.type == "cuda"
+        self.cache = KVCache(self.model, num_pages, size, self.device, self.cache_dtype, host_pages)
+        self.states = StateCache(
+            self.model, self.num_states, self.device, self.source.dtype, self.host_states
+        )
+        most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
+        self.runner = ModelRunner(
+            self.model, self.device, config.max_num_seqs, most_pages, compiled
+        )
+        if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
+            begin = time.monotonic()
+            limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
+            for inputs in warm_up_steps(*limits, size, num_pages, host_pages):
+                logits = self.run(inputs)
+            warm_up(logits[:1])
+            torch.cuda.synchronize()
+            _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
+        self._shape = num_pages, host_pages, max_model_len
+        if on_gpu and not config.enforce_eager:
+            self.runner.capture(config.max_num_batched_tokens)
+
+    def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Move pages and states, compute the step's tokens, and return logits ``[rows, vocab]``.
+
+        ``sampled`` are the tokens that ``inputs.input_ids`` index, if they do. The first rank has
+        them, and the other ranks get them here.
+
+        Raises ``RuntimeError`` if the model returns anything else.
+        """
+        if self.runner is None:
+            raise RuntimeError("the engine sleeps: wake_up() first")
+        self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        if inputs.states is not None:
+            self.states.move(inputs.states)
+        if inputs.num_sampled:
+            if sampled is None:
+                sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
+            sampled = self._group.all_reduce(sampled)  # a sum with zeros, all on the device
+        logits = self.runner.run(inputs, sampled)
+        expected = len(inputs.rows), self.source.config.vocab_size
+        if not isinstance(logits, torch.Tensor) or logits.shape != expected:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}.compute_logits should return logits of shape "
+                f"{expected}, rows and vocab_size, and returned {described_result(logits)}"
+            )
+        return logits
+
+    def embed(self, inputs: EmbeddingInputs) -> torch.Tensor:
+        """Return the embeddings of a batch, float32 ``[sequences, hidden_size]``."""
+        return embed(self.model, self.device, inputs)
+
+    def apply_model(self, func: bytes) -> Any:
+        """Call a pickled function with the model and return its result."""
+        return pickle.loads(func)(self.model)  # of this engine's first rank
+
+    def update_weights(
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], *, whole: bool = False
+    ) -> None:
+        """Update weights in place. If ``whole``, they have to be a whole checkpoint."""
+        self._took_update = False
+        if whole:
+            self.model.load_weights(weights)
+            self._dropped = False
+        else:
+            self.model.update_weights(weights)
+        self._took_update = True
+
+    def check_update(
+        self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], *, whole: bool
+    ) -> None:
+        """Raise what an update with ``weights`` would refuse before it writes anything."""
+        plan = self.model.plan_weights(weights)
+        if not whole:
+            plan.report.missing.clear()
+        plan.report.raise_if_refused(type(self.model).__name__, touched=False)
+        if not self.model.allow_nan:
+            refuse_nan(plan.fills)
+
+    def weights_state(self) -> tuple[str | None, bool]:
+        """Return why the model refuses to run, or ``None``; and whether it took the last update."""
+        try:
+            self.model.check_ready()
+        except ModelNotReadyError as error:
+            return str(error), self._took_update
+        return None, self._took_update
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of the caches, of the CUDA graphs and of the weights.
+
+        At level 1 weights are copied to host memory first, at level 2 they are dropped. On a CPU
+        those of level 1 stay where they are.
+
+        Raises ``MemoryError`` if host memory has no room for them.
+        """
+        if level == 2:
+            self._dropped = True
+        elif self.device.type == "cpu":
+            self.close()
+            return
+        else:
+            held = held_tensors(self.model)
+            _check_host_memory(sum(each.nbytes for each in held.values()), self._group.size)
+            self._slept = {path: each.detach().cpu() for path, each in held.items()}
+            del held
+        self.close()
+        self.model.sleep()
+
+    def close(self) -> None:
+        """Free the memory of the caches and the CUDA graphs."""
+        if self.runner is not None:
+            self.runner = None
+            self.cache.close()
+            self.states.close()
+
+    def wake_up(self) -> None:
+        """Load the weights that slept, and allocate the caches.
+
+        Raises ``ModelNotReadyError`` if they were dropped and the source has others now.
+        """
+        if self._slept is not None:
+            load_held(self.model, self._slept)
+        elif self._dropped:
+            with self.source.open() as checkpoint:
+                if checkpoint.fingerprint != self._fingerprint:
+                    raise ModelNotReadyError(
+                        f"the weights that slept were dropped, and those in {self.source.name} "
+                        "have changed since: update_weights with a whole checkpoint, or "
+                        "reload_weights() to take the changed ones"
+                    )
+                load_from(self.model, checkpoint)
+        self._awake()
+
+    def reload_weights(self) -> None:
+        """Load the source's weights, whatever the model had, and allocate the caches."""
+        with self.source.open() as checkpoint:
+            self._fingerprint = checkpoint.fingerprint
+            load_from(self.model, checkpoint)
+        self._awake()
+
+    def _awake(self) -> None:
+        """Note that the model has weights; allocate the caches if they were freed."""
+        self._slept, self._dropped = None, False
+        if self.runner is None and self._shape is not None:
+            self.start(*self._shape)
+
+
+def _check_host_memory(nbytes: int, ranks: int) -> None:
+    """Raise ``MemoryError`` if the host has no room for ``nbytes`` of each rank."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvail"))
+    except (OSError, ValueError):  # no Linux: the system says when there is no more
+        return
+    if nbytes * ranks > available:
+        raise MemoryError(
+            f"the weights of {ranks} ranks take {nbytes * ranks / 2**30:.1f} GiB of host memory, "
+            f"and {available / 2**30:.1f} GiB are available: sleep(level=2) drops them"
+        )

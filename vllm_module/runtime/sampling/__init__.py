@@ -1,0 +1,1 @@
+"""Which token each sequence gets."""

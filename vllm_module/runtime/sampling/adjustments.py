@@ -1,0 +1,70 @@
+"""What changes the logits of rows before a token is chosen, brought to the device."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_module.kernels.rows.adjust_logits import adjust_logits
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.token_counts import TokenCounts, check_tokens
+from vllm_module.runtime.transfers import Numbers
+
+
+class Adjustments:
+    """Biases, penalties, bans and allowances of rows, some of which may have none.
+
+    Args:
+        rows: that are changed.
+        indices: which rows of the logits these are.
+        vocab: its size.
+        counts: the tokens of each sequence.
+
+    Attributes:
+        arrays: that :meth:`place` wants on the device.
+
+    Raises:
+        ValueError: a token is outside of the vocabulary, or two rows have the same key.
+
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], indices: Sequence[int], vocab: int, counts: TokenCounts
+    ) -> None:
+        self._counts = counts
+        self._update = counts.plan([row for row in rows if row.penalized], vocab)
+        places = iter(self._update.places)
+        plan, tokens = array("q"), array("q")
+        penalties, biases = array("d"), array("d")
+        for row, index in zip(rows, indices, strict=True):
+            params = row.params
+            plan.extend((index, next(places) if row.penalized else -1))
+            penalties.append(params.repetition_penalty)
+            penalties.extend((params.presence_penalty, params.frequency_penalty))
+            biases.extend(array("d", bytes(8 * (len(tokens) - len(biases)))))
+            biases.extend((params.logit_bias or {}).values())
+            allowed = params.allowed_token_ids
+            for each in (params.logit_bias or (), row.banned, allowed or ()):
+                check_tokens(each, vocab)
+                plan.append(len(tokens))
+                tokens.extend(each)
+                plan.append(len(tokens))
+            if allowed is None:
+                plan[-2:] = array("q", (-1, -1))
+        self.arrays: tuple[Numbers, ...] = plan, penalties, biases, tokens, *self._update.arrays
+
+    def place(self, sent: Sequence[Tensor]) -> None:
+        """Take the arrays, on the device."""
+        plan, penalties, self._biases, self._tokens, *update = sent
+        self._plan, self._penalties = plan.view(-1, 8), penalties.view(-1, 3)
+        self._table = plan.new_empty(2, 0, 0, dtype=torch.int32)
+        if len(update[0]):
+            self._table = self._counts.apply(self._update, update)
+
+    def apply(self, logits: Tensor, rows: slice) -> Tensor:
+        """Return some of the rows in float32, changed."""
+        plan, penalties = self._plan[rows], self._penalties[rows]
+        return adjust_logits(logits, plan, penalties, self._biases, self._tokens, self._table)

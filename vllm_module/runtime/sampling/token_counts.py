@@ -1,0 +1,170 @@
+"""Which tokens each sequence has, and how often, kept on the device from step to step."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_module.kernels.rows.adjust_logits import EMPTY, NONE, count_tokens
+from vllm_module.runtime.sampling.row import Row
+
+_FEW = 64  # distinct tokens, which are not worth another count
+_CHECKED = 256  # calls, after which a table that was too large for all of them is made anew
+
+
+class _Entry(NamedTuple):
+    """In which row of the table a sequence is, and what is counted.
+
+    ``distinct`` is a bound: every token since the last count, which found ``at_first``, may be new.
+    """
+
+    place: int
+    counted: int
+    distinct: int
+    at_first: int
+
+
+class Update(NamedTuple):
+    """What a call changes in the table.
+
+    Attributes:
+        arrays: what :func:`~vllm_module.kernels.rows.adjust_logits.count_tokens` wants on the
+            device.
+        places: of each sequence its row of the table.
+        needed: the rows and columns that the call takes.
+        anew: whether the table is made anew, because it was too large.
+
+    """
+
+    arrays: tuple[array[int], ...]
+    places: list[int]
+    entries: dict[Hashable, _Entry]
+    size: tuple[int, int]
+    needed: tuple[int, int]
+    anew: bool
+
+
+class TokenCounts:
+    """A table of the tokens of sequences, on the device.
+
+    A sequence that is new sends its distinct tokens; after that, it sends one token a step. A
+    sequence of which several tokens are new, or that is not in the table any more, sends all again.
+    So preemption, forks and another order of the batch change nothing.
+
+    The table has a row for each sequence of the largest call, and at most two columns for each
+    distinct token of the sequence that has most, both rounded up to a power of two. An entry takes
+    8 bytes. If no row is free, the one that was not used for longest is written anew. A table of
+    which 256 calls have used a quarter at most is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, _Entry] = {}  # the one not used for longest first
+        self._table = torch.empty(2, 0, 1, dtype=torch.int32)  # tokens, and how often each occurs
+        self._calls = 0  # since the size was checked, and what they took at most
+        self._needed = (1, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the table."""
+        return self._table.nbytes
+
+    def plan(self, rows: Sequence[Row], vocab: int) -> Update:
+        """Return what :meth:`apply` has to change, and change nothing yet.
+
+        Raises:
+            ValueError: a token is outside of the vocabulary, or two rows have the same key.
+
+        """
+        _, height, width = self._table.shape
+        most = _power_of_two(self._needed[0]) * _power_of_two(self._needed[1])
+        anew = self._calls >= _CHECKED and 4 * most <= height * width
+        if anew:
+            height, width = 0, 1
+        entries = {} if anew else dict(self._entries)
+        known = [None if row.key is None else entries.pop(row.key, None) for row in rows]
+        height = _power_of_two(len(rows), height)
+        used = {entry.place for entry in (*known, *entries.values()) if entry is not None}
+        free = [place for place in range(height) if place not in used]
+        places: list[int] = []
+        plan, tokens, counts = array("q"), array("q"), array("q")
+        needed = 1
+        for row, entry in zip(rows, known, strict=True):
+            length = len(row.token_ids)
+            few = entry is not None and entry.distinct <= 2 * max(_FEW, entry.at_first)
+            if entry is not None and few and 0 <= length - entry.counted <= 1:
+                added = row.token_ids[entry.counted :]
+                check_tokens(added, vocab)
+                plan.extend((entry.place, added[0] if added else NONE, entry.distinct, -1, -1))
+                distinct = entry.distinct + len(added)
+                entry = entry._replace(counted=length, distinct=distinct)
+            else:
+                counted = _count(row, vocab)
+                if entry is not None:
+                    place = entry.place
+                else:
+                    place = free.pop() if free else entries.pop(next(iter(entries))).place
+                plan.extend((place, NONE, 0, len(tokens), len(tokens) + len(counted)))
+                tokens.extend(counted.keys())
+                counts.extend(counted.values())
+                entry = _Entry(place, length, len(counted), len(counted))
+            if row.key in entries:
+                raise ValueError(f"two rows have the key {row.key!r}; each sequence needs its own")
+            if row.key is not None:
+                entries[row.key] = entry
+            places.append(entry.place)
+            needed = max(needed, entry.distinct)
+        size = height, _power_of_two(needed, width)
+        return Update((plan, tokens, counts), places, entries, size, (len(rows), needed), anew)
+
+    def apply(self, update: Update, sent: Sequence[Tensor]) -> Tensor:
+        """Bring the table up to date, and return it.
+
+        Args:
+            update: of :meth:`plan`, since which nothing was applied.
+            sent: its arrays, on the device.
+
+        """
+        plan, tokens, counts = sent
+        self._entries = {}  # if this is interrupted, every sequence sends all again
+        is_new = update.anew or not self._table.numel()
+        if is_new or self._calls >= _CHECKED:
+            self._calls, self._needed = 0, (1, 1)
+        self._calls += 1
+        rows, columns = self._needed
+        self._needed = max(rows, update.needed[0]), max(columns, update.needed[1])
+        _, height, width = self._table.shape
+        if is_new or update.size != (height, width):
+            table = plan.new_full((2, *update.size), EMPTY, dtype=torch.int32)
+            if not is_new:
+                table[:, :height, :width] = self._table
+            self._table = table
+        count_tokens(self._table, plan.view(-1, 5), tokens, counts)
+        self._entries = update.entries
+        return self._table
+
+
+def check_tokens(ids: Iterable[int], vocab: int) -> None:
+    """Raise ``ValueError`` for a token outside of the vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise ValueError(f"token {token} is outside of the vocabulary of {vocab}")
+
+
+def _count(row: Row, vocab: int) -> dict[int, int]:
+    """Return how often the output has each token; 0 for the prompt's, if they are penalized."""
+    penalized = row.token_ids[: row.prompt_len] if row.params.repetition_penalty != 1 else ()
+    counts = dict.fromkeys(penalized, 0)
+    for token, count in Counter(row.token_ids[row.prompt_len :]).items():
+        counts[token] = count
+    check_tokens(counts, vocab)
+    return counts
+
+
+def _power_of_two(number: int, least: int = 1) -> int:
+    """Return ``least``, or if that is less than ``number``, the next power of two."""
+    return least if number <= least else 1 << (number - 1).bit_length()

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm_module.base.messages import printable, shorten
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.text.template_process import TemplateProcess
+from vllm_module.weights import read_file, read_json
+from vllm_module.weights.regular_file import is_there
+
+Messages = Sequence[Mapping[str, Any]]
+ContentFormat = Literal["auto", "string", "openai"]
+
+_log = logging.getLogger(__name__)
+# Whether a template gets text, and lists.
+_FORMATS = {"string": (True, False), "openai": (False, True)}
+# Two texts of the same length: what a template writes of each is another, if it shows them.
+_PROBES = ("first message", "other message")
+_UNSHOWN = "entry of a part that no template shows"
+_END = "the final message ends here"
+# The entry of a part of a message that is its text, by the part's type.
+_TEXTS = {
+    "text": "text", "input_text": "text", "output_text": "text",
+    "refusal": "refusal", "thinking": "thinking",
+}  # fmt: skip
+
+
+def template_text(template: str | Path) -> str:
+    """Return a template that is given as text, or as the path of its file, as in vLLM.
+
+    Raises ``ValueError`` for a path without a file. Text has a brace or a line break.
+    """
+    text = str(template)
+    if isinstance(template, str) and any(each in text for each in "{}\n"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the chat template {shorten(text)} is no file that can be read, and no template, "
+            f"which would have a brace: {error}"
+        ) from None
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return the entries of tokenizer_config.json, none without the file.
+
+    As in transformers, those of special_tokens_map.json go before where the first file has no
+    ``added_tokens_decoder``, as older checkpoints. Raises ``CheckpointFormatError`` for a damaged
+    file.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if is_there(path := folder / name) and "added_tokens_decoder" not in settings:
+            settings |= read_json(path, folder)
+    return settings
+
+
+def token_text(token: Any) -> str | None:
+    """Return the text of a token as these files have it: text, or a mapping with ``content``."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+class ChatTemplate:
+    """Formats messages as the text of a prompt, by a checkpoint's own chat template.
+
+    The template is ``chat_template.jinja`` or the entry of ``tokenizer_config.json``, unless it is
+    given as ``template``; ``source`` is its text. It runs in a sandbox in a process of its own, for
+    5 seconds and in 512 MiB at most, and writes at most 1 MiB of text besides the messages. It
+    cannot call functions of this process, and cannot change the messages.
+
+    Raises ``CheckpointFormatError`` if the folder has none, or it cannot be compiled.
+    """
+
+    def __init__(
+        self, folder: Path, template: str | None = None, process: TemplateProcess | None = None
+    ) -> None:
+        self.folder = folder
+        self._process = process or TemplateProcess()
+        self._settings = tokenizer_settings(folder)
+        self.source = self._read() if template is None else template
+        self._shown: tuple[bool, bool] | None = None  # once it was tried
+        self._unread: set[str] = set()  # variables that the log has
+        try:
+            self._variables = self._process.names(self.source)
+        except (SyntaxError, ValueError) as error:
+            whose = f"of {printable(folder)}" if template is None else "that was given"
+            raise CheckpointFormatError(
+                f"the chat template {whose} cannot be read: {error}"
+            ) from None
+
+    def _takes(self) -> tuple[bool, bool]:
+        """Return whether the template shows a message's text, and the texts of a list of parts.
+
+        Where it shows neither, such as one that refuses a message of a user, it gets text.
+        """
+        if self._shown is None:
+            shown = [self._shows(as_content) for as_content in (str, _probing_parts)]
+            self._shown = shown[0] or not shown[1], shown[1]
+        return self._shown
+
+    def _shows(self, as_content: Callable[[str], object]) -> bool:
+        """Tell whether a text makes a difference, alone or after what a system says.
+
+        A list that is written as such is not shown.
+        """
+        names = [name for name in self._variables if name.endswith("_token")]
+        given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
+        for before in ([], [{"role": "system", "content": as_content("a system")}]):
+            written = []
+            for text in _PROBES:
+                given["messages"] = [*before, {"role": "user", "content": as_content(text)}]
+                try:
+                    written.append(self._process.render(self.source, given))
+                except ValueError:
+                    break
+            if len(set(written)) == len(_PROBES):
+                return _UNSHOWN not in written[0].lower()
+        return False
+
+    def _read(self) -> str:
+        template: Any = self._settings.get("chat_template")
+        if isinstance(template, list):  # of named templates
+            named = [entry for entry in template if isinstance(entry, Mapping)]
+            templates = {entry.get("name"): entry.get("template") for entry in named}
+            template = templates.get("default")
+        if is_there(path := self.folder / "chat_template.jinja"):
+            template = read_file(path, self.folder).decode("utf-8", "replace")
+        if not isinstance(template, str):
+            raise CheckpointFormatError(
+                f"{printable(self.folder)} has no chat template, neither chat_template.jinja nor "
+                "an entry of tokenizer_config.json: use generate() with prompts that are formatted "
+                "already"
+            )
+        return template
+
+    def render(
+        self,
+        messages: Messages,
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        content_format: ContentFormat = "auto",
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a prompt for the next message.
+
+        Args:
+            messages: mappings with ``role`` and ``content``. The content is text, a list of
+                ``{"type": "text", "text": ...}``, or ``None``, as beside calls of tools. Arguments
+                of these calls that are JSON text are read first.
+            add_generation_prompt: end with the beginning of the assistant's message.
+            content_format: what the template gets as content: ``"string"``, where texts of a list
+                are joined by line breaks; ``"openai"``, a list of such mappings; or ``"auto"``,
+                what it shows of a message that is tried first, and text if it shows both.
+            continue_final_message: end with the text of the last message, so that it is continued.
+            variables: other variables of the template, such as ``enable_thinking``. The log has
+                those that it does not read.
+
+        Raises:
+            ValueError: there are no messages, or the template refuses them or fails on them.
+
+        """
+        given = {name for name, value in variables.items() if value is not None}
+        if unread := given - self._variables - self._unread:
+            self._unread |= unread
+            _log.warning(
+                "the chat template does not read %s: it reads %s",
+                ", ".join(sorted(unread)),
+                ", ".join(sorted(self._variables)),
+            )
+        is_list = messages is not None and not isinstance(messages, (str, Mapping))
+        listed = list(messages) if is_list else []
+        wrong = [m for m in listed if not isinstance(m, Mapping) or "role" not in m]
+        if not listed or wrong:
+            got = shorten(wrong[0] if wrong else messages)
+            raise ValueError(
+                f"messages should be a list of mappings with a role and content, got {got}"
+            )
+        special_tokens = {
+            name: text
+            for name, value in self._settings.items()
+            if name.endswith("_token") and (text := token_text(value)) is not None
+        }
+        strings, lists = self._takes() if content_format == "auto" else _FORMATS[content_format]
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message continues the last message, and add_generation_prompt "
+                "begins a new one: give add_generation_prompt=False"
+            )
+        formatted = [_formatted(message, strings, lists) for message in listed]
+        if continue_final_message:
+            formatted[-1] = _with_end(formatted[-1])
+        own = {
+            "messages": formatted,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if twice := own.keys() & variables.keys():
+            raise ValueError(f"the chat template got multiple values for {', '.join(twice)}")
+        unset = {"tools": None, "documents": None}
+        text = self._process.render(self.source, {**special_tokens, **unset, **variables, **own})
+        return _cut_at_end(text) if continue_final_message else text
+
+
+def _probing_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text, _UNSHOWN: ""}]
+
+
+def _with_end(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose text has a mark after it, which shows where a template puts it."""
+    content: Any = message["content"]
+    mark = f"{_END} "
+    if isinstance(content, list):
+        last = [{"type": "text", "text": (content[-1]["text"] if content else "") + mark}]
+        return {**message, "content": content[:-1] + last}
+    return {**message, "content": f"{content}{mark}"}
+
+
+def _cut_at_end(text: str) -> str:
+    """Return a prompt up to the mark of :func:`_with_end`.
+
+    A template that strips the message has stripped the mark's space. Raises ``ValueError`` if the
+    template does not show the mark.
+    """
+    at = text.rfind(_END)
+    if at < 0:
+        raise ValueError(
+            "continue_final_message needs a last message whose text the chat template shows"
+        )
+    return text[:at] if text.startswith(f"{_END} ", at) else text[:at].rstrip()
+
+
+def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mapping[str, Any]:
+    """Return a message whose content a template takes, which may be text, a list, or either."""
+    content: Any = message.get("content")
+    if content is None:
+        content = "" if strings else []
+    elif isinstance(content, (list, tuple)):
+        texts = [text for text in map(_text, content) if text is not None]
+        parts = [{"type": "text", "text": text} for text in texts]
+        content = parts if lists else "\n".join(texts)
+    elif isinstance(content, str) and not strings and lists:
+        content = [{"type": "text", "text": content}]
+    message = {**message, "content": content}
+    if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+        message["tool_calls"] = [*map(_with_arguments, calls)]
+    return message
+
+
+def _text(part: object) -> str | None:
+    """Return the text of a part of a message's content; ``None`` for a part that has none."""
+    text = part
+    if isinstance(part, Mapping):
+        name = _TEXTS.get(str(part.get("type")))
+        text = part.get(name) if name is not None else part
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"a part of a message's content should be text, got {shorten(part)}")
+    return text
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return the call of a tool with its arguments as templates take them: read, if JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": read or {}}}

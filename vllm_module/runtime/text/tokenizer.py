@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm_module.base.messages import describe_error, printable, shorten
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.text.chat import ChatTemplate, token_text, tokenizer_settings
+from vllm_module.weights import read_file
+from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.written_folder import NO_TOKENIZER
+
+_REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a (whole) character
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_MAX_INCOMPLETE = 3  # a UTF-8 character has 4 bytes at most, so 3 at most before the last
+
+
+@contextmanager
+def _refusing(kind: type[ValueError], what: str) -> Iterator[None]:
+    """Raise what the library raises as ``kind``; it raises nothing narrower than Exception."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of the library is no Exception; a signal handler may raise others.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {describe_error(error)}") from None
+
+
+def check_unicode(text: str) -> None:
+    """Raise ``ValueError`` for no text, or half of a surrogate pair: the library names no cause."""
+    if not isinstance(text, str):
+        raise ValueError(f"a text to encode should be a string, got {shorten(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has {text[error.start]!a} at position {error.start}, which is half of a "
+            "surrogate pair and no Unicode: replace it"
+        ) from None
+
+
+class Encoding(dict[str, Any]):
+    """Token ids and what belongs to them, by key or as attributes, as in transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"an encoding has {', '.join(self)}, and no {name}") from None
+
+
+class Tokenizer:
+    """A checkpoint's own tokenizer, read from its ``tokenizer.json``.
+
+    It has the methods of transformers' tokenizers that scripts use most. Besides ``eos_token``
+    and ``eos_token_id`` there are those of ``bos``, ``pad``, ``unk``, ``sep``, ``cls`` and
+    ``mask``; ``None`` where tokenizer_config.json names no such token.
+
+    Raises ``CheckpointFormatError`` if the folder has none, or it cannot be read.
+    """
+
+    _path: Path
+    _template: ChatTemplate | None = None
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        path = folder / "tokenizer.json"
+        if is_there(reason := folder / NO_TOKENIZER) and not is_there(path):
+            raise CheckpointFormatError(read_file(reason, folder).decode(errors="replace"))
+        if not is_there(path):
+            raise CheckpointFormatError(
+                f"{printable(folder)} has no tokenizer.json, so text cannot be encoded: give "
+                "token ids instead, or save the tokenizer beside the weights"
+            )
+        data = read_file(path, folder)
+        self._path = path
+        with _refusing(CheckpointFormatError, f"{printable(path)} cannot be read"):
+            self._tokenizer = FastTokenizer.from_buffer(data)
+        # The file may contain the truncation and padding that a training script had set.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @property
+    def folder(self) -> Path:
+        """Where the tokenizer's files are."""
+        return self._path.parent
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return all tokens, added ones too, with their ids."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens without added ones; ``len`` has them all."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        return size
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the id of a token, or a list of ids; ``None`` where there is none."""
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
+        """Return the token of an id, or a list of tokens; ``None`` where there is none."""
+        if isinstance(ids, int):
+            return self._tokenizer.id_to_token(ids)
+        left_out = self.all_special_ids if skip_special_tokens else ()
+        return [self._tokenizer.id_to_token(each) for each in _listed(ids) if each not in left_out]
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """Return the text of tokens."""
+        decoder = self._tokenizer.decoder
+        text: str = " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
+        return text
+
+    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
+        """Return the tokens of a text."""
+        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens))
+        return tokens
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, most: int | None = None
+    ) -> list[int]:
+        """Return the token ids of ``text``, by default with the tokenizer's special tokens.
+
+        Where that is more than ``most`` tokens, the end of the text is left out, and not the
+        special tokens.
+
+        Raises ``ValueError`` for text with half of a surrogate pair, which is not Unicode, and for
+        text that the tokenizer fails on.
+        """
+        check_unicode(text)
+        with _refusing(ValueError, f"{printable(self._path)} cannot encode {shorten(text)}"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if most is not None and len(encoding.ids) > most:
+                special = self._tokenizer.num_special_tokens_to_add(False) * add_special_tokens
+                if most < special:
+                    raise ValueError(f"{most} tokens are fewer than the {special} special ones")
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                encoding.truncate(most - special)
+                encoding = self._tokenizer.post_process(encoding, None, add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def encode_pair(
+        self, first: str, second: str, most: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids and token types of two texts, with special tokens.
+
+        Where that is more than ``most`` tokens, the end of the longer text is left out, token by
+        token. Raises what :meth:`encode` raises.
+        """
+        for text in (first, second):
+            check_unicode(text)
+        with _refusing(ValueError, f"{printable(self._path)} cannot encode {shorten(first)}"):
+            encoding = self._tokenizer.encode(first, second)
+            if most is not None and len(encoding.ids) > most:
+                special = self._tokenizer.num_special_tokens_to_add(True)
+                if most < special:
+                    raise ValueError(f"{most} tokens are fewer than the {special} special ones")
+                encode = partial(self._tokenizer.encode, add_special_tokens=False)
+                one, other = encode(first), encode(second)
+                lengths = [len(one.ids), len(other.ids)]
+                while sum(lengths) > most - special:
+                    lengths[lengths[0] < lengths[1]] -= 1
+                one.truncate(lengths[0])
+                other.truncate(lengths[1])
+                encoding = self._tokenizer.post_process(one, other, True)
+        names = self._settings().get("model_input_names")
+        if isinstance(names, list) and "token_type_ids" not in names:
+            return encoding.ids, [0] * len(encoding.ids)
+        return encoding.ids, encoding.type_ids
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """Return the text of a token or several, by default with special tokens.
+
+        They are an integer, a sequence or an array. Raises ``CheckpointFormatError`` if the
+        tokenizer fails on them.
+        """
+        ids = _listed(ids)
+        with _refusing(CheckpointFormatError, f"{printable(self._path)} cannot decode tokens"):
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _settings(self) -> Mapping[str, Any]:
+        return tokenizer_settings(self.folder)
+
+    def _special_token(self, name: str) -> str | None:
+        """Return the token that an entry of tokenizer_config.json names, if it names one."""
+        return token_text(self._settings().get(name))
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_token(name)
+        found: int | None = None if token is None else self.convert_tokens_to_ids(token)
+        return found
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the end token, if tokenizer_config.json names one."""
+        return self._special_token("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ``eos_token`` of tokenizer_config.json names, if it names one."""
+        return self._special_id("eos_token")
+
+    def __getattr__(self, name: str) -> Any:
+        kind, _, rest = name.partition("_")
+        if kind in _SPECIAL and rest in ("token", "token_id"):
+            read = self._special_token if rest == "token" else self._special_id
+            return read(f"{kind}_token")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The tokens that tokenizer_config.json names, each once."""
+        settings = self._settings()
+        found: list[Any] = [settings.get(f"{kind}_token") for kind in _SPECIAL]
+        for name in ("additional_special_tokens", "extra_special_tokens"):
+            more = settings.get(name)
+            found += more.values() if isinstance(more, Mapping) else more or ()
+        return list(dict.fromkeys(text for each in found if (text := token_text(each)) is not None))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of ``all_special_tokens``."""
+        ids: list[int] = self.convert_tokens_to_ids(self.all_special_tokens)
+        return ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's chat template, ``None`` if it has none."""
+        try:
+            return self._chat_template(None).source
+        except CheckpointFormatError:
+            return None
+
+    def _chat_template(self, given: str | None) -> ChatTemplate:
+        """Return a template; the checkpoint's is read once, and its process is kept."""
+        if given is not None:
+            return ChatTemplate(self.folder, given)
+        if self._template is None:
+            self._template = ChatTemplate(self.folder)
+        return self._template
+
+    def __len__(self) -> int:
+        return len(self.get_vocab())
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        *,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> Encoding:
+        """Return ``input_ids`` and ``attention_mask`` of a text, or lists of them for a list.
+
+        With ``truncation``, the first ``max_length`` tokens are kept.
+        """
+        most = max_length if truncation else None
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens, most=most)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        every = [self.encode(each, add_special_tokens, most=most) for each in text]
+        return Encoding(input_ids=every, attention_mask=[[1] * len(ids) for ids in every])
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> list[str]:
+        """Return the text of each sequence of token ids."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        return_dict: bool = False,
+        **variables: Any,
+    ) -> Any:
+        """Format a conversation, or a list of them, by the checkpoint's template or another.
+
+        Returns token ids, or an encoding if ``return_dict``, or text unless ``tokenize``. Raises
+        what ``LLM.chat`` raises.
+        """
+        template = self._chat_template(chat_template)
+        several = bool(conversation) and not isinstance(conversation[0], Mapping)
+        texts = [
+            template.render(each, add_generation_prompt, **{"tools": tools, **variables})
+            for each in (conversation if several else [conversation])
+        ]
+        if not tokenize:
+            return texts if several else texts[0]
+        encoding = self(texts if several else texts[0], False)
+        return encoding if return_dict else encoding["input_ids"]
+
+    def continuation(
+        self, prompt: list[int], output: list[int], skip_special_tokens: bool = True
+    ) -> str:
+        """Return the text that the tokens of ``output`` add after those of ``prompt``.
+
+        A character at its end that is not complete is left out.
+        """
+        before = self.decode(prompt, skip_special_tokens)
+        whole = self.decode(prompt + output, skip_special_tokens)
+        if whole.startswith(before):
+            return _without_incomplete(whole[len(before) :])
+        # The last character of the prompt continues in the output.
+        stream = TextStream(self, prompt, skip_special_tokens)
+        return "".join(map(stream.push, output))
+
+
+class TextStream:
+    """Decodes tokens one at a time into pieces of text that end with a whole character.
+
+    All pieces and the result of :meth:`finish` together are the text after the prompt. A prompt
+    whose text ends with U+FFFD is assumed to end inside a character.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._ids = list(prompt)
+        # A token's text depends on the tokens just before it, but not on all of them. So decoding
+        # starts at the piece before the last one (_start), and not at the first token.
+        self._start, self._end = 0, len(self._ids)
+        self._returned = _without_incomplete(self._decode(self._ids))
+
+    def push(self, token: int) -> str:
+        """Return the text that ``token`` completes; empty if its character is incomplete."""
+        self._ids.append(token)
+        text = self._decode(self._ids[self._start :])
+        whole = _without_incomplete(text)
+        if whole != text:
+            piece = self._new_part(whole)
+            self._returned += piece
+            return piece
+        piece = self._new_part(text)
+        if not text.startswith(self._returned):  # the new token changed text before it
+            piece = self._decode(self._ids[self._end :])
+        if piece:
+            self._start, self._end = self._end, len(self._ids)
+            self._returned = self._decode(self._ids[self._start :])
+        return piece
+
+    def finish(self) -> str:
+        """Return the incomplete character at the end, as U+FFFD; empty if there is none."""
+        return self._new_part(self._decode(self._ids[self._start :]))
+
+    def _new_part(self, text: str) -> str:
+        return text[len(self._returned) :] if text.startswith(self._returned) else ""
+
+
+def _without_incomplete(text: str) -> str:
+    """Return ``text`` without a character at its end that more bytes could complete."""
+    whole = text.rstrip(_REPLACEMENT)
+    return text[: max(len(whole), len(text) - _MAX_INCOMPLETE)]
+
+
+def _listed(ids: Any) -> list[int]:
+    """Return a token, a sequence or an array of them as a list."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    return [ids] if isinstance(ids, int) else list(ids)

@@ -1,0 +1,245 @@
+"""Folders of torch.distributed.checkpoint, as trainers write them, read by slice.
+
+A tensor is stored in chunks, cut as the trainer's ranks held it. Each chunk is what ``torch.save``
+writes of a tensor, somewhere in a file of many; or a whole file is safetensors
+(``SerializationFormat.SAFETENSORS``). Layout: torch/distributed/checkpoint/filesystem.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+
+from vllm_module.base.messages import printable, printable_name, shorten
+from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.folder_files import FolderFiles
+from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
+from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, DType, Entry, read_header
+from vllm_module.weights.pickled.dcp_metadata import Chunk, Tensor, read_metadata
+from vllm_module.weights.pickled.saved_tensors import SavedTensor
+from vllm_module.weights.pickled.torch_file import unpickled
+from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.weight_file import WeightFile, as_torch
+
+METADATA = ".metadata"
+Refuse = Callable[[str], NoReturn]
+
+
+def open_dcp(files: FolderFiles) -> Checkpoint:
+    """Open the weights of a folder of torch.distributed.checkpoint, without an optimizer's state.
+
+    Raises ``CheckpointFormatError`` if ``.metadata`` is damaged, asks for more than records, or
+    does not fit the files.
+    """
+    return Checkpoint((_Chunked(files.path / METADATA, files.path),), "dcp")
+
+
+class _Chunked(WeightFile):
+    """The tensors that ``.metadata`` describes."""
+
+    def _read_entries(self) -> None:
+        size = self._bytes.size
+        if size > MAX_HEADER_BYTES:
+            self._refuse(f"it has {size} bytes: expected at most {MAX_HEADER_BYTES}")
+        self._tensors = read_metadata(self._bytes.read_bytes(0, size), self._refuse)
+        self._files: dict[str, FileBytes] = {}
+        self._headers: dict[str, dict[str, Entry]] = {}  # of files that are safetensors
+        self._parts: dict[tuple[str, Chunk], FileHandle] = {}
+        self.entries = {}
+        try:
+            for name, tensor in self._tensors.items():
+                for chunk in tensor.chunks:
+                    self._check(name, chunk)
+                nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+                self.entries[name] = Entry(tensor.dtype, tensor.shape, 0, nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, name: str, chunk: Chunk) -> None:
+        """Open the file of a chunk, and refuse one that ends too early."""
+        if chunk.file not in self._files:
+            if os.path.basename(chunk.file) != chunk.file or chunk.file in ("", ".", ".."):
+                self._refuse(
+                    f"tensor {shorten(name)} should be in a file of the same folder, and is in "
+                    f"{shorten(chunk.file)}; do not load it unless you trust its author"
+                )
+            path = self.path.parent / chunk.file
+            if not is_there(path, follow_links=True):
+                self._refuse(
+                    f"it names {printable_name(chunk.file)}, which is not there. {DAMAGED}"
+                )
+            self._files[chunk.file] = FileBytes(path, self.path.parent)
+        size = self._files[chunk.file].size
+        if chunk.begin + chunk.length > size:
+            self._refuse(
+                f"tensor {shorten(name)} should end at byte {chunk.begin + chunk.length} of "
+                f"{printable_name(chunk.file)}, which has {size}. {DAMAGED}"
+            )
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(file.bytes_read for file in self._files.values())
+
+    def fingerprint(self) -> bytes:
+        """Digest ``.metadata``, and the names and sizes of the files (SHA-256)."""
+        digest = hashlib.sha256(self._bytes.read_bytes(0, self._bytes.size))
+        for name, file in sorted(self._files.items()):
+            digest.update(b"%s\0%d\0" % (os.fsencode(name), file.size))
+        return digest.digest()
+
+    def close(self) -> None:
+        super().close()
+        for file in self._files.values():
+            file.close()
+
+    def __getitem__(self, name: str) -> Any:
+        return _Handle(self, name, self._tensors[name])
+
+    def part(self, name: str, tensor: Tensor, chunk: Chunk) -> FileHandle:
+        """Return a handle of a chunk, after checking what was saved of it."""
+        if (name, chunk) not in self._parts:
+            self._parts[name, chunk] = self._part(name, tensor, chunk)
+        return self._parts[name, chunk]
+
+    def _part(self, name: str, tensor: Tensor, chunk: Chunk) -> FileHandle:
+        file = self._files[chunk.file]
+
+        def refuse(problem: str) -> NoReturn:
+            raise WeightReadError(
+                f"{printable(file.path)}: the chunk of {shorten(name)} at {list(chunk.offsets)}, "
+                f"saved from byte {chunk.begin} on: {problem}"
+            )
+
+        if file.size > 8 and file.read_bytes(8, 1) == b"{":
+            return self._part_of_safetensors(file, name, tensor, chunk, refuse)
+        window = _Window(file, chunk.begin, chunk.length)
+        held, _ = unpickled(window, refuse)
+        if not isinstance(held, SavedTensor):
+            refuse(f"it is a {type(held).__name__}: expected a tensor")
+        if held.entry is None:
+            refuse(held.problem)
+        dtype, shape, begin, _, strides = held.entry
+        _compare(dtype, shape, tensor, chunk, refuse)
+        described = as_torch(dtype, tuple(shape), strides)
+        return FileHandle(file, name, *described, chunk.begin + begin, cut=True)
+
+    def _part_of_safetensors(
+        self, file: FileBytes, name: str, tensor: Tensor, chunk: Chunk, refuse: Refuse
+    ) -> FileHandle:
+        """Return a handle of a chunk in a file whose header says where it is."""
+        if chunk.file not in self._headers:
+            self._headers[chunk.file] = read_header(file.path, file.size, file.read_bytes).entries
+        entry = self._headers[chunk.file].get(tensor.key)
+        if entry is None:
+            refuse(f"the file is safetensors and has no tensor {shorten(tensor.key)}. {DAMAGED}")
+        _compare(entry.dtype, entry.shape, tensor, chunk, refuse)
+        described = as_torch(entry.dtype, entry.shape, entry.strides)
+        return FileHandle(file, name, *described, entry.begin, cut=True)
+
+    def _described(self) -> list[tuple[int, int]]:
+        return [(0, self._bytes.size)]
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
+
+
+def _compare(
+    dtype: DType, shape: tuple[int, ...], tensor: Tensor, chunk: Chunk, refuse: Refuse
+) -> None:
+    """Refuse what was saved if it is not what ``.metadata`` says of the chunk."""
+    if (dtype, tuple(shape)) != (tensor.dtype, tuple(chunk.shape)):
+        refuse(
+            f"it is {dtype.name} of shape {list(shape)}, and .metadata says "
+            f"{tensor.dtype.name} of shape {list(chunk.shape)}. {DAMAGED}"
+        )
+
+
+class _Window:
+    """A part of a file."""
+
+    def __init__(self, file: FileBytes, begin: int, size: int) -> None:
+        self._file, self._begin, self.size = file, begin, size
+
+    def read_bytes(self, offset: int, length: int) -> bytes:
+        if offset < 0 or offset + length > self.size:
+            raise ValueError(f"bytes {offset} to {offset + length} of {self.size}")
+        return self._file.read_bytes(self._begin + offset, length)
+
+    def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
+        pass
+
+
+class _Handle:
+    """A tensor in chunks, or a region of one: it reads from the chunks that the region touches."""
+
+    def __init__(
+        self,
+        owner: _Chunked,
+        name: str,
+        tensor: Tensor,
+        region: tuple[tuple[int, int], ...] | None = None,
+    ) -> None:
+        self._owner, self.name, self._tensor = owner, name, tensor
+        # Of each dimension, the start and the length.
+        self._region = region or tuple((0, size) for size in tensor.shape)
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        return torch.Size(length for _, length in self._region)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._tensor.dtype.name)
+        return dtype
+
+    def narrow(self, dim: int, start: int, length: int) -> _Handle:
+        if not -len(self._region) <= dim < len(self._region):
+            raise IndexError(f"{self}: dim {dim} is not one of its {len(self._region)} dimensions")
+        dim %= len(self._region)
+        begin, size = self._region[dim]
+        start += size if start < 0 else 0
+        if start < 0 or length < 0 or start + length > size:
+            raise ValueError(
+                f"{self}: [{start}, {start + length}) is not inside dim {dim} of size {size}"
+            )
+        region = (*self._region[:dim], (begin + start, length), *self._region[dim + 1 :])
+        return _Handle(self._owner, self.name, self._tensor, region)
+
+    def read_into(self, destination: torch.Tensor) -> None:
+        check_destination(self.shape, destination, self)
+        for chunk in self._tensor.chunks:
+            part: FileHandle | None = None
+            target = destination
+            within = []
+            for dim, (start, length) in enumerate(self._region):
+                first = max(start, chunk.offsets[dim])
+                count = min(start + length, chunk.offsets[dim] + chunk.shape[dim]) - first
+                within.append((dim, first - chunk.offsets[dim], count))
+                target = target.narrow(dim, first - start, count) if count > 0 else target
+            if any(count <= 0 for _, _, count in within):
+                continue
+            part = self._owner.part(self.name, self._tensor, chunk)
+            for narrow in within:
+                part = part.narrow(*narrow)
+            if target.dtype == self.dtype:
+                part.read_into(target)
+            else:
+                copy_weight(part.read(), target, self)
+
+    def read(self) -> torch.Tensor:
+        destination = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read_into(destination)
+        return destination
+
+    def __repr__(self) -> str:
+        folder = printable(self._owner.path.parent)
+        return f"{printable_name(self.name)} ({self.dtype}, shape {list(self.shape)}, in {folder})"
