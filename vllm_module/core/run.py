@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -133,8 +133,11 @@ class Run:
                 if fills and not self.written:
                     guard(self.root)  # no forward pass meanwhile
                     self.written = True
-                for _, group in groupby(fills, _together):
-                    self._fill_together([*group])
+                if len(fills) == 1:  # of a stream
+                    self._fill_together(fills)
+                else:
+                    for _, group in groupby(fills, _together):
+                        self._fill_together([*group])
         except BaseException as error:
             self.failure = error  # an override that catches it does not make the load whole
             raise
@@ -153,7 +156,9 @@ class Run:
         if self._reader is None:
             self._reader = self._opened.enter_context(Readers(state_of(self.root).device))
         try:
-            self._reader.read(self._jobs(fills, self._reader))
+            jobs = self._jobs(fills, self._reader)
+            for first in jobs:  # tensors in memory are copied on the way to it
+                self._reader.read(chain((first,), jobs))
         except BaseException:
             self._reader = None  # which reads no more
             raise
