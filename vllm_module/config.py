@@ -84,7 +84,7 @@ def _problems(kind: type[BaseModel], error: ValidationError) -> str:
 
 
 def unknown_name(name: str, known: Collection[str]) -> str:
-    """Return what is said of an argument that there is not, and of a known one that is close."""
+    """Return the text for an unknown argument, with the closest known name."""
     close = difflib.get_close_matches(name, known, 1)
     return f"has no argument {name!r}" + (f": did you mean {close[0]!r}?" if close else "")
 

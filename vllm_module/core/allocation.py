@@ -16,10 +16,10 @@ Nodes: TypeAlias = Callable[[], Iterable[Node]]
 
 
 class Allocation:
-    """The tensors that a load materialized, what they were, and every place that holds them.
+    """The tensors that a load materialized, their originals on meta, and all locations of each.
 
-    Methods take ``modules`` and ``nodes``, which return what :func:`tree.modules_below` and
-    :func:`tree.walk` do for the whole tree.
+    ``modules`` and ``nodes`` of its methods return :func:`tree.modules_below` and
+    :func:`tree.walk` of the whole tree.
 
     Args:
         partial: whether the load may fill some slots of a tensor and leave others.
@@ -95,6 +95,6 @@ def _tensors(location: Location) -> dict[str, Any]:
 
 
 def _put(tensor: torch.Tensor, holder: Location) -> None:
-    """Replace the tensor at ``holder``; what its slots held, if anything, went with its memory."""
+    """Put ``tensor`` at ``holder``, and forget which of its slots were loaded."""
     _tensors(holder)[holder.attr] = tensor
     holder.node.state.loaded.pop(holder.local, None)

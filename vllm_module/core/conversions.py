@@ -1,4 +1,4 @@
-"""What turns a checkpoint's tensor into what its module keeps of it, such as FP8 and scales."""
+"""Conversions of a checkpoint's tensor into what its module keeps, such as FP8 and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One checkpoint tensor and the slot it fills: which pieces are read, and whether ties agree."""
+"""One checkpoint tensor and the slot it fills: its pieces, and the checks of ties and of NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a name or a weight does not fit, in words, and what a checkpoint may leave out."""
+"""Messages for names and weights that do not fit, and the values of tensors that may be absent."""
 
 from __future__ import annotations
 

@@ -40,21 +40,22 @@ class vLLMModule(nn.Module):
     Attributes:
         shard_names: names that this layer fuses: ``["q_proj", "k_proj", "v_proj"]``. Each is the
             name of one slot of its parameters, and may be a path: ``"3.up_proj"``.
-        stored_beside: from an own tensor that a checkpoint stores one level higher to its name
-            there: ``{"sinks": "sinks"}`` for ``"attn.sinks"``. If the tensor has slots that are
+        stored_beside: names of this module's tensors that a checkpoint stores beside the module,
+            not below it. ``{"sinks": "sinks"}`` on ``attn``: the checkpoint has
+            ``self_attn.sinks`` for ``self_attn.attn.sinks``. If the tensor has slots that are
             stored apart, it is the name of all of them as one tensor.
-        weight_aliases: from a checkpoint's name to the child, slot or tensor that it means, both
-            relative to this module. Either may be a path: ``{"h": "transformer.h"}``. A checkpoint
-            may use either name. An alias of a module stands for all names below it. No alias leads
-            to another one, or to a rule, of the same module.
-        skipped_weights: from a name, which may be a path, to the reason why it is not loaded, nor
-            anything below it. Nothing is refused if the checkpoint lacks it.
-        zero_weights: from a name that no tensor has to the reason why one of zeros is skipped;
-            other numbers are refused.
-        conversions: from a parameter's name to what converts the checkpoint's tensor for it.
+        weight_aliases: other names that a checkpoint may use, each with the child, slot or tensor
+            that it means. Either may be a path: ``{"h": "transformer.h"}``. An alias of a module
+            stands for all names below it. No alias leads to another one, or to a rule, of the
+            same module.
+        skipped_weights: names that are not loaded, nor anything below them, each with the reason.
+            Each may be a path. Nothing is refused if the checkpoint lacks it.
+        zero_weights: names of tensors that checkpoints may have and the model lacks, each with the
+            reason. Such a tensor is skipped if it is all zeros, else refused.
+        conversions: the conversion of a parameter's checkpoint tensor, by the parameter's name.
         allow_nan: whether weights may be NaN, when this is the module that is loaded or updated.
-            By default they are refused by name, in tensors in memory and in what is read onto a
-            GPU.
+            By default a NaN is refused by the tensor's name, in a tensor in memory and in one that
+            is read onto a GPU.
 
     """
 
@@ -74,11 +75,12 @@ class vLLMModule(nn.Module):
         Every slot must be filled exactly once, a tied tensor under one of its names or all. What is
         missing, unexpected, duplicated or misshapen is one ``WeightLoadError`` (or a subclass).
 
-        An override may rename or change pairs for ``super()``, or call its children itself. Given
-        an iterator, it passes on a generator, so that tensors are streamed; else a list, so that
-        all names are checked before anything is written. Below the outermost module, an override is
-        called with one pair of a stream at a time. Values may not be there yet when ``super()``
-        returns: compute with them in :meth:`process_weights_after_loading`.
+        An override may rename or change pairs for ``super()``, or call its children itself. If it
+        gets an iterator, it must pass ``super()`` a generator, so that tensors are streamed. If it
+        gets a collection, it must pass a list, so that all names are checked before anything is
+        written. Below the outermost module, an override is called once for each pair of a stream.
+        Values may not be there yet when ``super()`` returns: compute with them in
+        :meth:`process_weights_after_loading`.
         """
         if isinstance(weights, Group):  # from a module above, which needs no names back
             self._route(weights, Planner.current())
@@ -117,9 +119,9 @@ class vLLMModule(nn.Module):
             self._route(weights, planner)
 
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
-        """Return what fills a slot of tensor ``name`` that a whole checkpoint may lack.
+        """Return the values of a slot of tensor ``name`` for a checkpoint that lacks it.
 
-        ``None`` if it has to have it.
+        ``None`` if a whole checkpoint must have it.
         """
         return None
 
@@ -130,15 +132,15 @@ class vLLMModule(nn.Module):
         first, and only when all tensors here and below hold values; never for modules above the one
         that is loaded. A module with no ``vLLMModule`` below it is called as soon as all of its
         tensors are filled. All others, and those that an update fills in part, are called at the
-        end. An override computes everything again, in place, so
-        that a captured CUDA graph sees it. To refuse the checkpoint, it raises a
-        ``WeightLoadError`` whose message begins with the name of the tensor.
+        end. An override computes everything again, in place, so that a captured CUDA graph sees
+        it. To refuse the checkpoint, it raises a ``WeightLoadError`` whose message begins with the
+        name of the tensor.
         """
 
     def processing(self) -> Sequence[Callable[[], None]]:
-        """Return what a load calls once the weights here and below are there: nothing, by default.
+        """Return the steps that a load calls once all weights here and below are filled.
 
-        A base class of layers that has work of its own puts it first, so that
+        A base class of layers puts its own steps first, so that
         :meth:`process_weights_after_loading` stays free for the layers.
         """
         own = type(self).process_weights_after_loading
@@ -147,9 +149,10 @@ class vLLMModule(nn.Module):
         return (self.process_weights_after_loading,)
 
     def stored_names(self, given: Sequence[str]) -> Callable[[str], str | None]:
-        """Return what tells, for messages, which other name a checkpoint may have for a tensor.
+        """Return a function from a tensor's name to another name that a checkpoint may have for it.
 
-        For an override of :meth:`load_weights` that renames; ``given`` are the names it was given.
+        Reports of missing tensors show both. A class whose :meth:`load_weights` renames overrides
+        this; ``given`` are the names that it was called with.
         """
         return lambda name: None
 
@@ -202,7 +205,7 @@ class vLLMModule(nn.Module):
 
     @property
     def load_report(self) -> LoadReport | None:
-        """What the last successful load, called on this module, did with every name."""
+        """The report of the last successful load that was called on this module."""
         return self.load_state.report
 
     def __init__(self) -> None:
@@ -227,12 +230,12 @@ class vLLMModule(nn.Module):
 
 
 def _within_load(override: Any) -> Any:
-    """Wrap an overridden ``load_weights``: it adds to a plan, and returns what it filled."""
+    """Wrap an overridden ``load_weights``: it adds to a plan, and returns the names it filled."""
 
     @wraps(override)
     def load_weights(self: vLLMModule, weights: Weights) -> set[str]:
         with loading(self, weights) as planner, planner.names_of(self) as names:
-            # A Group is for the base class alone: super() has to return names.
+            # Overrides get plain pairs: only the base class may see a Group.
             pairs = planner.pairs_of(weights) if isinstance(weights, Group) else weights
             pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
             if isinstance(override(self, pairs), GeneratorType):

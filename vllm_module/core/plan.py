@@ -1,4 +1,4 @@
-"""What a load would do: which pieces of which tensors it would read, and the memory that takes."""
+"""The plan of a load: the tensors and pieces that it reads, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlannedMemory(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan(Summarized):
-    """What ``module.load_weights`` would do with some weights.
+    """What ``module.load_weights`` does with some weights, before anything is read.
 
     Attributes:
         module: the module that made the plan, or a copy of it that has another rank's parameters.

@@ -74,7 +74,7 @@ class Renamed(str):
 
 
 class Planner:
-    """Collects what each name of a checkpoint does, for a plan.
+    """Collects what each name of a checkpoint fills, and the problems, for one plan.
 
     Args:
         root: the module that is loaded, updated or planned.
@@ -84,10 +84,10 @@ class Planner:
 
     Attributes:
         reads: whether the plan is run afterwards.
-        top: the root's place in the tree.
-        report: what happens to every name.
-        fills: what is to be read, in the order of names.
-        folder: where the first handle is that says so.
+        top: the root's node.
+        report: the report, which gets every name.
+        fills: the fills that are not read yet, in the order of names.
+        folder: the folder of the first handle that has a file.
 
     """
 
@@ -283,7 +283,7 @@ class Planner:
         slot: str | None,
         tensor: torch.Tensor | None,
     ) -> None:
-        """Report a name that no tensor or slot has; skip it where zeros may be stored for it."""
+        """Report a name without a tensor or slot; skip it where zeros may be stored for it."""
         rule = fit.zero_rule(location) if tensor is None else None
         if rule is None:
             problem: str | None = fit.no_place(location, slot)
@@ -328,7 +328,7 @@ class Planner:
                         self._fill_absent(node.location(attr), slot)
 
     def _fill_absent(self, location: Location, slot: str) -> None:
-        """Fill a slot with what the layer has for a checkpoint that lacks it, or report it."""
+        """Fill a slot that the checkpoint lacks with the layer's own values, or report it."""
         weight = fit.absent_weight(location, slot)
         if weight is None:
             name, detail = fit.missing(location, slot)
@@ -344,7 +344,7 @@ class Planner:
         self.fills.append(Fill(location.stored_name(slot), slot, weight, location))
 
     def _names_of(self, node: Node) -> Callable[[str], str | None]:
-        """Return how the module at ``node``, an override, names what is missing."""
+        """Return the :meth:`stored_names` function of the module at ``node``."""
         found = self._naming.get(node.module)
         if found is None:
             module: Any = node.module

@@ -1,4 +1,4 @@
-"""What a load did with every name, as an object and as one message."""
+"""The report of a load: what it did with every name, as an object and as one message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class LoadReport:
-    """What one load did with every name of the checkpoint and of the model.
+    """The result of one load for every name of the checkpoint and of the model.
 
     Attributes:
         loaded: by parameter or buffer, the checkpoint names that fill it.

@@ -1,4 +1,4 @@
-"""Where checkpoint names lead, by what a module and its children declare.
+"""Tables from checkpoint names to children, tensors and rules, built from declarations.
 
 A table leads from the first component of a name, with the dot behind it if more follows, to a
 route: to a child, to a tensor of the module or a slot of it, or to a rule that skips the name.
@@ -32,7 +32,7 @@ class Child(NamedTuple):
 class Tensor(NamedTuple):
     """The name is that of a tensor of the module, or of a ``slot`` of one.
 
-    ``attr`` is empty if a slot's name came first: the rest of the name is the tensor's.
+    ``attr`` is "" for a slot of this module: the rest of the name is the tensor's.
     """
 
     attr: str
@@ -103,7 +103,7 @@ def _built(module: Any) -> Routes:
 
 
 class _Declared(NamedTuple):
-    """What a child declares: names that lead to it beside its own."""
+    """The declarations of a child: names that lead to it beside its own."""
 
     attr: str
     shard_names: tuple[str, ...] = ()

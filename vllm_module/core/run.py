@@ -71,7 +71,7 @@ class _Target(NamedTuple):
 
 
 class Run:
-    """What one load or update has done to the modules below ``root``.
+    """The reading of one plan: the work of a load or update on the modules below ``root``.
 
     Args:
         root: the module that is loaded or updated.

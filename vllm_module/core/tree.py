@@ -30,7 +30,7 @@ def _device_to_load_on() -> torch.device:
 
 @dataclass
 class LoadState:
-    """What one module remembers between loads.
+    """State of one module that lasts between loads.
 
     Attributes:
         device: its tensors are materialized here; the default device when it was built.
@@ -103,7 +103,7 @@ class Node:
 
     @property
     def state(self) -> LoadState:
-        """What the owner remembers."""
+        """The load state of the owner."""
         return state_of(self.owner.module)
 
     @property
@@ -215,7 +215,7 @@ class Location:
 
     @property
     def conversion(self) -> Conversion | None:
-        """What converts the checkpoint's tensor; ``None`` where it is kept as it is stored."""
+        """The conversion of the checkpoint's tensor; ``None`` where it is kept as it is stored."""
         return self.node.conversions.get(self.attr)
 
     @property
