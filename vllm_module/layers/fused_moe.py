@@ -38,6 +38,7 @@ from vllm_module.parameters import (
     Slot,
 )
 from vllm_module.quantization import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.rows import ExpertRows
 
 
 class Router(vLLMModule):
@@ -144,7 +145,7 @@ class ExpertsLinear(QuantizableLayer):
         """
         summed = any(slot.parts > 1 for slot in self.input.slots)
         bias = None if summed and self.tp_group.rank else self.bias  # so that the sum has it once
-        return self.quant_method.apply_experts(self, x, offsets, bias, rows, top_k)
+        return self.quant_method.apply_experts(self, ExpertRows(x, offsets, bias, rows, top_k))
 
     def extra_repr(self) -> str:
         assert self.experts is not None

@@ -10,13 +10,14 @@ from vllm_module.quantization.method import (
     valid_weights,
 )
 from vllm_module.quantization.requested_rules import online_rules, rules_for
-from vllm_module.quantization.rows import QuantizedRows, RowScheme
+from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
 from vllm_module.quantization.rules import Rules
 from vllm_module.quantization.scheme import ONLINE, Scheme
 
 __all__ = [
     "ONLINE",
     "EightBitMethod",
+    "ExpertRows",
     "QuantizableKVCache",
     "QuantizableLayer",
     "QuantizeMethod",

@@ -34,6 +34,7 @@ from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online_nf4 import QuantizeNF4
 from vllm_module.quantization.quant_state import LONGEST, NESTED_BLOCKSIZE, QuantState
+from vllm_module.quantization.rows import ExpertRows
 from vllm_module.weights import read_into
 
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -314,9 +315,11 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
         """Return the scale of each channel, float32 ``[output, 1]``."""
         return {"scale_for_matmul": layer.get_parameter("SCB").data.unsqueeze(-1) / 127}
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         scale = layer.get_buffer("scale_for_matmul")
-        return (layer.weight.float() * scale).to(layer.params_dtype)
+        return (layer.weight.float() * scale).to(dtype or layer.params_dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
@@ -324,25 +327,10 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
         scale, block = layer.get_buffer("scale_for_matmul"), (1, layer.weight.shape[-1])
         return scaled_matmul(x, layer.weight, scale, block, bias, None, quantize_input=False)
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        return grouped_matmul(
-            x,
-            layer.weight,
-            offsets,
-            bias=bias,
-            rows=rows,
-            top_k=top_k,
-            scale=layer.get_buffer("scale_for_matmul"),
-            block=(1, layer.weight.shape[-1]),
-            quantize_input=False,
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
+        scale, block = layer.get_buffer("scale_for_matmul"), (1, layer.weight.shape[-1])
+        return rows.product(
+            grouped_matmul, layer.weight, scale=scale, block=block, quantize_input=False
         )
 
 

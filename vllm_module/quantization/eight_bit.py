@@ -20,7 +20,7 @@ from vllm_module.parameters import (
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online import QuantizeOnline
-from vllm_module.quantization.rows import QuantizedRows, RowScheme
+from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
 from vllm_module.quantization.scheme import Scheme
 
 _online = lru_cache(maxsize=64)(QuantizeOnline)  # layers alike share it
@@ -116,9 +116,11 @@ class EightBitMethod(QuantizeMethod):
             computed["input_scale_for_matmul"] = layer.get_parameter("input_scale").amax()
         return computed
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         scale = getattr(layer, self.scheme.scale_name)
-        return self.scheme.dequantized(layer.weight, scale, layer.params_dtype)
+        return self.scheme.dequantized(layer.weight, scale, dtype or layer.params_dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
@@ -152,27 +154,16 @@ class EightBitMethod(QuantizeMethod):
             rows.values, layer.weight, scale, block, bias, rows.scales, dtype=rows.dtype
         )
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         scale, block, input_scale = self._scales(layer)
-        return grouped_matmul(
-            x,
+        quantize_input = self.scheme.activations != "none"
+        return rows.product(
+            grouped_matmul,
             layer.weight,
-            offsets,
-            bias=bias,
-            rows=rows,
-            top_k=top_k,
             scale=scale,
             block=block,
             input_scale=input_scale,
-            quantize_input=self.scheme.activations != "none",
+            quantize_input=quantize_input,
         )
 
     def _scales(

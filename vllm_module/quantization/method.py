@@ -23,7 +23,7 @@ from vllm_module.parameters import (
     Experts,
     ModelWeightParameter,
 )
-from vllm_module.quantization.rows import QuantizedRows, RowScheme
+from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
 
 
 class QuantizeMethod(ABC):
@@ -94,8 +94,10 @@ class QuantizeMethod(ABC):
         """
         return {}
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        """Return the weight as the layer multiplies by it, in its ``params_dtype``."""
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the weight that the layer multiplies by, in ``dtype`` or its ``params_dtype``."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore a weight")
 
     @abstractmethod
@@ -118,21 +120,12 @@ class QuantizeMethod(ABC):
         """Return what :meth:`apply` would of the rows before they were quantized."""
         raise NotImplementedError(f"{type(self).__name__} has no product for quantized rows")
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         """Multiply rows, sorted by expert, by the weights ``[experts, output, input]``.
 
-        Arguments and result are those of
-        :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`.
+        By default they are dequantized, all of the layer.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no product for experts")
+        return rows.product(grouped_matmul, self.full_precision(layer, rows.x.dtype))
 
 
 class UnquantizedMethod(QuantizeMethod):
@@ -143,24 +136,18 @@ class UnquantizedMethod(QuantizeMethod):
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         return {"weight": layer.new_weight(layer.params_dtype)}
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return layer.weight
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return layer.weight if dtype is None else layer.weight.to(dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return linear(x, layer.weight, bias)
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        return grouped_matmul(x, layer.weight, offsets, bias=bias, rows=rows, top_k=top_k)
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
+        return rows.product(grouped_matmul, layer.weight)
 
 
 class QuantizableLayer(vLLMModule):

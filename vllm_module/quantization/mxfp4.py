@@ -23,6 +23,7 @@ from vllm_module.parameters import (
 )
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.rows import ExpertRows
 
 BLOCK = 32  # numbers along the input that share a scale, by the format
 _BYTES = 16  # of a block
@@ -63,25 +64,18 @@ class MXFP4Method(QuantizeMethod):
         rule = "255 stands for NaN, and scales must be finite: quantize the checkpoint again"
         demand(layer.get_parameter(name), lambda scales: scales != 255, name, rule)
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return dequantize_mxfp4(*self._blocks(layer), layer.params_dtype)
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return dequantize_mxfp4(*self._blocks(layer), dtype or layer.params_dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         raise NotImplementedError("gpt-oss stores only experts in MXFP4")
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        blocks, scales = self._blocks(layer)
-        return grouped_matmul_mxfp4(x, blocks, scales, offsets, bias=bias, rows=rows, top_k=top_k)
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
+        return rows.product(grouped_matmul_mxfp4, *self._blocks(layer))
 
     def _blocks(self, layer: QuantizableLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the blocks ``[..., input / 32, 16]`` and their scales."""

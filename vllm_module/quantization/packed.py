@@ -32,6 +32,7 @@ from vllm_module.parameters import (
 )
 from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.rows import ExpertRows
 
 _ADVICE = "quantize the checkpoint again"
 _ZERO_BIAS = {"bias": "AutoGPTQ stores zeros for a layer without a bias"}
@@ -339,13 +340,12 @@ class PackedMethod(QuantizeMethod):
 
     # Products
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return self.dequantized(layer, layer.params_dtype)
-
-    def dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight that is multiplied by, in ``dtype``."""
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         words, scales, size, zeros, group_of = self._operands(layer)
         dequantize = dequantize_packed if layer.experts is None else dequantize_experts
+        dtype = dtype or layer.params_dtype
         return dequantize(words, scales, self.packing, size, dtype, zeros, group_of)
 
     def apply(
@@ -356,29 +356,10 @@ class PackedMethod(QuantizeMethod):
             x, words, scales, self.packing, size, zeros=zeros, group_of=group_of, bias=bias
         )
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         words, scales, size, zeros, group_of = self._operands(layer)
-        return grouped_matmul_packed(
-            x,
-            words,
-            scales,
-            self.packing,
-            size,
-            offsets,
-            zeros=zeros,
-            group_of=group_of,
-            bias=bias,
-            rows=rows,
-            top_k=top_k,
-        )
+        packed = words, scales, self.packing, size
+        return rows.product(grouped_matmul_packed, *packed, zeros=zeros, group_of=group_of)
 
     def _size_of_group(self, inputs: int) -> int:
         """Return how many of ``inputs`` share a scale; a larger number would fit no integer."""

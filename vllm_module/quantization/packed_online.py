@@ -149,7 +149,7 @@ class PackOnline:
 
     def restored(self, module: QuantizableLayer) -> torch.Tensor:
         """Return the weight multiplied by its scales, in float32."""
-        return self.method.dequantized(module, torch.float32)
+        return self.method.full_precision(module, torch.float32)
 
     def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the largest error of each number of ``stored``, a whole tensor.
