@@ -149,7 +149,7 @@ class ExpertsLinear(QuantizableLayer):
 
     def extra_repr(self) -> str:
         assert self.experts is not None
-        weight = self.get_parameter(self.quant_method.parameter_names[0])
+        weight = self.get_parameter(self.parameter_names[0])
         return f"weight={list(weight.shape)}, experts={self.experts.kept} of {self.experts.count}"
 
 

@@ -6,6 +6,7 @@ from vllm_module.quantization.kv_cache import QuantizableKVCache
 from vllm_module.quantization.method import (
     QuantizableLayer,
     QuantizeMethod,
+    StoredTensor,
     UnquantizedMethod,
     valid_weights,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "RowScheme",
     "Rules",
     "Scheme",
+    "StoredTensor",
     "UnquantizedMethod",
     "online_rules",
     "quantize",

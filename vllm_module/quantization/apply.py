@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -120,9 +120,10 @@ def _decide(
         for name in names or [path]
     }
     schemes = {scheme for _, scheme in decisions.values()}
-    joined = _joined(slots, [scheme for _, scheme in decisions.values()])
-    if joined is not None:
-        schemes = {joined}
+    if len(schemes) > 1:
+        of_slots = [scheme for _, scheme in decisions.values()]
+        joined = rules.joined(dict(zip(slots, of_slots, strict=True)))
+        schemes = schemes if joined is None else {joined}
     if len(schemes) > 1:
         examples: dict[Scheme | QuantizeMethod | None, str] = {}  # of hundreds of experts
         for name, (_, scheme) in decisions.items():
@@ -133,17 +134,6 @@ def _decide(
             "one way or none"
         )
     return {target for target, _ in decisions.values()}, schemes.pop()
-
-
-def _joined(
-    slots: Sequence[str], schemes: Sequence[Scheme | QuantizeMethod | None]
-) -> QuantizeMethod | None:
-    """Return the method of a layer whose slots have these, which differ, if there is one."""
-    methods = [each for each in schemes if not isinstance(each, Scheme)]
-    first = next((each for each in methods if each is not None), None)
-    if len(set(schemes)) == 1 or first is None or len(methods) < len(schemes):
-        return None
-    return first.joined(dict(zip(slots, methods, strict=True)))
 
 
 def _demand_effect(model: vLLMModule, rules: Rules, used: set[str], others: Iterable[str]) -> None:

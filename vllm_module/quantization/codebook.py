@@ -22,9 +22,6 @@ class CodebookMethod(QuantizeMethod):
 
     packing: Packing
     blocksize: int
-    processes = True
-    replaceable = True
-    buffer_names: tuple[str, ...] = ("codebook",)
 
     def words(self, layer: QuantizableLayer) -> torch.Tensor:
         """Return the codes, uint8 ``[output, input / 2]``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -50,8 +50,6 @@ class GGUFMethod(QuantizeMethod):
     """
 
     types: tuple[tuple[str | None, str | None], ...]
-    parameter_names: tuple[str, ...] = field(init=False, compare=False)
-    processes = True
 
     def __post_init__(self) -> None:
         for _, kind in self.types:
@@ -60,24 +58,20 @@ class GGUFMethod(QuantizeMethod):
                     f"weights of type {kind} are not supported: expected one of "
                     f"{', '.join(BLOCK_TYPES)}"
                 )
-        names = dict.fromkeys(_parameter_name(kind) for _, kind in self.types)
-        object.__setattr__(self, "parameter_names", tuple(names))
 
     def __str__(self) -> str:
         return " and ".join(dict.fromkeys(kind or "full precision" for _, kind in self.types))
 
-    def joined(self, slots: Mapping[str, QuantizeMethod | None]) -> QuantizeMethod | None:
-        """Return the method of a layer each of whose slots has its own type.
+    @staticmethod
+    def of_slots(slots: Mapping[str, object]) -> GGUFMethod | None:
+        """Return the method of a layer each of whose slots has a method of one type, or ``None``.
 
-        The slots of experts, ``3.up_proj``, must have one type for all experts.
+        The slots of experts, ``3.up_proj``, must have one type for all experts, else the result is
+        ``None``.
         """
         types: dict[str | None, str | None] = {}
         for slot, method in slots.items():
-            kind = None
-            if isinstance(method, GGUFMethod):
-                kind = method.types[0][1]
-            elif method is not None:
-                return None
+            kind = method.types[0][1] if isinstance(method, GGUFMethod) else None
             if types.setdefault(slot.rpartition(".")[2], kind) != kind:
                 return None
         return GGUFMethod(tuple(types.items()))
@@ -150,10 +144,11 @@ class GGUFMethod(QuantizeMethod):
 
     def _parts(self, layer: QuantizableLayer) -> Iterator[_Part]:
         """Yield the rows of the weight, in the order of the output."""
-        if len(self.parameter_names) == 1:
-            yield _Part(layer.get_parameter(self.parameter_names[0]), self.types[0][1])
-            return
         types = dict(self.types)
+        if len(kinds := set(types.values())) == 1:
+            kind = kinds.pop()
+            yield _Part(layer.get_parameter(_parameter_name(kind)), kind)
+            return
         for slot in layer.output.slots:
             kind = types[slot.name]
             parameter = layer.get_parameter(_parameter_name(kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -38,8 +39,7 @@ class MXFP4Method(QuantizeMethod):
     order in full precision. The product dequantizes them.
     """
 
-    parameter_names = ("weight_blocks", "weight_scales")
-    processes = True
+    names: ClassVar = ("weight_blocks", "weight_scales")  # of codes and scales
 
     def __str__(self) -> str:
         return "MXFP4"
@@ -60,7 +60,7 @@ class MXFP4Method(QuantizeMethod):
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for a scale of 255, which makes a block NaN."""
-        name = self.parameter_names[1]
+        name = self.names[1]
         rule = "255 stands for NaN, and scales must be finite: quantize the checkpoint again"
         demand(layer.get_parameter(name), lambda scales: scales != 255, name, rule)
 
@@ -79,7 +79,7 @@ class MXFP4Method(QuantizeMethod):
 
     def _blocks(self, layer: QuantizableLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the blocks ``[..., input / 32, 16]`` and their scales."""
-        blocks, scales = map(layer.get_parameter, self.parameter_names)
+        blocks, scales = map(layer.get_parameter, self.names)
         return blocks, scales
 
 
@@ -91,9 +91,7 @@ class MXFP4PackedMethod(MXFP4Method):
     quantized, on any device.
     """
 
-    parameter_names = ("weight_packed", "weight_scale")
-    buffer_names = ("codebook", "scales_for_matmul")
-    replaceable = True
+    names = ("weight_packed", "weight_scale")
 
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return ``weight_packed [output, input / 2]`` and ``weight_scale [output, input / 32]``.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 
 from vllm_module.base.messages import shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
@@ -65,6 +65,10 @@ class Rules:
                 return target, scheme
         return "", None
 
+    def joined(self, slots: Mapping[str, Scheme | QuantizeMethod | None]) -> QuantizeMethod | None:
+        """Return the method of a fused layer whose slots have different ones, if there is one."""
+        return None
+
     def about(self, names: Sequence[str], fused: str) -> Rules:
         """Return the rules without those that match none of the layer's ``names``, nor ``fused``.
 
@@ -79,23 +83,6 @@ class Rules:
             return target == EVERY_LAYER or target.startswith("re:") or f".{target}." in joined
 
         return replace(self, rules=tuple(rule for rule in self.rules if may_match(rule[0])))
-
-
-class RulesByName(Rules):
-    """Rules that name each layer: one is found without a look at the others, of which are many."""
-
-    def rule_of(self, name: str, fused: str = "", spellings: Iterable[str] = ()) -> Rule:
-        for each in (name, *spellings):
-            if (method := self._methods.get(each)) is not None:
-                return f"={each}", method
-        return "", None
-
-    def about(self, names: Sequence[str], fused: str) -> Rules:
-        return self
-
-    @cached_property
-    def _methods(self) -> dict[str, Scheme | QuantizeMethod | None]:
-        return {target.removeprefix("="): method for target, method in self.rules}
 
 
 def matches(target: str, name: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from vllm_module.quantization.mxfp4 import MXFP4Method
 from vllm_module.quantization.nvfp4 import BLOCK as BLOCK_OF_NVFP4
 from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
 from vllm_module.quantization.packed_config import auto_round_rules, awq_rules, gptq_rules
-from vllm_module.quantization.rules import Rule, Rules, RulesByName, checked_target
+from vllm_module.quantization.rules import Rule, Rules, checked_target
 from vllm_module.quantization.scheme import EVERY_LAYER, FLOATS_OR_E8M0, MXFP8, Scheme
 
 
@@ -195,6 +196,26 @@ def _part_of_name(target: str) -> str:
     return checked_target(rf"re:(?:{target})(\.|\Z)" if is_pattern else target)
 
 
+class _GGUFRules(Rules):
+    """Rules that name each layer: one is found without a look at the others, of which are many."""
+
+    def rule_of(self, name: str, fused: str = "", spellings: Iterable[str] = ()) -> Rule:
+        for each in (name, *spellings):
+            if (method := self._methods.get(each)) is not None:
+                return f"={each}", method
+        return "", None
+
+    def joined(self, slots: Mapping[str, Scheme | QuantizeMethod | None]) -> QuantizeMethod | None:
+        return GGUFMethod.of_slots(slots)
+
+    def about(self, names: Sequence[str], fused: str) -> Rules:
+        return self
+
+    @cached_property
+    def _methods(self) -> dict[str, Scheme | QuantizeMethod | None]:
+        return {target.removeprefix("="): method for target, method in self.rules}
+
+
 def _gguf(stored: Mapping[str, Any]) -> Rules:
     """Read what a source of GGUF files wrote: the type of each weight in blocks, by its layer."""
     types = stored.get("types")
@@ -204,7 +225,7 @@ def _gguf(stored: Mapping[str, Any]) -> Rules:
             f"got {shorten(types)}: load the GGUF file itself"
         )
     methods = {kind: GGUFMethod(((None, kind),)) for kind in set(types.values())}
-    return RulesByName(tuple((f"={name}", methods[kind]) for name, kind in types.items()))
+    return _GGUFRules(tuple((f"={name}", methods[kind]) for name, kind in types.items()))
 
 
 def _packed(parse: Callable[[Mapping[str, Any]], list[Rule]]) -> Callable[..., Rules]:
