@@ -1,6 +1,5 @@
 """Quantization methods: which parameters a layer has, and how it multiplies by them."""
 
-from vllm_module.quantization.apply import quantize
 from vllm_module.quantization.eight_bit import EightBitMethod
 from vllm_module.quantization.kv_cache import QuantizableKVCache
 from vllm_module.quantization.method import (
@@ -12,7 +11,7 @@ from vllm_module.quantization.method import (
 )
 from vllm_module.quantization.requested_rules import online_rules, rules_for
 from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
-from vllm_module.quantization.rules import Rules
+from vllm_module.quantization.rules import Rules, quantize
 from vllm_module.quantization.scheme import ONLINE, Scheme
 
 __all__ = [
