@@ -6,7 +6,7 @@ Pytest's importlib mode has no imports between test files: take it with ``runpy.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ HIDDEN = 32
 class AnyNumbers(PackedMethod):
     """Takes any numbers, such as the laws draw: a group that does not exist is that of the rest."""
 
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> None:
-        return None
+    def stored(self, layer: QuantizableLayer) -> Any:
+        return {name: replace(each, valid=None) for name, each in super().stored(layer).items()}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         pass
@@ -57,24 +57,23 @@ class OwnOffset(BitsAndBytes4BitMethod):
     Their names are those of the parameters, which the laws find by the tree.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.weight_aliases = {}
+    def stored(self, layer: QuantizableLayer) -> Any:
+        return {name: replace(each, aliases=()) for name, each in super().stored(layer).items()}
 
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
-        valid = super().valid_weight(layer, name, slot)
-        if name != "quant_state" or not self.nested or valid is None:
+    def _valid_state(self, layer: QuantizableLayer, slot: str) -> torch.Tensor:
+        valid = super()._valid_state(layer, slot)
+        if not self.nested:
             return valid
-        state = QuantState.parse(valid, name)
         offset = sum(map(ord, slot)) / 1024
+        state = QuantState.parse(valid, "quant_state")
         return state.model_copy(update={"nested_offset": offset}).stored()
 
 
 class AnyScales(BitsAndBytes8BitMethod):
     """Draws the scales of channels."""
 
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
-        return None if name == "SCB" else super().valid_weight(layer, name, slot)
+    def stored(self, layer: QuantizableLayer) -> Any:
+        return {name: each for name, each in super().stored(layer).items() if name != "SCB"}
 
 
 BITSANDBYTES = st.sampled_from(

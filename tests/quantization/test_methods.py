@@ -43,10 +43,14 @@ METHODS = [UnquantizedMethod(), *map(EightBitMethod, SCHEMES)]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: str(getattr(method, "scheme", "")))
-def test_a_method_names_the_parameters_that_it_creates(method: QuantizeMethod) -> None:
-    """``parameter_names`` are the keys of ``create_weights``, in order."""
+def test_a_layer_names_what_its_method_creates_and_computes(method: QuantizeMethod) -> None:
+    """They are all of its parameters but the bias, and all of its buffers; others replace them."""
     layer = QKVParallelLinear(16, 8, 2)
-    assert method.parameter_names == tuple(method.create_weights(layer))
+    for each in (EightBitMethod(STORED[0]), method):
+        layer.quantize(each)
+        assert (*layer.parameter_names, "bias") == tuple(dict(layer.named_parameters()))
+        assert layer.buffer_names == tuple(dict(layer.named_buffers()))
+        assert set(layer.weight_aliases.values()) < set(layer.parameter_names)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from vllm_module.quantization.packed import (
     GPTQ_V2,
     PackedMethod,
 )
-from vllm_module.quantization.packed_config import gptq_rules
+from vllm_module.quantization.stored_rules import GPTQConfig
 
 packing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("packing.py"))))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -137,9 +137,9 @@ def test_a_zero_of_zero_borrows_in_files_of_gptqmodel(bits: int) -> None:
 def test_the_configuration_says_who_wrote_the_zeros(meta: Any, layout: Any) -> None:
     """Files of GPTQModel have words that borrow; where nobody is named, zeros are by themselves."""
     stored = {"bits": 4, "group_size": 32, "sym": False, "meta": meta}
-    assert gptq_rules(stored)[-1][1].format == layout
+    assert GPTQConfig.read(stored).rules[-1][1].format == layout
     second = stored | {"checkpoint_format": "gptq_v2"}
-    assert gptq_rules(second)[-1][1].format == GPTQ_V2
+    assert GPTQConfig.read(second).rules[-1][1].format == GPTQ_V2
 
 
 def test_awq() -> None:

@@ -177,7 +177,7 @@ class _Layer(NamedTuple):
         if isinstance(self.stored_as, PackedMethod):
             return self.stored_as.create_weights(self.layer)
         parameters = {}
-        for attr in self.layer.quant_method.parameter_names:
+        for attr in self.layer.parameter_names:
             parameter = self.layer.get_parameter(attr)
             assert isinstance(parameter, BasevLLMParameter)
             parameters[attr] = parameter

@@ -38,6 +38,7 @@ from vllm_module.parameters import (
     Slot,
 )
 from vllm_module.quantization import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.rows import ExpertRows
 
 
 class Router(vLLMModule):
@@ -144,11 +145,11 @@ class ExpertsLinear(QuantizableLayer):
         """
         summed = any(slot.parts > 1 for slot in self.input.slots)
         bias = None if summed and self.tp_group.rank else self.bias  # so that the sum has it once
-        return self.quant_method.apply_experts(self, x, offsets, bias, rows, top_k)
+        return self.quant_method.apply_experts(self, ExpertRows(x, offsets, bias, rows, top_k))
 
     def extra_repr(self) -> str:
         assert self.experts is not None
-        weight = self.get_parameter(self.quant_method.parameter_names[0])
+        weight = self.get_parameter(self.parameter_names[0])
         return f"weight={list(weight.shape)}, experts={self.experts.kept} of {self.experts.count}"
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
 from vllm_module.parameters import ColumnvLLMParameter, Dim, Slot
-from vllm_module.quantization import QuantizableLayer
+from vllm_module.quantization import EightBitMethod, QuantizableLayer
 from vllm_module.quantization.rows import QuantizedRows, RowScheme
 
 
@@ -53,17 +53,20 @@ class LinearBase(QuantizableLayer):
 
     def row_scheme(self) -> RowScheme | None:
         """Return how the product quantizes the rows that ``forward`` is given, if it does."""
-        return self.quant_method.row_scheme(self)
+        method = self.quant_method
+        return method.row_scheme(self) if isinstance(method, EightBitMethod) else None
 
     def _multiply(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply by the weight: ``x [..., input]``, or its rows quantized by ``row_scheme``."""
+        method = self.quant_method
         if isinstance(x, QuantizedRows):
-            return self.quant_method.apply_rows(self, x, bias)
-        return self.quant_method.apply(self, x, bias)
+            assert isinstance(method, EightBitMethod)
+            return method.apply_rows(self, x, bias)
+        return method.apply(self, x, bias)
 
     def extra_repr(self) -> str:
         group = self.tp_group
-        weight = self.get_parameter(self.quant_method.parameter_names[0])
+        weight = self.get_parameter(self.parameter_names[0])
         return (
             f"weight={list(weight.shape)}, bias={self.bias is not None}, "
             f"rank={group.rank} of {group.size}"

@@ -8,12 +8,11 @@ the quantized scales have blocks, scales and values of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
 
-from vllm_module.core.conversions import Conversion
 from vllm_module.errors import UnsupportedModelError, WeightReadError
 from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
@@ -31,9 +30,10 @@ from vllm_module.parameters import (
 )
 from vllm_module.quantization.codebook import CodebookMethod
 from vllm_module.quantization.demand import demand, with_slot
-from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod, StoredTensor
 from vllm_module.quantization.online_nf4 import QuantizeNF4
 from vllm_module.quantization.quant_state import LONGEST, NESTED_BLOCKSIZE, QuantState
+from vllm_module.quantization.rows import ExpertRows
 from vllm_module.weights import read_into
 
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -71,14 +71,6 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
     ) -> None:
         super().__init__(blocksize)
         self.quant_type, self.nested = quant_type, nested
-        names: tuple[str, ...] = ("absmax", "quant_map")
-        if nested:
-            names += ("nested_absmax", "nested_quant_map")
-            self.buffer_names += ("scales",)
-        self.parameter_names = ("weight", *names, "quant_state")
-        self.weight_aliases = {f"weight.{name}": name for name in names}
-        other = {"nf4": "fp4", "fp4": "nf4"}[quant_type]  # is refused for what it says
-        self.weight_aliases |= {_STATE + each: "quant_state" for each in (quant_type, other)}
 
     def __str__(self) -> str:
         nested = ", nested" if self.nested else ""
@@ -110,12 +102,21 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             created["nested_quant_map"] = PerTensorTableParameter(output, length=256, **tables)
         return created
 
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
-        """Return a ``quant_state`` of the slot, and the values of NF4 for codes of either type."""
-        if name == "quant_map":
-            return torch.tensor(NF4).expand(_table(layer, name).checkpoint_shape(slot))
-        if name != "quant_state":
-            return None
+    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
+        """Return names below that of the weight, and a ``quant_state`` of each slot.
+
+        The values of NF4 are valid for codes of either type.
+        """
+        other = {"nf4": "fp4", "fp4": "nf4"}[self.quant_type]  # is refused for what it says
+        states = _STATE + self.quant_type, _STATE + other
+        nested = ("nested_absmax", "nested_quant_map") if self.nested else ()
+        return {
+            **{name: StoredTensor((f"weight.{name}",)) for name in ("absmax", *nested)},
+            "quant_map": StoredTensor(("weight.quant_map",), valid=lambda slot: torch.tensor(NF4)),
+            "quant_state": StoredTensor(states, valid=partial(self._valid_state, layer)),
+        }
+
+    def _valid_state(self, layer: QuantizableLayer, slot: str) -> torch.Tensor:
         state = QuantState(
             quant_type=self.quant_type,
             blocksize=self.blocksize,
@@ -124,7 +125,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             nested_dtype="float32" if self.nested else None,
             nested_offset=2.0**-5 if self.nested else None,  # about the mean of other scales
         )
-        return state.stored().expand(_table(layer, name).checkpoint_shape(slot))
+        return state.stored()
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for tensors that do not belong together or are not finite."""
@@ -233,8 +234,6 @@ def _fill(parameter: BasevLLMParameter, slot: str, weight: torch.Tensor) -> None
 class OnlineNF4Method(_FourBitMethod):
     """A full-precision weight that is quantized to NF4 while it is loaded."""
 
-    parameter_names = ("weight", "absmax")
-
     def __str__(self) -> str:
         return f"NF4 in blocks of {self.blocksize}, quantized while loading"
 
@@ -254,8 +253,9 @@ class OnlineNF4Method(_FourBitMethod):
         absmax = BasevLLMParameter(layer.output, blocks, **layer.common(torch.float32))
         return {"weight": weight, "absmax": absmax}
 
-    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
-        return {"weight": _online(self.blocksize, layer.params_dtype, layer.transposed)}
+    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
+        convert = _online(self.blocksize, layer.params_dtype, layer.transposed)
+        return {"weight": StoredTensor(conversion=convert)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for a weight that is not finite, which its scales show."""
@@ -273,12 +273,6 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
     the checkpoint's configuration has; its weights are the same.
     """
 
-    parameter_names = ("weight", "SCB", "weight_format")
-    buffer_names = ("scale_for_matmul",)
-    absent_names = ("weight_format",)  # in files of its first versions, which have rows
-    processes = True
-    replaceable = True
-
     def __str__(self) -> str:
         return "bitsandbytes int8"
 
@@ -294,14 +288,14 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
             "weight_format": PerTensorScaleParameter(output, **common(torch.uint8)),
         }
 
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
+    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
         """Return the only format, and scales that are not negative: 127 is about 0.04."""
-        value = {"weight_format": 0, "SCB": 0.04}.get(name)
-        if value is None:
-            return None
-        parameter = layer.get_parameter(name)
-        assert isinstance(parameter, BasevLLMParameter)
-        return torch.full(parameter.checkpoint_shape(slot), value, dtype=parameter.dtype)
+        rows = torch.zeros((), dtype=torch.uint8)
+        return {
+            "SCB": StoredTensor(valid=lambda slot: torch.tensor(0.04)),
+            # Files of its first versions, which have rows, lack it.
+            "weight_format": StoredTensor(valid=lambda slot: rows, optional=True),
+        }
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for scales that are not finite, and for another order."""
@@ -314,9 +308,11 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
         """Return the scale of each channel, float32 ``[output, 1]``."""
         return {"scale_for_matmul": layer.get_parameter("SCB").data.unsqueeze(-1) / 127}
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         scale = layer.get_buffer("scale_for_matmul")
-        return (layer.weight.float() * scale).to(layer.params_dtype)
+        return (layer.weight.float() * scale).to(dtype or layer.params_dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
@@ -324,25 +320,10 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
         scale, block = layer.get_buffer("scale_for_matmul"), (1, layer.weight.shape[-1])
         return scaled_matmul(x, layer.weight, scale, block, bias, None, quantize_input=False)
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        return grouped_matmul(
-            x,
-            layer.weight,
-            offsets,
-            bias=bias,
-            rows=rows,
-            top_k=top_k,
-            scale=layer.get_buffer("scale_for_matmul"),
-            block=(1, layer.weight.shape[-1]),
-            quantize_input=False,
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
+        scale, block = layer.get_buffer("scale_for_matmul"), (1, layer.weight.shape[-1])
+        return rows.product(
+            grouped_matmul, layer.weight, scale=scale, block=block, quantize_input=False
         )
 
 

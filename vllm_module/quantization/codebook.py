@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul
 from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
@@ -13,7 +12,7 @@ from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 class CodebookMethod(QuantizeMethod):
     """A weight of bytes ``[output, input / 2]``, a scale for each block, and a value for each code.
 
-    The buffer ``codebook`` has the values. Experts are dequantized, all of a layer, for a product.
+    The buffer ``codebook`` has the values.
 
     Attributes:
         packing: which half of a byte has the first of two codes.
@@ -23,9 +22,6 @@ class CodebookMethod(QuantizeMethod):
 
     packing: Packing
     blocksize: int
-    processes = True
-    replaceable = True
-    buffer_names: tuple[str, ...] = ("codebook",)
 
     def words(self, layer: QuantizableLayer) -> torch.Tensor:
         """Return the codes, uint8 ``[output, input / 2]``."""
@@ -35,8 +31,19 @@ class CodebookMethod(QuantizeMethod):
         """Return the scale of each block, float32 ``[output, input / blocksize]``."""
         raise NotImplementedError
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return self._dequantized(layer, layer.params_dtype)
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        words, scales = self.words(layer), self.scales(layer)
+        weight = dequantize_packed(
+            words.flatten(0, -2),
+            scales.flatten(0, -2),
+            self.packing,
+            self.blocksize,
+            dtype or layer.params_dtype,
+            codebook=layer.get_buffer("codebook"),
+        )
+        return weight.view(*words.shape[:-1], 2 * words.shape[-1])
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
@@ -46,27 +53,3 @@ class CodebookMethod(QuantizeMethod):
         return packed_matmul(
             x, words, scales, self.packing, self.blocksize, codebook=codebook, bias=bias
         )
-
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        weight = self._dequantized(layer, x.dtype)
-        return grouped_matmul(x, weight, offsets, bias=bias, rows=rows, top_k=top_k)
-
-    def _dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
-        words, scales = self.words(layer), self.scales(layer)
-        weight = dequantize_packed(
-            words.flatten(0, -2),
-            scales.flatten(0, -2),
-            self.packing,
-            self.blocksize,
-            dtype,
-            codebook=layer.get_buffer("codebook"),
-        )
-        return weight.view(*words.shape[:-1], 2 * words.shape[-1])

@@ -10,7 +10,6 @@ import torch
 
 from vllm_module.base.messages import install
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.quantization.config_refusals import invalid, unsupported
 from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import BLOCK, MXFP4PackedMethod
@@ -18,9 +17,9 @@ from vllm_module.quantization.nvfp4 import BLOCK as BLOCK_OF_NVFP4
 from vllm_module.quantization.nvfp4 import COMPRESSED_TENSORS as NVFP4
 from vllm_module.quantization.nvfp4 import NVFP4Method
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
-from vllm_module.quantization.packed_config import BITS
-from vllm_module.quantization.rules import Rule, Rules, checked_target
+from vllm_module.quantization.rules import Rule, Rules
 from vllm_module.quantization.scheme import EVERY_LAYER, MXFP8, Activations, Scheme, Strategy
+from vllm_module.quantization.stored_rules import BITS, invalid, unsupported
 
 
 def compressed_tensors_rules(stored: Mapping[str, Any]) -> Rules:
@@ -59,9 +58,7 @@ def compressed_tensors_rules(stored: Mapping[str, Any]) -> Rules:
 
 def _exactly(target: str) -> str:
     """Return a target that matches one name only, as compressed-tensors' names do."""
-    if target == EVERY_LAYER or target.startswith("re:"):
-        return checked_target(target)
-    return f"={target}"
+    return target if target == EVERY_LAYER or target.startswith("re:") else f"={target}"
 
 
 def _without_actorder(stored: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from vllm_module.core.conversions import Conversion
 from vllm_module.kernels.dtypes import can_convert
 from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
@@ -18,9 +17,9 @@ from vllm_module.parameters import (
     PerTensorScaleParameter,
 )
 from vllm_module.quantization.demand import demand
-from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod, StoredTensor
 from vllm_module.quantization.online import QuantizeOnline
-from vllm_module.quantization.rows import QuantizedRows, RowScheme
+from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
 from vllm_module.quantization.scheme import Scheme
 
 _online = lru_cache(maxsize=64)(QuantizeOnline)  # layers alike share it
@@ -29,24 +28,8 @@ _online = lru_cache(maxsize=64)(QuantizeOnline)  # layers alike share it
 class EightBitMethod(QuantizeMethod):
     """A weight in eight bits with scales: stored quantized, or quantized while it is loaded."""
 
-    processes = True
-    replaceable = True
-
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
-        self.parameter_names = ("weight", scheme.scale_name)
-        if scheme.activations == "static":
-            self.parameter_names += ("input_scale",)
-            self.buffer_names += ("input_scale_for_matmul",)
-        if scheme.strategy == "tensor":
-            self.buffer_names += ("scale_for_matmul",)
-        if scheme.online:
-            return
-        # Under both names the weight is multiplied by the scale, whatever "inv" suggests.
-        (other,) = {"weight_scale", "weight_scale_inv"} - {scheme.scale_name}
-        self.weight_aliases = {other: scheme.scale_name}
-        if scheme.activations == "static":
-            self.weight_aliases["activation_scale"] = "input_scale"
 
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return ``weight``, its scale (float32) and, where stored, ``input_scale``."""
@@ -72,18 +55,23 @@ class EightBitMethod(QuantizeMethod):
             created["input_scale"] = PerTensorScaleParameter(output, **common)
         return created
 
-    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
-        if not self.scheme.online:
-            return {}
-        return {"weight": _online(self.scheme, layer.params_dtype, layer.transposed)}
+    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
+        """Return the conversion of a weight, or other names of the scales.
 
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
-        """Return exponents of two for scales that are stored as nothing else."""
-        dtypes, parameter = self.scheme.scale_dtypes, layer.get_parameter(name)
-        if name != self.scheme.scale_name or not dtypes or torch.float32 in dtypes:
-            return None
-        assert isinstance(parameter, BasevLLMParameter)
-        return torch.tensor(120, dtype=torch.uint8).expand(parameter.checkpoint_shape(slot))
+        Where scales are stored as exponents of two and nothing else, few numbers are valid.
+        """
+        scheme = self.scheme
+        if scheme.online:
+            convert = _online(scheme, layer.params_dtype, layer.transposed)
+            return {"weight": StoredTensor(conversion=convert)}
+        # Under both names the weight is multiplied by the scale, whatever "inv" suggests.
+        others = tuple({"weight_scale", "weight_scale_inv"} - {scheme.scale_name})
+        only_exponents = scheme.scale_dtypes and torch.float32 not in scheme.scale_dtypes
+        valid = (lambda slot: torch.tensor(120, dtype=torch.uint8)) if only_exponents else None
+        stored = {scheme.scale_name: StoredTensor(others, valid=valid)}
+        if scheme.activations == "static":
+            stored["input_scale"] = StoredTensor(("activation_scale",))
+        return stored
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for scales and weights that nothing can be multiplied by."""
@@ -116,9 +104,11 @@ class EightBitMethod(QuantizeMethod):
             computed["input_scale_for_matmul"] = layer.get_parameter("input_scale").amax()
         return computed
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         scale = getattr(layer, self.scheme.scale_name)
-        return self.scheme.dequantized(layer.weight, scale, layer.params_dtype)
+        return self.scheme.dequantized(layer.weight, scale, dtype or layer.params_dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
@@ -130,6 +120,11 @@ class EightBitMethod(QuantizeMethod):
         )
 
     def row_scheme(self, layer: QuantizableLayer) -> RowScheme | None:
+        """Return how :meth:`apply` quantizes rows on a device that multiplies FP8, if it does.
+
+        Rows that something else quantized so may then be given to :meth:`apply_rows`. If the result
+        is ``None``, only tensors may be given.
+        """
         scheme, group = self.scheme, None
         own = type(self).apply is not EightBitMethod.apply  # which expects tensors
         if own or scheme.activations == "none" or scheme.dtype != torch.float8_e4m3fn:
@@ -147,32 +142,22 @@ class EightBitMethod(QuantizeMethod):
     def apply_rows(
         self, layer: QuantizableLayer, rows: QuantizedRows, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return what :meth:`apply` would of the rows before they were quantized."""
         scale, block, _ = self._scales(layer)
         return scaled_matmul(
             rows.values, layer.weight, scale, block, bias, rows.scales, dtype=rows.dtype
         )
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         scale, block, input_scale = self._scales(layer)
-        return grouped_matmul(
-            x,
+        quantize_input = self.scheme.activations != "none"
+        return rows.product(
+            grouped_matmul,
             layer.weight,
-            offsets,
-            bias=bias,
-            rows=rows,
-            top_k=top_k,
             scale=scale,
             block=block,
             input_scale=input_scale,
-            quantize_input=self.scheme.activations != "none",
+            quantize_input=quantize_input,
         )
 
     def _scales(

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups, grouped_matmul
+from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups
 from vllm_module.kernels.matmul.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.rows import ExpertRows
 
 
 class _Part(NamedTuple):
@@ -49,8 +50,6 @@ class GGUFMethod(QuantizeMethod):
     """
 
     types: tuple[tuple[str | None, str | None], ...]
-    parameter_names: tuple[str, ...] = field(init=False, compare=False)
-    processes = True
 
     def __post_init__(self) -> None:
         for _, kind in self.types:
@@ -59,24 +58,20 @@ class GGUFMethod(QuantizeMethod):
                     f"weights of type {kind} are not supported: expected one of "
                     f"{', '.join(BLOCK_TYPES)}"
                 )
-        names = dict.fromkeys(_parameter_name(kind) for _, kind in self.types)
-        object.__setattr__(self, "parameter_names", tuple(names))
 
     def __str__(self) -> str:
         return " and ".join(dict.fromkeys(kind or "full precision" for _, kind in self.types))
 
-    def joined(self, slots: Mapping[str, QuantizeMethod | None]) -> QuantizeMethod | None:
-        """Return the method of a layer each of whose slots has its own type.
+    @staticmethod
+    def of_slots(slots: Mapping[str, object]) -> GGUFMethod | None:
+        """Return the method of a layer each of whose slots has a method of one type, or ``None``.
 
-        The slots of experts, ``3.up_proj``, must have one type for all experts.
+        The slots of experts, ``3.up_proj``, must have one type for all experts, else the result is
+        ``None``.
         """
         types: dict[str | None, str | None] = {}
         for slot, method in slots.items():
-            kind = None
-            if isinstance(method, GGUFMethod):
-                kind = method.types[0][1]
-            elif method is not None:
-                return None
+            kind = method.types[0][1] if isinstance(method, GGUFMethod) else None
             if types.setdefault(slot.rpartition(".")[2], kind) != kind:
                 return None
         return GGUFMethod(tuple(types.items()))
@@ -113,8 +108,11 @@ class GGUFMethod(QuantizeMethod):
             scales = partial(block_scales, kind=kind)
             demand(layer.get_parameter(name), torch.isfinite, name, rule, scales)
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return self._values(layer, layer.params_dtype)
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        dtype = dtype or layer.params_dtype
+        return torch.cat([part.values(dtype) for part in self._parts(layer)], -2)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
@@ -129,37 +127,28 @@ class GGUFMethod(QuantizeMethod):
             first += part.rows
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
+        x = rows.x
         if x.is_cuda:
             # A loop over experts would wait for their numbers of rows, which no CUDA graph can.
-            weight = self._values(layer, x.dtype)
-            return grouped_matmul(x, weight, offsets, bias=bias, rows=rows, top_k=top_k)
+            return super().apply_experts(layer, rows)
         parts = list(self._parts(layer))
         outputs = sum(part.rows for part in parts)
-        expect_groups(x, offsets, bias, rows, top_k, (len(parts[0].weight), outputs), x.dtype)
+        shape = len(parts[0].weight), outputs
+        expect_groups(x, rows.offsets, rows.bias, rows.order, rows.top_k, shape, x.dtype)
 
         def weight_of(expert: int) -> torch.Tensor:
             return torch.cat([part.values(x.dtype, expert) for part in parts])
 
-        return by_expert(x, weight_of, outputs, offsets, bias, rows, top_k)
-
-    def _values(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([part.values(dtype) for part in self._parts(layer)], -2)
+        return rows.product(by_expert, weight_of, outputs)
 
     def _parts(self, layer: QuantizableLayer) -> Iterator[_Part]:
         """Yield the rows of the weight, in the order of the output."""
-        if len(self.parameter_names) == 1:
-            yield _Part(layer.get_parameter(self.parameter_names[0]), self.types[0][1])
-            return
         types = dict(self.types)
+        if len(kinds := set(types.values())) == 1:
+            kind = kinds.pop()
+            yield _Part(layer.get_parameter(_parameter_name(kind)), kind)
+            return
         for slot in layer.output.slots:
             kind = types[slot.name]
             parameter = layer.get_parameter(_parameter_name(kind))

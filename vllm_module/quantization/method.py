@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,66 +23,57 @@ from vllm_module.parameters import (
     Experts,
     ModelWeightParameter,
 )
-from vllm_module.quantization.rows import QuantizedRows, RowScheme
+from vllm_module.quantization.rows import ExpertRows
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """How checkpoints store one tensor of a layer, where the class of its parameter cannot say it.
+
+    Attributes:
+        aliases: other names of the tensor.
+        conversion: what computes the parameter, and others, from the checkpoint's tensor.
+        valid: returns numbers that a load accepts for a slot, in a shape that broadcasts to the
+            slot's. ``None``, unless the numbers have to fit each other or the layer, so that a load
+            would refuse most of them. Dummy weights have these numbers then. The layer may be on
+            meta.
+        optional: a checkpoint may lack the tensor, because no other numbers are valid. A whole load
+            fills it with them.
+        zeros: why a checkpoint may have such a tensor although the layer has none. It is skipped if
+            it is a vector of zeros, and refused otherwise.
+
+    """
+
+    aliases: tuple[str, ...] = ()
+    conversion: Conversion | None = None
+    valid: Callable[[str], torch.Tensor] | None = None
+    optional: bool = False
+    zeros: str = ""
 
 
 class QuantizeMethod(ABC):
     """How layers store their weight ``[output, input]`` and multiply by it.
 
     A method has no state of a layer, so many layers can share one.
-
-    Attributes:
-        parameter_names: names of the parameters that ``create_weights`` returns.
-        buffer_names: names of the layer's buffers that ``compute_buffers`` may return.
-        processes: whether ``process_weights_after_loading`` does anything.
-        weight_aliases: other names of the parameters in checkpoints, each with the parameter's.
-        zero_weights: what checkpoints may have although the layer has no such tensor, from its name
-            to the reason. It is skipped if it is a vector of zeros, and refused otherwise.
-        absent_names: parameters that checkpoints may lack, because they may have one value only:
-            that of ``valid_weight``. A whole load fills them with it.
-        replaceable: whether a layer that has this method may be given another. False for a method
-            of a model's own: the other one would store and multiply the weight differently.
-
     """
-
-    parameter_names: tuple[str, ...]
-    buffer_names: tuple[str, ...] = ()
-    processes = False
-    replaceable = False
-    weight_aliases: Mapping[str, str] = MappingProxyType({})
-    zero_weights: Mapping[str, str] = MappingProxyType({})
-    absent_names: tuple[str, ...] = ()
 
     @abstractmethod
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
-        """Return new parameters for the layer, on meta, by name; ``weight`` is among them."""
+        """Return new parameters for the layer, on meta, by name."""
 
-    def joined(self, slots: Mapping[str, QuantizeMethod | None]) -> QuantizeMethod | None:
-        """Return the method of a fused layer whose slots have different methods, this among them.
+    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
+        """Return what checkpoints have for tensors beside their names, by the parameter's name.
 
-        ``slots`` has the method of each, ``None`` if it is not quantized. By default the result is
-        ``None``: there is no such method.
+        A tensor that the layer has no parameter for may be among them.
         """
-        return None
-
-    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
-        """Return the conversions of checkpoint tensors, by the name of the parameter they fill."""
         return {}
-
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
-        """Return a tensor that a checkpoint may have for ``slot`` of the parameter ``name``.
-
-        ``None``, unless the numbers have to fit each other or the layer, so that a load would
-        refuse most of them. Dummy weights have this tensor then; the layer may be on meta.
-        """
-        return None
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Check the layer's weights, or compute others from them, once all of them are loaded.
 
         The layer's own ``process_weights_after_loading`` is called after it.
         """
-        raise NotImplementedError
+        return
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
         """Return what every product needs of the parameters, by the name of a buffer.
@@ -94,8 +85,10 @@ class QuantizeMethod(ABC):
         """
         return {}
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        """Return the weight as the layer multiplies by it, in its ``params_dtype``."""
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the weight that the layer multiplies by, in ``dtype`` or its ``params_dtype``."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore a weight")
 
     @abstractmethod
@@ -104,63 +97,32 @@ class QuantizeMethod(ABC):
     ) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output]``."""
 
-    def row_scheme(self, layer: QuantizableLayer) -> RowScheme | None:
-        """Return how :meth:`apply` quantizes rows on a device that multiplies FP8, if it does.
-
-        Rows that something else quantized so may then be given to :meth:`apply_rows`. By default
-        the result is ``None``: only tensors may be given.
-        """
-        return None
-
-    def apply_rows(
-        self, layer: QuantizableLayer, rows: QuantizedRows, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return what :meth:`apply` would of the rows before they were quantized."""
-        raise NotImplementedError(f"{type(self).__name__} has no product for quantized rows")
-
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         """Multiply rows, sorted by expert, by the weights ``[experts, output, input]``.
 
-        Arguments and result are those of
-        :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`.
+        By default all weights of the layer are dequantized, and then multiplied.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no product for experts")
+        return rows.product(grouped_matmul, self.full_precision(layer, rows.x.dtype))
 
 
 class UnquantizedMethod(QuantizeMethod):
     """A weight in the layer's own dtype."""
 
-    parameter_names = ("weight",)
-
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         return {"weight": layer.new_weight(layer.params_dtype)}
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return layer.weight
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return layer.weight if dtype is None else layer.weight.to(dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return linear(x, layer.weight, bias)
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        return grouped_matmul(x, layer.weight, offsets, bias=bias, rows=rows, top_k=top_k)
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
+        return rows.product(grouped_matmul, layer.weight)
 
 
 class QuantizableLayer(vLLMModule):
@@ -172,6 +134,7 @@ class QuantizableLayer(vLLMModule):
         transposed: a checkpoint stores the weight as ``[input, output]``.
         params_dtype: of the weight before it is quantized.
         quant_method: creates, processes and applies the weight.
+        parameter_names, buffer_names: what the method has created and what it computes.
 
     """
 
@@ -183,20 +146,38 @@ class QuantizableLayer(vLLMModule):
     transposed: bool = False
     params_dtype: torch.dtype
     quant_method: QuantizeMethod = UnquantizedMethod()
+    parameter_names: tuple[str, ...] = ()
+    buffer_names: tuple[str, ...] = ()
+    _is_replaced = False  # a call has replaced the layer's own method
 
     def create_weight(self, output: Dim, input: Dim, params_dtype: torch.dtype) -> None:
         """Create the weight, unquantized and on meta."""
         self.output, self.input, self.params_dtype = output, input, params_dtype
-        self._parameters |= self.quant_method.create_weights(self)
+        created = self.quant_method.create_weights(self)
+        self._parameters |= created
+        self.parameter_names = tuple(created)
 
     @property
     def is_quantized(self) -> bool:
         """Whether the weight has another method than :class:`UnquantizedMethod`."""
         return not isinstance(self.quant_method, UnquantizedMethod)
 
+    def valid_weights(self, name: str) -> Callable[[str], torch.Tensor] | None:
+        """Return what gives a tensor for each slot of the parameter ``name`` that a load accepts.
+
+        ``None`` if it accepts most tensors.
+        """
+        stored = self.quant_method.stored(self).get(name)
+        if stored is None or stored.valid is None:
+            return None
+        valid, parameter = stored.valid, self.get_parameter(name)
+        assert isinstance(parameter, BasevLLMParameter)
+        return lambda slot: valid(slot).expand(parameter.checkpoint_shape(slot))
+
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
-        method = self.quant_method
-        return method.valid_weight(self, name, slot) if name in method.absent_names else None
+        stored = self.quant_method.stored(self).get(name)
+        valid = self.valid_weights(name) if stored is not None and stored.optional else None
+        return None if valid is None else valid(slot)
 
     def quantize(self, method: QuantizeMethod) -> None:
         """Replace the weight, which is still on meta, by the parameters of ``method``.
@@ -207,41 +188,40 @@ class QuantizableLayer(vLLMModule):
         """
         own = self.quant_method
         plain = type(own) is UnquantizedMethod and type(self.weight) is ModelWeightParameter
-        if not (plain or own.replaceable):
+        if not (plain or self._is_replaced):
             raise UnsupportedModelError(
                 f"{type(self).__name__} holds its weight in its own way ({type(own).__name__}, "
                 f"{type(self.weight).__name__}), which {type(method).__name__} does not know"
             )
-        names = own.parameter_names
+        names = self.parameter_names
         if not all(self.get_parameter(name).is_meta for name in names):
             raise RuntimeError(f"{type(self).__name__} is loaded: quantize it before it is")
+        before = _Declared.by(own, self)
         kept = {name: p for name, p in self._parameters.items() if name not in names}
-        self._parameters = {**method.create_weights(self), **kept}
-        for name in own.buffer_names:
-            self._buffers.pop(name, None)
-        device = self.load_state.device
+        created = method.create_weights(self)
+        self._parameters = {**created, **kept}
+        for name in self.buffer_names:
+            self._buffers.pop(name)
+        buffers, device = method.compute_buffers(self), self.load_state.device
         with torch.inference_mode(False):  # so that every load may write to them
-            for name, value in method.compute_buffers(self).items():
+            for name, value in buffers.items():
                 # NaN until a load computes it, so that no product has numbers that nothing wrote.
                 nothing = torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).max
                 unknown = torch.full(value.shape, nothing, dtype=value.dtype, device=device)
                 self.register_buffer(name, unknown, persistent=False)
-        self.quant_method = method
+        self.quant_method, self._is_replaced = method, True
+        self.parameter_names, self.buffer_names = tuple(created), tuple(buffers)
         # What the layer itself declares stays.
-        replaced = own.conversions(self).keys()
-        conversions = {k: v for k, v in self.conversions.items() if k not in replaced}
-        self.conversions = {**conversions, **method.conversions(self)}
-        aliases = {k: v for k, v in self.weight_aliases.items() if k not in own.weight_aliases}
-        self.weight_aliases = {**aliases, **method.weight_aliases}
-        zeros = {k: v for k, v in self.zero_weights.items() if k not in own.zero_weights}
-        self.zero_weights = {**zeros, **method.zero_weights}
+        for attr, new in _Declared.by(method, self)._asdict().items():
+            old = getattr(before, attr)
+            own_names = {k: v for k, v in getattr(self, attr).items() if k not in old}
+            setattr(self, attr, {**own_names, **new})
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move quantized parameters, but never cast them: ``model.half()`` casts the others."""
-        method = self.quant_method
-        names = method.parameter_names if self.is_quantized else ()
+        names = self.parameter_names if self.is_quantized else ()
         quantized: set[torch.Tensor | None] = {self._parameters[name] for name in names}
-        quantized |= {self._buffers.get(name) for name in method.buffer_names}
+        quantized |= {self._buffers.get(name) for name in self.buffer_names}
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             new = fn(tensor)
@@ -255,13 +235,13 @@ class QuantizableLayer(vLLMModule):
     ) -> None:
         """Refuse full precision for quantized numbers: PyTorch would cast it without a scale."""
         errors: list[str] = args[-1]
-        if self.quant_method.buffer_names and args[0].get("assign_to_params_buffers"):
+        if self.buffer_names and args[0].get("assign_to_params_buffers"):
             errors.append(
                 f"{prefix}weight is quantized, and assign=True would replace parameters that know "
                 "their shard, which its scales are computed from: leave it out"
             )
             return
-        for name in self.quant_method.parameter_names:
+        for name in self.parameter_names:
             given, dtype = state_dict.get(prefix + name), self.get_parameter(name).dtype
             numbers = dtype.itemsize == 1 or not dtype.is_floating_point
             if given is not None and numbers and given.dtype != dtype:
@@ -288,7 +268,9 @@ class QuantizableLayer(vLLMModule):
         }  # fmt: skip
 
     def processing(self) -> Sequence[Callable[[], None]]:
-        own = (self._process_quantized,) if self.quant_method.processes else ()
+        checks = type(self.quant_method).process_weights_after_loading
+        has_work = checks is not QuantizeMethod.process_weights_after_loading or self.buffer_names
+        own = (self._process_quantized,) if has_work else ()
         return (*own, *super().processing())
 
     def _process_quantized(self) -> None:
@@ -300,8 +282,8 @@ class QuantizableLayer(vLLMModule):
 
         A plan of another rank takes them from that rank's parameters, which are on meta.
         """
-        method = self.quant_method
-        return {**dict.fromkeys(method.buffer_names), **method.compute_buffers(self)}
+        computed = self.quant_method.compute_buffers(self)
+        return {**dict.fromkeys(self.buffer_names), **computed}
 
     def _compute_buffers(self) -> None:
         for name, value in self.quant_method.compute_buffers(self).items():
@@ -310,18 +292,32 @@ class QuantizableLayer(vLLMModule):
             buffer.copy_(value.detach())
 
 
+class _Declared(NamedTuple):
+    """What a module declares of the tensors that a method stores."""
+
+    conversions: dict[str, Conversion]
+    weight_aliases: dict[str, str]
+    zero_weights: dict[str, str]
+
+    @classmethod
+    def by(cls, method: QuantizeMethod, layer: QuantizableLayer) -> _Declared:
+        stored = method.stored(layer)
+        return cls(
+            {name: each.conversion for name, each in stored.items() if each.conversion is not None},
+            {alias: name for name, each in stored.items() for alias in each.aliases},
+            {name: each.zeros for name, each in stored.items() if each.zeros},
+        )
+
+
 def valid_weights(model: vLLMModule) -> dict[str, torch.Tensor]:
-    """Return what methods give as :meth:`QuantizeMethod.valid_weight`, by the name in a checkpoint.
+    """Return what methods declare as :attr:`StoredTensor.valid`, by the name in a checkpoint.
 
     The names are some of :meth:`~vllm_module.core.module.vLLMModule.expected_weights`.
     """
     found: dict[str, torch.Tensor] = {}
     for location in locations(model):
         layer = location.node.module
-        if not isinstance(layer, QuantizableLayer):
-            continue
-        for slot in slots_of(location.tensor):
-            valid = layer.quant_method.valid_weight(layer, location.attr, slot)
-            if valid is not None:
-                found[location.stored_name(slot)] = valid
+        valid = layer.valid_weights(location.attr) if isinstance(layer, QuantizableLayer) else None
+        if valid is not None:
+            found |= {location.stored_name(s): valid(s) for s in slots_of(location.tensor)}
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -23,6 +24,7 @@ from vllm_module.parameters import (
 )
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.rows import ExpertRows
 
 BLOCK = 32  # numbers along the input that share a scale, by the format
 _BYTES = 16  # of a block
@@ -37,8 +39,7 @@ class MXFP4Method(QuantizeMethod):
     order in full precision. The product dequantizes them.
     """
 
-    parameter_names = ("weight_blocks", "weight_scales")
-    processes = True
+    names: ClassVar = ("weight_blocks", "weight_scales")  # of codes and scales
 
     def __str__(self) -> str:
         return "MXFP4"
@@ -59,33 +60,26 @@ class MXFP4Method(QuantizeMethod):
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for a scale of 255, which makes a block NaN."""
-        name = self.parameter_names[1]
+        name = self.names[1]
         rule = "255 stands for NaN, and scales must be finite: quantize the checkpoint again"
         demand(layer.get_parameter(name), lambda scales: scales != 255, name, rule)
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return dequantize_mxfp4(*self._blocks(layer), layer.params_dtype)
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return dequantize_mxfp4(*self._blocks(layer), dtype or layer.params_dtype)
 
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         raise NotImplementedError("gpt-oss stores only experts in MXFP4")
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
-        blocks, scales = self._blocks(layer)
-        return grouped_matmul_mxfp4(x, blocks, scales, offsets, bias=bias, rows=rows, top_k=top_k)
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
+        return rows.product(grouped_matmul_mxfp4, *self._blocks(layer))
 
     def _blocks(self, layer: QuantizableLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the blocks ``[..., input / 32, 16]`` and their scales."""
-        blocks, scales = map(layer.get_parameter, self.parameter_names)
+        blocks, scales = map(layer.get_parameter, self.names)
         return blocks, scales
 
 
@@ -97,9 +91,7 @@ class MXFP4PackedMethod(MXFP4Method):
     quantized, on any device.
     """
 
-    parameter_names = ("weight_packed", "weight_scale")
-    buffer_names = ("codebook", "scales_for_matmul")
-    replaceable = True
+    names = ("weight_packed", "weight_scale")
 
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return ``weight_packed [output, input / 2]`` and ``weight_scale [output, input / 32]``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -62,18 +62,17 @@ class NVFP4Method(CodebookMethod):
 
     format: NVFP4Format
     static_inputs: bool
-    parameter_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     packing = Packing(4)  # the first of two numbers has the low bits of a byte
     blocksize = BLOCK
-    buffer_names = ("codebook", "scales_for_matmul")
-
-    def __post_init__(self) -> None:
-        names = self.format[:3] + ((self.format.inputs,) if self.static_inputs else ())
-        object.__setattr__(self, "parameter_names", names)
 
     def __str__(self) -> str:
         return "NVFP4"
+
+    @property
+    def _of_all(self) -> tuple[str, ...]:
+        """The names of scales that all numbers of a tensor share."""
+        return (self.format.whole, *((self.format.inputs,) if self.static_inputs else ()))
 
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return bytes ``[output, input / 2]``, scales ``[output, input / 16]``, and those of all.
@@ -92,7 +91,7 @@ class NVFP4Method(CodebookMethod):
                 output, layer.input, group_size=BLOCK, **layer.common(torch.float8_e4m3fn)
             ),
         }
-        for name in self.parameter_names[2:]:
+        for name in self._of_all:
             created[name] = PerTensorScaleParameter(output, **layer.common(torch.float32))
         return created
 
@@ -107,7 +106,7 @@ class NVFP4Method(CodebookMethod):
             rule,
         )
         rule = f"must be finite and positive, and the scales of blocks with it finite: {_ADVICE}"
-        for name in self.parameter_names[2:]:
+        for name in self._of_all:
             demand(layer.get_parameter(name), self._is_scale, name, rule)
 
     def _is_scale(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ words]``, transposed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -31,10 +32,11 @@ from vllm_module.parameters import (
     PerSlotVectorParameter,
 )
 from vllm_module.quantization.demand import demand, with_slot
-from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod, StoredTensor
+from vllm_module.quantization.rows import ExpertRows
 
 _ADVICE = "quantize the checkpoint again"
-_ZERO_BIAS = {"bias": "AutoGPTQ stores zeros for a layer without a bias"}
+_ZERO_BIAS = "AutoGPTQ stores zeros for a layer without a bias"
 
 
 class PackedFormat(NamedTuple):
@@ -106,31 +108,6 @@ class PackedMethod(QuantizeMethod):
     group_size: int | None
     symmetric: bool = True
     act_order: bool = False
-    parameter_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    buffer_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    zero_weights: Mapping[str, str] = field(init=False, repr=False, compare=False)
-    absent_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-
-    processes = True
-    replaceable = True
-
-    def __post_init__(self) -> None:
-        names = self.format
-        has_zeros = names.stores_all or not self.symmetric
-        has_order = names.stores_all or self.act_order
-        parameters = (
-            names.words,
-            names.scales,
-            names.zeros if has_zeros else "",
-            names.group_of if has_order else "",
-            names.shape,
-        )
-        object.__setattr__(self, "parameter_names", tuple(filter(None, parameters)))
-        object.__setattr__(self, "zero_weights", _ZERO_BIAS if names.stores_all else {})
-        # AutoRound and others leave out the groups of inputs that are in order.
-        in_order = (names.group_of,) if has_order and not self.act_order else ()
-        object.__setattr__(self, "absent_names", in_order)
-        object.__setattr__(self, "buffer_names", () if self.symmetric else ("zeros_for_matmul",))
 
     def __str__(self) -> str:
         group = "all inputs" if self.group_size is None else f"{self.group_size} inputs"
@@ -167,7 +144,7 @@ class PackedMethod(QuantizeMethod):
                 output, inputs, group_size=size, transposed=names.transposed, **floats
             ),
         }
-        if names.zeros in self.parameter_names:
+        if self._has_zeros:
             possible[names.zeros] = PackedvLLMParameter(
                 output,
                 inputs.in_units(size, "scale group", partial=True),
@@ -177,7 +154,7 @@ class PackedMethod(QuantizeMethod):
                 transposed=names.transposed,
                 **integers,
             )
-        if names.group_of in self.parameter_names:
+        if self._has_order:
             # All groups are counted, so each rank has those of all inputs where they are anywhere.
             held = Dim.whole(layer.input.size) if self.act_order else layer.input
             possible[names.group_of] = PerSlotVectorParameter(output, held, **integers)
@@ -187,32 +164,57 @@ class PackedMethod(QuantizeMethod):
             )
         return possible
 
+    @property
+    def _has_zeros(self) -> bool:
+        return self.format.stores_all or not self.symmetric
+
+    @property
+    def _has_order(self) -> bool:
+        return self.format.stores_all or self.act_order
+
     def _grouped(self, input: Dim) -> tuple[Dim, int]:
         """Return the inputs that have scales of their own, and how many of them share one."""
         if self.group_size is None or self.group_size >= input.size:  # each rank has the scale
             return Dim.whole(1), 1
         return (Dim.whole(input.size) if self.act_order else input), self.group_size
 
-    def valid_weight(self, layer: QuantizableLayer, name: str, slot: str) -> torch.Tensor | None:
-        """Return groups in the order of the inputs, the layer's shape, or zeros in the middle."""
-        names, parameter = self.format, layer.get_parameter(name)
-        assert isinstance(parameter, BasevLLMParameter)
-        shape = parameter.checkpoint_shape(slot)
-        if name == names.group_of:
-            inputs = torch.arange(layer.input.size, dtype=torch.int32)
-            return (inputs // self._size_of_group(layer.input.size)).expand(shape)
-        if name == names.shape:
-            at = parameter.slots[slot][-1]
-            rows = layer.output.size if at is None else layer.output.slots[at].size
-            return torch.tensor([rows, layer.input.size]).expand(shape)
-        if name != names.zeros or not self.symmetric:
-            return None
+    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
+        """Return valid groups, shapes and zeros, and the zeros for a layer without a bias."""
+        names, stored = self.format, dict[str, StoredTensor]()
+        if self._has_order:
+            # AutoRound and others leave out the groups of inputs that are in order.
+            optional = not self.act_order
+            stored[names.group_of] = StoredTensor(
+                valid=partial(self._groups_in_order, layer), optional=optional
+            )
+        if names.shape:
+            stored[names.shape] = StoredTensor(valid=partial(self._shape_of, layer))
+        if self.symmetric and self._has_zeros:
+            stored[names.zeros] = StoredTensor(valid=partial(self._zeros_in_the_middle, layer))
+        if names.stores_all:
+            stored["bias"] = StoredTensor(zeros=_ZERO_BIAS)
+        return stored
+
+    def _groups_in_order(self, layer: QuantizableLayer, slot: str) -> torch.Tensor:
+        inputs = layer.input.size
+        return torch.arange(inputs, dtype=torch.int32) // self._size_of_group(inputs)
+
+    def _shape_of(self, layer: QuantizableLayer, slot: str) -> torch.Tensor:
+        shapes = layer.get_parameter(self.format.shape)
+        assert isinstance(shapes, BasevLLMParameter)
+        at = shapes.slots[slot][-1]
+        rows = layer.output.size if at is None else layer.output.slots[at].size
+        return torch.tensor([rows, layer.input.size])
+
+    def _zeros_in_the_middle(self, layer: QuantizableLayer, slot: str) -> torch.Tensor:
+        names, zeros = self.format, layer.get_parameter(self.format.zeros)
+        assert isinstance(zeros, BasevLLMParameter)
         middle = (1 << (self.bits - 1)) - bool(names.minus_one)
         codes = torch.full((32, 1), middle, dtype=torch.uint8)
         words = pack(codes, Packing(self.bits, 0, names.order))
-        held = shape[-1 if names.transposed else -2]
+        held = zeros.checkpoint_shape(slot)[-1 if names.transposed else -2]
         words = words.repeat(-(-held // len(words)), 1)[:held]
-        return (words.T if names.transposed else words).expand(shape)
+        return words.T if names.transposed else words
 
     # What was loaded
 
@@ -223,9 +225,9 @@ class PackedMethod(QuantizeMethod):
         demand(layer.get_parameter(names.scales), torch.isfinite, names.scales, _must("be finite"))
         if names.shape:
             self._check_shape(layer)
-        if self.symmetric and names.zeros in self.parameter_names:
+        if self.symmetric and self._has_zeros:
             self._check_zeros(layer)
-        if names.group_of in self.parameter_names:
+        if self._has_order:
             self._check_groups(layer)
 
     def _check_shape(self, layer: QuantizableLayer) -> None:
@@ -339,13 +341,12 @@ class PackedMethod(QuantizeMethod):
 
     # Products
 
-    def full_precision(self, layer: QuantizableLayer) -> torch.Tensor:
-        return self.dequantized(layer, layer.params_dtype)
-
-    def dequantized(self, layer: QuantizableLayer, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight that is multiplied by, in ``dtype``."""
+    def full_precision(
+        self, layer: QuantizableLayer, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         words, scales, size, zeros, group_of = self._operands(layer)
         dequantize = dequantize_packed if layer.experts is None else dequantize_experts
+        dtype = dtype or layer.params_dtype
         return dequantize(words, scales, self.packing, size, dtype, zeros, group_of)
 
     def apply(
@@ -356,29 +357,10 @@ class PackedMethod(QuantizeMethod):
             x, words, scales, self.packing, size, zeros=zeros, group_of=group_of, bias=bias
         )
 
-    def apply_experts(
-        self,
-        layer: QuantizableLayer,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        rows: torch.Tensor | None,
-        top_k: int,
-    ) -> torch.Tensor:
+    def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         words, scales, size, zeros, group_of = self._operands(layer)
-        return grouped_matmul_packed(
-            x,
-            words,
-            scales,
-            self.packing,
-            size,
-            offsets,
-            zeros=zeros,
-            group_of=group_of,
-            bias=bias,
-            rows=rows,
-            top_k=top_k,
-        )
+        packed = words, scales, self.packing, size
+        return rows.product(grouped_matmul_packed, *packed, zeros=zeros, group_of=group_of)
 
     def _size_of_group(self, inputs: int) -> int:
         """Return how many of ``inputs`` share a scale; a larger number would fit no integer."""

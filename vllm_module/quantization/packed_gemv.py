@@ -25,10 +25,6 @@ class GEMVMethod(PackedMethod):
     A word of zeros has eight groups, which may be those of several ranks: each rank holds all.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "buffer_names", ("zeros_for_matmul", "scales_for_matmul"))
-
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return words, scales (float32) and zeros.
 

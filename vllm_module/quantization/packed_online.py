@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.core.conversions import Conversion
 from vllm_module.errors import ShardingError
 from vllm_module.parameters import (
     BasevLLMParameter,
@@ -18,7 +17,7 @@ from vllm_module.parameters import (
     StoredOrder,
 )
 from vllm_module.quantization.demand import demand
-from vllm_module.quantization.method import QuantizableLayer
+from vllm_module.quantization.method import QuantizableLayer, StoredTensor
 from vllm_module.quantization.online import in_full_precision, in_parts
 from vllm_module.quantization.packed import PackedFormat, PackedMethod
 from vllm_module.weights import Destination, Weight
@@ -66,8 +65,9 @@ class OnlinePackedMethod(PackedMethod):
         )
         return {"weight": weight, "weight_scale": scale}
 
-    def conversions(self, layer: QuantizableLayer) -> Mapping[str, Conversion]:
-        return {"weight": _conversion(self, layer.params_dtype, layer.transposed)}
+    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
+        convert = _conversion(self, layer.params_dtype, layer.transposed)
+        return {"weight": StoredTensor(conversion=convert)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for a weight that is not finite, as its scale is not then."""
@@ -149,7 +149,7 @@ class PackOnline:
 
     def restored(self, module: QuantizableLayer) -> torch.Tensor:
         """Return the weight multiplied by its scales, in float32."""
-        return self.method.dequantized(module, torch.float32)
+        return self.method.full_precision(module, torch.float32)
 
     def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the largest error of each number of ``stored``, a whole tensor.

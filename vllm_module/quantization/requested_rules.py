@@ -6,17 +6,59 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
+from vllm_module.base.messages import shorten
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.quantization.bitsandbytes import OnlineNF4Method
-from vllm_module.quantization.config_refusals import unknown_method
+from vllm_module.quantization.compressed_rules import compressed_tensors_rules
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.packed_online import OnlinePackedMethod
-from vllm_module.quantization.rules import Rule, Rules, checked_target
+from vllm_module.quantization.rules import Rule, Rules
 from vllm_module.quantization.scheme import EVERY_LAYER, ONLINE, Scheme
-from vllm_module.quantization.stored_rules import STORED
+from vllm_module.quantization.stored_rules import (
+    FP8,
+    MXFP4,
+    AutoRound,
+    AWQConfig,
+    BitsAndBytes,
+    GPTQConfig,
+    ModelOpt,
+    gguf_rules,
+    invalid,
+)
 
+# What reads quantization_config, by its quant_method.
+STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
+    "fp8": FP8.read,
+    "compressed-tensors": compressed_tensors_rules,
+    "gguf": gguf_rules,
+    "modelopt": ModelOpt.read,
+    "mxfp4": MXFP4.read,
+    "gptq": GPTQConfig.read,
+    "awq": AWQConfig.read,
+    "auto-round": AutoRound.read,
+    "bitsandbytes": BitsAndBytes.read,
+}
 _STORED_ONLY = STORED.keys() - {"fp8", "bitsandbytes"}  # not while loading
+# By what quantization_config has as quant_method; people ask for them.
+_ELSEWHERE = {
+    "aqlm": "AQLM",
+    "eetq": "EETQ",
+    "exl2": "ExLlamaV2",
+    "exl3": "ExLlamaV3",
+    "fbgemm_fp8": "FBGEMM",
+    "hqq": "HQQ",
+    "quanto": "Quanto",
+    "quark": "AMD Quark",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+_ADVICE = (
+    "Take such a one, or the checkpoint in full precision, which can be quantized while it loads "
+    "(quantization='fp8', 'int4_per_group' and others)"
+)
 
 
 def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules | None:
@@ -47,14 +89,17 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
     if method is None and (stored.get("load_in_8bit") or stored.get("load_in_4bit")):
         method = "bitsandbytes"  # which the first checkpoints of it do not say
     if not isinstance(method, str) or method not in STORED:
-        raise unknown_method(method, stored, tuple(STORED))
+        raise _unknown(method, stored)
     if asked not in (None, method):
         raise UnsupportedModelError(
             f"quantization {getattr(asked, 'scheme', asked)!r} was asked for, but "
             f"the checkpoint is quantized already, by {method!r} (quantization_config of "
             "config.json): leave it out, or take the checkpoint in full precision"
         )
-    return STORED[method](stored)
+    try:
+        return STORED[method](stored).checked()
+    except ValidationError as error:
+        raise invalid(error) from None
 
 
 def online_rules(asked: str | QuantizationConfig) -> Rules:
@@ -67,13 +112,14 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
     }
     schemes |= {name: method(asked) for name, method in _ONLINE_METHODS.items()}
     rules: list[Rule] = [
-        (checked_target(target), None if name == "none" else schemes[name])
+        (target, None if name == "none" else schemes[name])
         for target, name in asked.overrides.items()
     ]
-    rules += [(checked_target(target), None) for target in asked.ignore]
+    rules += [(target, None) for target in asked.ignore]
     # "lm_head" is ignored by default, and a model may have no head, or a tied one.
     written = {*asked.overrides, *({*asked.ignore} - {"lm_head"})}
-    return Rules((*rules, (EVERY_LAYER, schemes[asked.scheme])), tuple(sorted(written)))
+    every: Rule = (EVERY_LAYER, schemes[asked.scheme])
+    return Rules((*rules, every), tuple(sorted(written))).checked()
 
 
 # Online schemes that have a method of their own.
@@ -81,3 +127,19 @@ _ONLINE_METHODS: dict[str, Callable[[QuantizationConfig], QuantizeMethod]] = {
     "bitsandbytes": lambda asked: OnlineNF4Method(),
     "int4_per_group": lambda asked: OnlinePackedMethod(group_size=asked.group_size),
 }
+
+
+def _unknown(method: object, stored: Mapping[str, object]) -> UnsupportedModelError:
+    """Return the refusal of a ``quant_method`` that is none of :data:`STORED`."""
+    if method is None and {"group_size", "bits"} <= stored.keys():
+        by = "MLX, which packs weights in an order of its own"
+    elif isinstance(method, str) and method in _ELSEWHERE:
+        tool = f"{_ELSEWHERE[method]}, quantization_config of config.json"
+        by = f"{method!r} ({tool}), whose tensors cannot be read here"
+    elif method is None:
+        by = "nothing that quantization_config of config.json names: it has no quant_method"
+    else:
+        by = f"{shorten(method)} (quantization_config of config.json), which is not known"
+    return UnsupportedModelError(
+        f"the checkpoint is quantized by {by}: expected one of {', '.join(STORED)}. {_ADVICE}"
+    )

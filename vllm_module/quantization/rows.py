@@ -1,8 +1,10 @@
-"""Rows that are quantized where they are computed, for the one layer that multiplies them."""
+"""What a product is given beside one tensor: quantized rows, and rows that belong to experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,3 +43,42 @@ class QuantizedRows:
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows sorted by expert, for a product with the weights of experts.
+
+    :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul` says what each of them is.
+
+    Attributes:
+        x: ``[tokens, input]``.
+        offsets: the first row of each expert, int32 ``[experts + 1]``.
+        bias: ``[experts, output]``, if there is one.
+        order: the rows of ``x`` in the order of experts, int32; ``None`` if ``x`` is in this order.
+        top_k: experts of a token.
+
+    """
+
+    x: torch.Tensor
+    offsets: torch.Tensor
+    bias: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    top_k: int = 1
+
+    def product(
+        self, kernel: Callable[..., torch.Tensor], *weight: Any, **options: Any
+    ) -> torch.Tensor:
+        """Return the rows times ``weight``, by a kernel of grouped products: ``[rows, output]``.
+
+        ``weight`` are the kernel's arguments between ``x`` and ``offsets``.
+        """
+        return kernel(
+            self.x,
+            *weight,
+            self.offsets,
+            bias=self.bias,
+            rows=self.order,
+            top_k=self.top_k,
+            **options,
+        )

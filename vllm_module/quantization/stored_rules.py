@@ -1,160 +1,184 @@
-"""The rules of a quantized checkpoint, from the ``quantization_config`` of its config.json."""
+"""The rules of a quantized checkpoint, from the ``quantization_config`` of its config.json.
+
+Each format has a class with the entries that are read. compressed-tensors has a file of its own.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from vllm_module.base.messages import shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.quantization.bitsandbytes import (
-    BitsAndBytes4BitMethod,
-    BitsAndBytes8BitMethod,
-)
-from vllm_module.quantization.compressed_rules import compressed_tensors_rules
-from vllm_module.quantization.config_refusals import invalid, unsupported
+from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, BitsAndBytes8BitMethod
 from vllm_module.quantization.gguf import GGUFMethod
 from vllm_module.quantization.kv_cache import KV_SCALES
 from vllm_module.quantization.method import QuantizeMethod
 from vllm_module.quantization.mxfp4 import MXFP4Method
 from vllm_module.quantization.nvfp4 import BLOCK as BLOCK_OF_NVFP4
 from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
-from vllm_module.quantization.packed_config import auto_round_rules, awq_rules, gptq_rules
-from vllm_module.quantization.rules import Rule, Rules, RulesByName, checked_target
+from vllm_module.quantization.packed import (
+    AWQ,
+    GPTQ,
+    GPTQ_OF_WORDS,
+    GPTQ_V2,
+    PackedFormat,
+    PackedMethod,
+)
+from vllm_module.quantization.packed_gemv import AWQ_GEMV, GEMVMethod
+from vllm_module.quantization.rules import Rule, Rules
 from vllm_module.quantization.scheme import EVERY_LAYER, FLOATS_OR_E8M0, MXFP8, Scheme
 
+BITS = (2, 3, 4, 8)
+_Bits = Literal[2, 3, 4, 8]
+_GroupSize = Literal[-1] | Annotated[int, Field(gt=0)]
+_Names = list[str] | None
+_OF_PATTERNS = re.compile(r"[*+?^$()\[\]{}|\\]")  # what no name has
 
-class _FP8(BaseModel):
-    """``quant_method: fp8``, as in DeepSeek-V3, Qwen3-FP8, Mistral and vLLM's own exports."""
+
+def unsupported(where: str, expected: str, got: object) -> UnsupportedModelError:
+    """Return the refusal of the entry ``where``."""
+    return UnsupportedModelError(
+        f"quantization_config.{where} of config.json: expected {expected}, got {str(got)[:300]}"
+    )
+
+
+def invalid(error: Exception) -> CheckpointFormatError:
+    """Return the refusal for the problems that a schema found."""
+    return CheckpointFormatError(f"quantization_config of config.json is invalid: {error}"[:1000])
+
+
+class StoredConfig(BaseModel):
+    """The entries of one ``quant_method``, and the rules that they give."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> Rules:
+        """Return the rules of ``quantization_config``.
+
+        Raises ``ValidationError`` or ``UnsupportedModelError`` for entries that are not supported.
+        """
+        return cls(**stored).rules()
+
+    def rules(self) -> Rules:
+        raise NotImplementedError
+
+
+def _ignored(*lists: _Names) -> list[Rule]:
+    return [(target, None) for names in lists for target in names or ()]
+
+
+def _glob(target: str, star: str) -> str:
+    """Return the pattern of ``target`` and what is below, in which a ``*`` stands for ``star``."""
+    return rf"re:{re.escape(target)}(\.|\Z)".replace(r"\*", star)
+
+
+class FP8(StoredConfig):
+    """``quant_method: fp8``, as in DeepSeek-V3, Qwen3-FP8, Mistral and vLLM's own exports."""
 
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     weight_block_size: tuple[PositiveInt, PositiveInt] | None = None
     scale_fmt: Literal["float", "ue8m0"] | None = None
-    modules_to_not_convert: list[str] | None = None
-    ignored_layers: list[str] | None = None
+    modules_to_not_convert: _Names = None
+    ignored_layers: _Names = None
     kv_cache_scheme: object = None
 
+    def rules(self) -> Rules:
+        # No published checkpoint quantizes the head, and not all of them list it as ignored.
+        ignored = _ignored(self.modules_to_not_convert, self.ignored_layers, ["lm_head"])
+        kv_scales = KV_SCALES if self.kv_cache_scheme else None
+        return Rules((*ignored, (EVERY_LAYER, self._scheme())), kv_scales=kv_scales)
 
-def _fp8(stored: Mapping[str, Any]) -> Rules:
-    try:
-        config = _FP8(**stored)
-    except ValidationError as error:
-        raise invalid(error) from None
-    block = config.weight_block_size
-    if block and config.activation_scheme == "static":
-        raise UnsupportedModelError(
-            "quantization_config of config.json: static activations with a weight_block_size are "
-            "not supported: expected dynamic ones"
-        )
-    if block:
+    def _scheme(self) -> Scheme:
+        block = self.weight_block_size
+        if block is None and self.activation_scheme == "static":
+            return Scheme("tensor", activations="static")
+        if block is None:
+            return Scheme("channel", or_tensor=True)  # which of them is seen in its tensors only
+        if self.activation_scheme == "static":
+            raise UnsupportedModelError(
+                "quantization_config of config.json: static activations with a weight_block_size "
+                "are not supported: expected dynamic ones"
+            )
         # DeepSeek-V3.1 stores powers of two as floats, others as their exponents.
-        exponents = config.scale_fmt == "ue8m0"
-        scheme = Scheme(
+        exponents = (torch.uint8,) if self.scale_fmt == "ue8m0" else ()
+        return Scheme(
             "block",
             activations="none" if block == MXFP8.block else "dynamic",
             block=block,
             scale_name="weight_scale_inv",
-            scale_dtypes=FLOATS_OR_E8M0 + ((torch.uint8,) if exponents else ()),
+            scale_dtypes=FLOATS_OR_E8M0 + exponents,
         )
-    elif config.activation_scheme == "dynamic":
-        scheme = Scheme("channel", or_tensor=True)  # which of them is seen in its tensors only
-    else:
-        scheme = Scheme("tensor", activations="static")
-    # No published checkpoint quantizes the head, and not all of them list it as ignored.
-    ignored = [*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()), "lm_head"]
-    rules = [(checked_target(target), None) for target in ignored]
-    kv_scales = KV_SCALES if config.kv_cache_scheme else None
-    return Rules((*rules, (EVERY_LAYER, scheme)), kv_scales=kv_scales)
 
 
-class _ModelOpt(BaseModel):
+class ModelOpt(StoredConfig):
     """``quant_method: modelopt``, or ``quantization`` of NVIDIA ModelOpt's hf_quant_config.json.
 
     The former lists what is left out as ``ignore``, the latter as ``exclude_modules``.
     """
 
-    model_config = ConfigDict(extra="allow")
+    algorithms: ClassVar[dict[str, Scheme | QuantizeMethod]] = {
+        "FP8": Scheme("tensor", activations="static"),
+        "NVFP4": NVFP4Method(MODELOPT, static_inputs=True),
+        "MXFP8": MXFP8,
+    }
 
     quant_algo: str
     kv_cache_quant_algo: str | None = None
     kv_cache_scheme: object = None
-    exclude_modules: list[str] | None = None
-    ignore: list[str] | None = None
+    exclude_modules: _Names = None
+    ignore: _Names = None
     group_size: int | None = None
 
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> Rules:
+        nested = stored.get("quantization")
+        return super().read(nested if isinstance(nested, Mapping) else stored)
 
-# By quant_algo.
-_MODELOPT: dict[str, Scheme | QuantizeMethod] = {
-    "FP8": Scheme("tensor", activations="static"),
-    "NVFP4": NVFP4Method(MODELOPT, static_inputs=True),
-    "MXFP8": MXFP8,
-}
-
-
-def _modelopt(stored: Mapping[str, Any]) -> Rules:
-    nested = stored.get("quantization")
-    try:
-        config = _ModelOpt(**(nested if isinstance(nested, Mapping) else stored))
-    except ValidationError as error:
-        raise invalid(error) from None
-    method = _MODELOPT.get(config.quant_algo.upper())
-    if method is None:
-        expected = f"{' or '.join(_MODELOPT)} of quant_method modelopt"
-        raise unsupported("quant_algo", expected, config.quant_algo)
-    if isinstance(method, NVFP4Method) and config.group_size not in (None, BLOCK_OF_NVFP4):
-        raise unsupported("group_size", f"{BLOCK_OF_NVFP4} for NVFP4", config.group_size)
-    cache = config.kv_cache_quant_algo
-    if cache is not None and cache.upper() != "FP8":
-        raise unsupported("kv_cache_quant_algo", "FP8 or null", cache)
-    # A * stands for any part of a name, dots included (Python's fnmatch, which ModelOpt uses).
-    ignored = [*(config.exclude_modules or ()), *(config.ignore or ()), "lm_head"]
-    rules: list[Rule] = [
-        (checked_target(rf"re:{re.escape(target)}(\.|\Z)".replace(r"\*", ".*")), None)
-        for target in ignored
-    ]
-    has_scales = cache is not None or bool(config.kv_cache_scheme)
-    return Rules(
-        (*rules, (EVERY_LAYER, method)),
-        kv_scales=("k_proj.k_scale", "v_proj.v_scale") if has_scales else None,
-    )
+    def rules(self) -> Rules:
+        method = self.algorithms.get(self.quant_algo.upper())
+        if method is None:
+            expected = f"{' or '.join(self.algorithms)} of quant_method modelopt"
+            raise unsupported("quant_algo", expected, self.quant_algo)
+        if isinstance(method, NVFP4Method) and self.group_size not in (None, BLOCK_OF_NVFP4):
+            raise unsupported("group_size", f"{BLOCK_OF_NVFP4} for NVFP4", self.group_size)
+        cache = self.kv_cache_quant_algo
+        if cache is not None and cache.upper() != "FP8":
+            raise unsupported("kv_cache_quant_algo", "FP8 or null", cache)
+        # A * stands for any part of a name, dots included (Python's fnmatch, which ModelOpt uses).
+        ignored = [*(self.exclude_modules or ()), *(self.ignore or ()), "lm_head"]
+        has_scales = cache is not None or bool(self.kv_cache_scheme)
+        return Rules(
+            (*_ignored([_glob(target, ".*") for target in ignored]), (EVERY_LAYER, method)),
+            kv_scales=("k_proj.k_scale", "v_proj.v_scale") if has_scales else None,
+        )
 
 
-class _MXFP4(BaseModel):
+class MXFP4(StoredConfig):
     """``quant_method: mxfp4``, of gpt-oss: only experts are quantized."""
 
-    model_config = ConfigDict(extra="allow")
+    modules_to_not_convert: _Names = None
 
-    modules_to_not_convert: list[str] | None = None
-
-
-def _mxfp4(stored: Mapping[str, Any]) -> Rules:
-    try:
-        config = _MXFP4(**stored)
-    except ValidationError as error:
-        raise invalid(error) from None
-    # A * stands for one component of a name, or for a part of one.
-    rules: list[Rule] = [
-        (checked_target(rf"re:{re.escape(target)}(\.|\Z)".replace(r"\*", "[^.]*")), None)
-        for target in config.modules_to_not_convert or ()
-    ]
-    return Rules((*rules, ("experts", MXFP4Method())))
+    def rules(self) -> Rules:
+        # A * stands for one component of a name, or for a part of one.
+        ignored = _ignored([_glob(each, "[^.]*") for each in self.modules_to_not_convert or ()])
+        return Rules((*ignored, ("experts", MXFP4Method())))
 
 
-class _BitsAndBytes(BaseModel):
+class BitsAndBytes(StoredConfig):
     """``quant_method: bitsandbytes``, as transformers writes it.
 
     What inputs are computed in (``bnb_4bit_compute_dtype``) and which of them are outliers
     (``llm_int8_threshold``) does not change the weights.
     """
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(strict=True)
 
     load_in_4bit: bool = False
     load_in_8bit: bool = False
@@ -162,41 +186,191 @@ class _BitsAndBytes(BaseModel):
     bnb_4bit_use_double_quant: bool = False
     bnb_4bit_quant_storage: str | None = None
     llm_int8_has_fp16_weight: bool = False
-    llm_int8_skip_modules: list[str] | None = None
-    modules_to_not_convert: list[str] | None = None
+    llm_int8_skip_modules: _Names = None
+    modules_to_not_convert: _Names = None
 
-
-def _bitsandbytes(stored: Mapping[str, Any]) -> Rules:
-    try:
-        config = _BitsAndBytes(**stored)
-    except ValidationError as error:
-        raise invalid(error) from None
-    if config.load_in_4bit == config.load_in_8bit:
-        got = f"both {str(config.load_in_4bit).lower()}"
-        raise unsupported("load_in_4bit and load_in_8bit", "one of them to be true", got)
-    storage = config.bnb_4bit_quant_storage
-    if config.load_in_4bit and storage not in (None, "uint8"):
-        raise unsupported("bnb_4bit_quant_storage", "uint8", storage)
-    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
-        raise unsupported("llm_int8_has_fp16_weight", "false", "true: weights in full precision")
-    method: QuantizeMethod = BitsAndBytes8BitMethod()
-    if config.load_in_4bit:
-        nested = config.bnb_4bit_use_double_quant
-        method = BitsAndBytes4BitMethod(config.bnb_4bit_quant_type, nested=nested)
-    skipped = [*(config.llm_int8_skip_modules or ()), *(config.modules_to_not_convert or ())]
-    if config.llm_int8_skip_modules is None:
-        skipped.append("lm_head")  # transformers leaves it out unless it is given a list
-    return Rules((*((_part_of_name(target), None) for target in skipped), (EVERY_LAYER, method)))
+    def rules(self) -> Rules:
+        if self.load_in_4bit == self.load_in_8bit:
+            got = f"both {str(self.load_in_4bit).lower()}"
+            raise unsupported("load_in_4bit and load_in_8bit", "one of them to be true", got)
+        storage = self.bnb_4bit_quant_storage
+        if self.load_in_4bit and storage not in (None, "uint8"):
+            raise unsupported("bnb_4bit_quant_storage", "uint8", storage)
+        if self.load_in_8bit and self.llm_int8_has_fp16_weight:
+            got = "true: weights in full precision"
+            raise unsupported("llm_int8_has_fp16_weight", "false", got)
+        method: QuantizeMethod = BitsAndBytes8BitMethod()
+        if self.load_in_4bit:
+            nested = self.bnb_4bit_use_double_quant
+            method = BitsAndBytes4BitMethod(self.bnb_4bit_quant_type, nested=nested)
+        # transformers leaves the head out unless it is given a list.
+        skipped = [*(self.llm_int8_skip_modules or ()), *(self.modules_to_not_convert or ())]
+        head = ["lm_head"] if self.llm_int8_skip_modules is None else []
+        ignored = _ignored([*map(_part_of_name, skipped), *head])
+        return Rules((*ignored, (EVERY_LAYER, method)))
 
 
 def _part_of_name(target: str) -> str:
     """Return a target for an entry that transformers takes for a pattern, if it looks like one."""
-    is_pattern = re.search(r"[*+?\\[\](){}|^$]", target)
-    return checked_target(rf"re:(?:{target})(\.|\Z)" if is_pattern else target)
+    return rf"re:(?:{target})(\.|\Z)" if _OF_PATTERNS.search(target) else target
 
 
-def _gguf(stored: Mapping[str, Any]) -> Rules:
-    """Read what a source of GGUF files wrote: the type of each weight in blocks, by its layer."""
+class _Settings(StoredConfig):
+    """How a layer is quantized by GPTQ; for some layers, ``dynamic`` has other settings."""
+
+    model_config = ConfigDict(strict=True)
+
+    bits: _Bits = 4
+    group_size: _GroupSize = 128
+    desc_act: bool = False
+    sym: bool = True
+    pack_dtype: Literal["int32"] = "int32"
+
+    @property
+    def size(self) -> int | None:
+        """How many inputs share a scale; ``None`` for all of them."""
+        return None if self.group_size == -1 else self.group_size
+
+
+class GPTQConfig(_Settings):
+    """``quant_method: gptq``, of AutoGPTQ, GPTQModel and Optimum."""
+
+    bits: _Bits
+    group_size: _GroupSize
+    checkpoint_format: str | None = None
+    format: object = None
+    meta: object = None
+    lm_head: bool = False
+    dynamic: dict[str, dict[str, Any] | bool] | None = None
+    modules_in_block_to_quantize: list[list[str] | str] | None = None
+
+    def rules(self) -> Rules:
+        form = self.checkpoint_format or self.format or "gptq"
+        if form not in ("gptq", "gptq_v2"):
+            raise UnsupportedModelError(
+                "quantization_config.checkpoint_format of config.json: expected gptq or gptq_v2, "
+                f"got {form!r:.100}, whose tensors are reordered for one kernel: convert it back"
+            )
+        layout = GPTQ_V2
+        if form == "gptq":
+            layout = GPTQ_OF_WORDS if self._is_of_gptqmodel() else GPTQ
+
+        def method(settings: _Settings) -> PackedMethod:
+            ordered = settings.desc_act and settings.size is not None
+            return PackedMethod(layout, settings.bits, settings.size, settings.sym, ordered)
+
+        common = {name: getattr(self, name) for name in _Settings.model_fields}
+        rules: list[Rule] = []
+        for pattern, changes in (self.dynamic or {}).items():
+            kept = not pattern.startswith("-:") and changes is not False
+            target = "re:" + pattern.removeprefix("-:").removeprefix("+:")
+            more = changes if isinstance(changes, dict) else {}
+            rules.append((target, method(_Settings(**common | more)) if kept else None))
+        if not self.lm_head:
+            rules.append(("lm_head", None))
+        groups = self.modules_in_block_to_quantize
+        if groups is None:
+            return Rules((*rules, (EVERY_LAYER, method(self))))
+        names = [name for each in groups for name in ([each] if isinstance(each, str) else each)]
+        return Rules((*rules, *((name, method(self)) for name in names)))
+
+    def _is_of_gptqmodel(self) -> bool:
+        """Return whether GPTQModel wrote it: ``meta.quantizer: ["gptqmodel:2.0.0"]``."""
+        writers = self.meta.get("quantizer") if isinstance(self.meta, Mapping) else None
+        writers = writers if isinstance(writers, list) else [writers]
+        return any(isinstance(each, str) and each.startswith("gptqmodel") for each in writers)
+
+
+class AWQConfig(StoredConfig):
+    """``quant_method: awq``, of AutoAWQ."""
+
+    model_config = ConfigDict(strict=True)
+
+    bits: Literal[4]
+    group_size: _GroupSize
+    version: str | None = None
+    format: str | None = None
+    modules_to_not_convert: _Names = None
+
+    def rules(self) -> Rules:
+        form = "gemm"
+        for entry in ("version", "format"):  # transformers 5 calls it format
+            form = (getattr(self, entry) or form).lower()
+            if form not in ("gemm", "gemv"):
+                raise UnsupportedModelError(
+                    f"quantization_config.{entry} of config.json: expected gemm or gemv, got "
+                    f"{form!r:.100}, which packs weights in another order: convert it"
+                )
+        size = None if self.group_size == -1 else self.group_size
+        method = PackedMethod(AWQ, 4, size, symmetric=False)
+        if form == "gemv":
+            if size is None:
+                raise unsupported("group_size", "a positive number with gemv", self.group_size)
+            method = GEMVMethod(AWQ_GEMV, 4, size, symmetric=False)
+        # Nobody quantizes the head, and not everybody lists it.
+        ignored = _ignored(self.modules_to_not_convert, ["lm_head"])
+        return Rules((*ignored, (EVERY_LAYER, method)))
+
+
+class _OfAutoRound(_Settings):
+    """How a layer is quantized by AutoRound; for some layers, ``extra_config`` has others."""
+
+    data_type: Literal["int"] = "int"
+    act_bits: Annotated[int, Field(ge=16)] | None = None
+
+
+class AutoRound(_OfAutoRound):
+    """``quant_method: auto-round``."""
+
+    layouts: ClassVar[dict[str, PackedFormat]] = {
+        "auto_round:auto_gptq": GPTQ,
+        "auto_round:gptq": GPTQ,
+        "auto_round:auto_awq": AWQ,
+        "auto_round:awq": AWQ,
+    }
+
+    bits: _Bits
+    group_size: _GroupSize
+    packing_format: str = "auto_round:auto_gptq"
+    block_name_to_quantize: list[str] | str | None = None
+    extra_config: dict[str, dict[str, Any]] | None = None
+
+    def rules(self) -> Rules:
+        if self.packing_format not in self.layouts:
+            advice = "export the model again to one of these, or to llm_compressor"
+            expected = f"{' or '.join(self.layouts)} ({advice})"
+            raise unsupported("packing_format", expected, self.packing_format)
+        common = {name: getattr(self, name) for name in _OfAutoRound.model_fields}
+        names: list[Rule] = []
+        patterns: list[Rule] = []
+        for name, changes in (self.extra_config or {}).items():
+            bits, chosen = changes.get("bits"), None
+            if not (isinstance(bits, int) and bits >= 16):  # more are full precision
+                kept = {entry: value for entry, value in changes.items() if entry in common}
+                chosen = self._method(f"extra_config.{name}.", _OfAutoRound(**common | kept))
+            if _OF_PATTERNS.search(name):  # a pattern may match anywhere in a name
+                anywhere = "" if name.startswith((".*", "^")) else ".*"
+                patterns.append((f"re:{anywhere}(?:{name})", chosen))
+            else:
+                names.append((f"={name}", chosen))
+        blocks = self.block_name_to_quantize or []
+        blocks = blocks.split(",") if isinstance(blocks, str) else blocks
+        quantized = [block.strip() for block in blocks] or [EVERY_LAYER]
+        ignored = _ignored([] if "lm_head" in quantized else ["lm_head"])
+        own = self._method("", self)
+        return Rules((*names, *patterns, *ignored, *((target, own) for target in quantized)))
+
+    def _method(self, where: str, settings: _OfAutoRound) -> PackedMethod:
+        layout = self.layouts[self.packing_format]
+        if layout is AWQ and settings.bits != 4:
+            raise unsupported(f"{where}bits", f"4 with {self.packing_format}", settings.bits)
+        # Zeros are stored always in AWQ's layout, where nothing compares them with ``sym``.
+        symmetric = settings.sym and layout is not AWQ
+        return PackedMethod(layout, settings.bits, settings.size, symmetric)
+
+
+def gguf_rules(stored: Mapping[str, Any]) -> Rules:
+    """Return what a source of GGUF files wrote: the type of each weight in blocks, by its layer."""
     types = stored.get("types")
     if not isinstance(types, Mapping) or not all(type(kind) is str for kind in types.values()):
         raise CheckpointFormatError(
@@ -204,31 +378,5 @@ def _gguf(stored: Mapping[str, Any]) -> Rules:
             f"got {shorten(types)}: load the GGUF file itself"
         )
     methods = {kind: GGUFMethod(((None, kind),)) for kind in set(types.values())}
-    return RulesByName(tuple((f"={name}", methods[kind]) for name, kind in types.items()))
-
-
-def _packed(parse: Callable[[Mapping[str, Any]], list[Rule]]) -> Callable[..., Rules]:
-    """Return a function that makes rules of what ``parse`` returns, and checks their targets."""
-
-    def rules(stored: Mapping[str, Any]) -> Rules:
-        try:
-            parsed = parse(stored)
-        except ValidationError as error:
-            raise invalid(error) from None
-        return Rules(tuple((checked_target(target), method) for target, method in parsed))
-
-    return rules
-
-
-# By quant_method.
-STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
-    "fp8": _fp8,
-    "compressed-tensors": compressed_tensors_rules,
-    "gguf": _gguf,
-    "modelopt": _modelopt,
-    "mxfp4": _mxfp4,
-    "gptq": _packed(gptq_rules),
-    "awq": _packed(awq_rules),
-    "auto-round": _packed(auto_round_rules),
-    "bitsandbytes": _bitsandbytes,
-}
+    rules = tuple((f"={name}", methods[kind]) for name, kind in types.items())
+    return Rules(rules, joined=GGUFMethod.of_slots)

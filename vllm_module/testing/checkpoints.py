@@ -43,7 +43,7 @@ def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Te
 def made_up_weights(module: vLLMModule, *, seed: int = 0) -> Tensors:
     """Return :func:`random_weights` of a module, but what its methods of quantization expect.
 
-    A method may accept few values of a tensor (:meth:`QuantizeMethod.valid_weight`).
+    A method may accept few values of a tensor (:attr:`StoredTensor.valid`).
     """
     expected = module.expected_weights()
     valid = valid_weights(module)
