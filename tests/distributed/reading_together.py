@@ -27,9 +27,8 @@ from vllm_module import (
     register_source,
     tensor_parallel,
 )
-from vllm_module.cooperative import CooperativeCheckpoint, reading
-from vllm_module.core.planner import Planner
-from vllm_module.distributed import shared_ring
+from vllm_module.cooperative import reading
+from vllm_module.cooperative.reader import SharedReader
 from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import RankError, WeightReadError
@@ -44,7 +43,6 @@ TIMEOUT, PATIENCE = working["TIMEOUT"], working["PATIENCE"]
 
 # Tiny models fill so small a ring many times. A tensor of theirs is larger than a batch.
 reading.BATCH_BYTES, reading.BUFFERS = 2048, 3
-shared_ring._STALL = PATIENCE
 SCENARIOS: dict[str, tuple[int, Callable[[Path, int], Any]]] = {}
 
 MIXTURE = {
@@ -63,7 +61,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json, Mode
     "in another dtype": ({}, {"dtype": "float16"}),
     "streamed": ({"architectures": ["Streamed"]}, {}),
     "read otherwise than planned": ({"architectures": ["Deviating"]}, {}),
-    "read while planned": ({"architectures": ["Peeking"], "num_key_value_heads": 1}, {}),
 }
 
 
@@ -79,26 +76,15 @@ class Streamed(LlamaForCausalLM):
 
 
 class Deviating(LlamaForCausalLM):
-    """A model that reads one weight early and twice, and replaces another, which it planned."""
+    """A model that reads a weight early and another twice, and replaces two."""
 
     def load_weights(self, weights: Any) -> Any:
         pairs = dict(weights)
-        if Planner.current().reads:
-            pairs["model.norm.weight"].read()
-            early = [pairs["model.layers.0.mlp.down_proj.weight"].read() for _ in range(2)]
-            pairs["model.layers.0.mlp.down_proj.weight"] = early[0]
-            pairs["model.layers.0.self_attn.o_proj.weight"] = torch.ones(48, 48)
+        pairs["model.norm.weight"].read()
+        early = [pairs["model.layers.0.mlp.down_proj.weight"].read() for _ in range(2)]
+        pairs["model.layers.0.mlp.down_proj.weight"] = early[0]
+        pairs["model.layers.0.self_attn.o_proj.weight"] = torch.ones(48, 48)
         return super().load_weights(list(pairs.items()))
-
-
-class Peeking(LlamaForCausalLM):
-    """A model that reads a weight while the load is planned, as for the progress bar."""
-
-    def load_weights(self, weights: Any) -> Any:
-        pairs = dict(weights)
-        if not Planner.current().reads:
-            pairs["model.norm.weight"].read()
-        return super().load_weights(pairs.items())
 
 
 class Counted:
@@ -134,7 +120,7 @@ class CountedHandle:
 def prepare(directory: Path) -> None:
     """Save a checkpoint for each case."""
     torch.manual_seed(1)
-    for model in (Streamed, Deviating, Peeking):
+    for model in (Streamed, Deviating):
         register_model(model.__name__, model)
     register_source("counted", Counted)
     for name, (entries, _) in CASES.items():
@@ -157,7 +143,7 @@ def build(folder: Path) -> Any:
 
 
 def load(model: str, chosen: bool, timeout: float = PATIENCE, **settings: Any) -> Any:
-    bar = model.endswith("read while planned")
+    bar = model.endswith("dense")
     return get_model(
         model_config=ModelConfig(model=model, **settings),
         load_config=LoadConfig(cooperative=chosen, timeout=timeout, show_progress=bar),
@@ -249,7 +235,7 @@ def failing(action: Callable[[Path], Any], *, hosts: bool = False) -> Any:
     """Let rank 1 do something when it is to read its part of the fourth batch."""
 
     def run(directory: Path, rank: int) -> Any:
-        read_part = CooperativeCheckpoint._read_part
+        read_part = SharedReader.read_part
 
         def read(self: Any, batch: int, buffer: torch.Tensor) -> None:
             if rank == 1 and batch == 3:
@@ -257,12 +243,10 @@ def failing(action: Callable[[Path], Any], *, hosts: bool = False) -> Any:
             read_part(self, batch, buffer)
 
         # No signal from outside could be timed to one batch of many.
-        CooperativeCheckpoint._read_part = read  # type: ignore[method-assign]
+        SharedReader.read_part = read  # type: ignore[method-assign]
         if hosts:
             # Ranks that cannot map each other's memory are as on several hosts.
             OfferedMemory._map = refused  # type: ignore[assignment, method-assign]
-        if action is stop:
-            shared_ring._STALL = 1.0
         timeout = TIMEOUT if action is stop else PATIENCE
         load(str(directory.parent / "case dense"), True, timeout)
         return "loaded"
@@ -293,29 +277,28 @@ scenario(2, "reading_one_is_stopped_on_its_host")(failing(stop, hosts=True))
 def choosing(directory: Path, rank: int) -> Any:
     """Return what ranks read together that choose by themselves, and why they refused the rest."""
     folder, chosen = directory.parent / "case dense", []
-    enter = CooperativeCheckpoint.__enter__
+    start = SharedRing.start
 
-    def entered(self: CooperativeCheckpoint) -> CooperativeCheckpoint:
+    def started(self: SharedRing, read: Any) -> None:
         chosen.append(url)
-        return enter(self)
+        start(self, read)
 
     # What was chosen shows in no result: the weights are the same either way.
-    CooperativeCheckpoint.__enter__ = entered  # type: ignore[method-assign]
+    SharedRing.start = started  # type: ignore[method-assign]
     for url in (str(folder), f"counted://{folder}"):
         get_model(model_config=ModelConfig(model=url))
-    CooperativeCheckpoint.__enter__ = enter  # type: ignore[method-assign]
+    SharedRing.start = start  # type: ignore[method-assign]
     refusals = [refusal(lambda: load(str(folder), rank == 0))]  # they disagree
     changed = directory / "model"
     if rank == 0:
         shutil.copytree(folder, changed)
     dist.barrier()
-    start = SharedRing.start
 
-    def started(self: SharedRing) -> None:
+    def after_a_change(self: SharedRing, read: Any) -> None:
         os.utime(changed / "model.safetensors")
-        start(self)
+        start(self, read)
 
-    SharedRing.start = started  # type: ignore[method-assign]
+    SharedRing.start = after_a_change  # type: ignore[method-assign]
     refusals.append(refusal(lambda: load(str(changed), True)))
     return {"together": [each.partition("://")[0] for each in chosen], "refusals": refusals}
 

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from vllm_module import cooperative
-from vllm_module.cooperative import checkpoint as loading
-from vllm_module.cooperative import reading
+from vllm_module.cooperative import Cooperation, reading
 from vllm_module.core import planner
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.run import loading
 from vllm_module.distributed import groups, tensor_parallel_group, together
 from vllm_module.distributed.groups import SimulatedGroup
 from vllm_module.weights.pairs import PairsCheckpoint
 
 T = TypeVar("T")
+STALL = 60.0
 
 
 def gather(work: Callable[[], T]) -> list[T]:
@@ -35,9 +35,9 @@ def gather(work: Callable[[], T]) -> list[T]:
     return [pickle.loads(each.numpy().tobytes()) for each in group._exchange(data)]
 
 
-def failure_of_threads() -> Callable[[], str]:
+def failure_of_threads() -> Callable[..., str]:
     meeting: Any = groups._meeting.get()
-    return lambda: "another rank failed" if hasattr(meeting, "failed") else ""
+    return lambda hanging=(), how="": how or "another rank failed" * hasattr(meeting, "failed")
 
 
 @contextmanager
@@ -51,9 +51,16 @@ def telling_threads() -> Iterator[None]:
         raise
 
 
-def read_together(module: vLLMModule, checkpoint: Any, rank: int, size: int) -> Any:
-    """Return the checkpoint as the threads of ``run_ranks`` read it together."""
-    return cooperative.read_together(module, checkpoint, True, gather, rank, size)
+def load_by_threads(module: vLLMModule, checkpoint: Any, rank: int, size: int) -> None:
+    """Load as the threads of ``run_ranks`` do together."""
+    cooperation = Cooperation(checkpoint, gather, rank, size, STALL)
+    with telling_threads():
+        load_by(cooperation, vLLMModule.load_weights, module)
+
+
+def load_by(cooperation: Cooperation, right: Any, module: vLLMModule) -> Any:
+    with loading(module, cooperation.pairs, open_reader=cooperation.open_reader):
+        return right(module, cooperation.pairs)
 
 
 def load_together(right: Any, module: vLLMModule, weights: Any) -> Any:
@@ -66,36 +73,25 @@ def load_together(right: Any, module: vLLMModule, weights: Any) -> Any:
         return right(module, weights)
     pairs = PairsCheckpoint(SimpleNamespace(folder=Path("law")), weights)  # type: ignore[arg-type]
     if simulated:
-        opened = read_together(module, pairs, group.rank, group.size)
-        with telling_threads(), opened:
-            return right(module, opened.items())
-
-    def work() -> Any:
-        with opened:
-            return right(module, opened.items())
-
+        with telling_threads():
+            return load_by(Cooperation(pairs, gather, group.rank, group.size, STALL), right, module)
     among = partial(together, timeout=600.0)
-    opened = cooperative.read_together(module, pairs, True, among, group.rank, group.size)
-    return among(work)[group.rank]
+    cooperation = Cooperation(pairs, among, group.rank, group.size, STALL, group.group)
+    return among(lambda: load_by(cooperation, right, module))[group.rank]
 
 
 @contextmanager
-def small_batches(nbytes: int = 1024, buffers: int = 2, stall: float = 60.0) -> Iterator[None]:
+def small_batches(nbytes: int = 1024, buffers: int = 2) -> Iterator[None]:
     """Let the ring be so small that tiny models go round it, in threads or in processes."""
-    from vllm_module.distributed import shared_ring
-
-    values = {"BATCH_BYTES": nbytes, "BUFFERS": buffers}
-    before = {name: getattr(reading, name) for name in values}
-    right, stalled = loading.failure_of_others, shared_ring._STALL
-    vars(reading).update(values)
-    shared_ring._STALL = stall
+    values: dict[str, Any] = {"BATCH_BYTES": nbytes, "BUFFERS": buffers}
     if not dist.is_initialized():
-        loading.failure_of_others = failure_of_threads
+        values["failure_of_others"] = failure_of_threads
+    before = {name: getattr(reading, name) for name in values}
+    vars(reading).update(values)
     try:
         yield
     finally:
         vars(reading).update(before)
-        loading.failure_of_others, shared_ring._STALL = right, stalled
 
 
 @contextmanager

@@ -280,9 +280,9 @@ FAULTS = (
     Fault("a batch is taken before every rank has read its part", "sharding_equivalent", "row",
           together("distributed.shared_ring:SharedRing._is_filled", sharding.own_part_alone)),
     Fault("parts of two ranks are exchanged", "sharding_equivalent", "row",
-          together("cooperative.checkpoint:CooperativeCheckpoint._read_part", sharding.of_another_part)),
+          together("cooperative.reader:SharedReader.read_part", sharding.of_another_part)),
     Fault("rows that two ranks want are laid out one too far", "sharding_equivalent", "row",
-          together("cooperative.batches:_joined", sharding.one_row_too_far)),
+          together("cooperative.batches:_split", sharding.one_row_too_far)),
     # Where a name leads
     Fault("a component is matched by substring", "routed_exactly", "mlp",
           instead(ROUTES, loading.matched(lambda known, component: known in component))),

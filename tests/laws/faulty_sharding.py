@@ -289,9 +289,9 @@ def joined_backwards(gather: Any, group: Any, tensor: torch.Tensor, dim: int = -
 # What ranks that load together pass to each other
 
 
-def never_waiting(start: Any, ring: Any) -> None:
+def never_waiting(start: Any, ring: Any, read: Any) -> None:
     ring._is_free = lambda batch: True
-    start(ring)
+    start(ring, read)
     for thread in ring._threads:
         thread.join()
 
@@ -300,32 +300,32 @@ def own_part_alone(is_filled: Any, ring: Any, batch: int) -> bool:
     return bool(ring._filled[ring._rank] > batch)
 
 
-def of_another_part(read_part: Any, checkpoint: Any, batch: int, buffer: torch.Tensor) -> None:
-    """Read what an equal chunk of another rank holds, where there is one."""
-    chunks = checkpoint._by_batch[batch]
-    places = {}
-    for chunk in chunks:
+def of_another_part(read_part: Any, reader: Any, batch: int, buffer: torch.Tensor) -> None:
+    """Read an equal chunk of the same tensor in the place of this rank's, where there is one."""
+    own = reader._own[batch]
+    others = [chunk for _, overlaps in reader._planned for chunk, _ in overlaps]
+
+    def another(chunk: Any) -> Any:
+        sizes = [length for _, length in chunk.box]
         equal = [
             other
-            for other in chunks
+            for other in others
             if other.name == chunk.name
             and other.owner != chunk.owner
-            and [length for _, length in other.box] == [length for _, length in chunk.box]
+            and [length for _, length in other.box] == sizes
         ]
-        places[chunk] = equal[0].box if equal else chunk.box
-    checkpoint._by_batch[batch] = [each._replace(box=places[each]) for each in chunks]
-    try:
-        read_part(checkpoint, batch, buffer)
-    finally:
-        checkpoint._by_batch[batch] = chunks
+        return chunk._replace(box=equal[0].box) if equal else chunk
+
+    reader._own[batch] = [another(chunk) for chunk in own]
+    read_part(reader, batch, buffer)
 
 
-def one_row_too_far(joined: Any, one: Any, other: Any) -> Any:
-    chunk = joined(one, other)
-    if chunk is None or not chunk.box:
-        return chunk
-    (start, length), *rest = chunk.box
-    return chunk._replace(box=((start + 1, length), *rest)) if start else chunk
+def one_row_too_far(split: Any, box: Any, most: int) -> Any:
+    first, *rest = split(box, most)
+    if not first or not rest or not first[0][0]:
+        return [first, *rest]
+    (start, length), *inner = first
+    return [((start - 1, length), *inner), *rest]
 
 
 # Layers with recurrent state

@@ -8,6 +8,7 @@ and processed. Names are no checkpoint's, so no ``load_weights`` of a model is c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import LoadReport, Problem, fold
-from vllm_module.core.run import execute, loading
+from vllm_module.core.run import OpenReader, Reader, execute, loading
 from vllm_module.core.tree import Node, held_locations
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError, WeightLoadError
@@ -51,17 +52,19 @@ def load_from(
     weights: Mapping[str, Weight],
     recorded: Iterable[tuple[str, Weight]] | None = None,
     planned: Callable[[LoadPlan], None] | None = None,
+    reader: OpenReader | None = None,
 ) -> None:
     """Load ``model``, all of it, from what its source opened.
 
-    ``recorded`` are its :func:`own_tensors` with handles that record what is read. ``planned`` is
-    called with the plan before it is run. Raises what these and :meth:`vLLMModule.load_weights` do.
+    ``recorded`` are its :func:`own_tensors`, or with handles that record what is read. ``planned``
+    is called with the plan before it is run, by a ``reader`` if one is given. Raises what these and
+    :meth:`vLLMModule.load_weights` do.
     """
 
-    def open_reader(plan: LoadPlan) -> Readers:
+    def open_reader(plan: LoadPlan) -> AbstractContextManager[Reader]:
         if planned is not None:
             planned(plan)
-        return Readers(model.load_state.device)
+        return Readers(model.load_state.device) if reader is None else reader(plan)
 
     pairs = own_tensors(model, weights).items() if recorded is None else recorded
     if isinstance(weights, ShardedState):

@@ -21,7 +21,7 @@ from vllm_module.build.held import load_from, number_of_tensors
 from vllm_module.build.model_source import ModelSource
 from vllm_module.build.registry import implementation
 from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
-from vllm_module.cooperative import CooperativeCheckpoint, read_together
+from vllm_module.cooperative import Cooperation, chosen
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.distributed import message_group, together
@@ -102,10 +102,11 @@ def find_and_load(
         with ExitStack() as reading:
             planned: Callable[[LoadPlan], None] | None = None
             if load_config.show_progress:
-                planned = reading.enter_context(progress(weights))
-            if isinstance(weights, CooperativeCheckpoint):
-                reading.enter_context(weights)
-            load_from(model, weights, planned=planned)
+                planned = reading.enter_context(progress(cooperation or checkpoint))
+            if cooperation is None:
+                load_from(model, checkpoint, planned=planned)
+            else:
+                load_from(model, checkpoint, cooperation.pairs, planned, cooperation.open_reader)
         return model
 
     with ExitStack() as opened, message_group(timeout) as group:
@@ -115,13 +116,14 @@ def find_and_load(
         model = in_step(build, lambda _: {}, timeout, group, demand_alike)
         impl, architecture = implementation(type(model)), source.config.architectures[0]
         _log.info("model_impl of %s: %s", printable_name(architecture), impl)
-        weights: OpenWeights | CooperativeCheckpoint = checkpoint
+        cooperation = None
         # Of a sharded state each rank has files of its own, and dummy values it makes itself.
         shared = not isinstance(checkpoint, ShardedState) and checkpoint.load_format != "dummy"
-        if group is not None and load_config.cooperative is not False and shared:
+        if group is not None and shared:
             gather = partial(together, timeout=timeout, group=group.group)
-            place = group.rank, group.size, group.group
-            weights = read_together(model, checkpoint, load_config.cooperative, gather, *place)
+            if chosen(load_config.cooperative, checkpoint, gather):
+                place = group.rank, group.size, timeout, group.group
+                cooperation = Cooperation(checkpoint, gather, *place)
         fingerprint = checkpoint.fingerprint  # before it can change
         model = in_step(load, digests, timeout, group, demand_same_tensors)
         return Loaded(source, model, fingerprint)
@@ -129,7 +131,7 @@ def find_and_load(
 
 @contextmanager
 def progress(
-    checkpoint: OpenWeights | CooperativeCheckpoint,
+    checkpoint: OpenWeights | Cooperation,
     label: str = "loading",
     console: Console | None = None,
 ) -> Iterator[Callable[[LoadPlan], None]]:

@@ -1,16 +1,16 @@
-"""Ranks of one group that read a checkpoint together, so that each byte is read once.
+"""A reader by which the ranks of one group read a checkpoint together, each byte once.
 
-A cooperative checkpoint is a mapping of handles, like any other. Rows that one rank alone wants,
-it reads itself. Rows that several ranks want are laid out in batches, in the order in which a load
-reads them, and go through a ring of buffers: each rank reads its part of a batch, and a handle
-copies its region out of the buffers. A handle that is read in another order, or again, reads
-directly.
+It is given the plan of a load, and by it what this rank will read, in which order. Rows that one
+rank alone wants, it reads itself. Rows that several ranks want are laid out in batches, in that
+order, and go through a ring of buffers: each rank reads its part of every batch, and copies what it
+wants out of the buffers.
 
-``region.py`` has handles that know their region, ``wants.py`` what ranks tell each other,
-``batches.py`` the layout, ``checkpoint.py`` the load, and ``choice.py`` whether it is worth it.
+``regions.py`` has what a plan will read, ``wants.py`` what ranks tell each other of it,
+``batches.py`` the layout, ``reader.py`` the reader, ``reading.py`` how ranks open it together, and
+``choice.py`` whether it is worth it.
 """
 
-from vllm_module.cooperative.checkpoint import CooperativeCheckpoint
-from vllm_module.cooperative.reading import read_together
+from vllm_module.cooperative.choice import chosen
+from vllm_module.cooperative.reading import Cooperation
 
-__all__ = ["CooperativeCheckpoint", "read_together"]
+__all__ = ["Cooperation", "chosen"]

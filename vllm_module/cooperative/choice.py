@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
-import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from vllm_module.distributed.shared_memory import Offer
-from vllm_module.distributed.shared_ring import TAGS
+from vllm_module.distributed.shared_memory import host_name
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.pairs import OpenWeights
@@ -25,33 +22,28 @@ class Facts(NamedTuple):
 
     Attributes:
         host: differs between hosts, and may between containers on one.
-        offer: of memory for the buffers.
-        tag: for the messages of this load, if this is the first rank.
         files: what tells copies of the local files apart; ``None`` if there are no local files.
         cached: whether this host's page cache has them.
 
     """
 
     host: str
-    offer: Offer | None
-    tag: int
     files: tuple[tuple[int, int], ...] | None
     cached: bool
 
     @staticmethod
-    def of(checkpoint: OpenWeights, offer: Offer | None) -> Facts:
+    def of(checkpoint: OpenWeights) -> Facts:
         """Find out about a checkpoint that this rank has opened."""
-        host = platform.node() if offer is None else offer.host
-        tag = secrets.choice(TAGS)
+        host = host_name()
         if not isinstance(checkpoint, Checkpoint) or isinstance(checkpoint, StoredCheckpoint):
-            return Facts(host, offer, tag, None, cached=False)
+            return Facts(host, None, cached=False)
         try:
             status = [os.stat(path) for path in checkpoint.files]
             cached = is_cached(checkpoint.files)
         except (OSError, CheckpointFormatError):  # deleted since, which open files outlive
-            return Facts(host, offer, tag, (), cached=False)
+            return Facts(host, (), cached=False)
         files = tuple((each.st_ino, each.st_mtime_ns) for each in status)
-        return Facts(host, offer, tag, files, cached)
+        return Facts(host, files, cached)
 
 
 def is_cached(files: Sequence[Path]) -> bool:
@@ -72,14 +64,21 @@ def is_cached(files: Sequence[Path]) -> bool:
     return True
 
 
-def choose(choice: Literal["auto"] | bool, facts: Sequence[Facts]) -> bool:
-    """Tell whether ranks with these facts read together.
+def chosen(
+    choice: Literal["auto"] | bool,
+    checkpoint: OpenWeights,
+    gather: Callable[[Callable[[], Facts]], list[Facts]],
+) -> bool:
+    """Tell whether ranks read together. Every rank makes the same call with the same choice."""
+    return reads_less(gather(lambda: Facts.of(checkpoint))) if choice == "auto" else choice
 
-    ``"auto"`` does so where it reads less: from a source without local files, and from a file
-    system that several hosts share. The page cache of a host passes local files to all its ranks.
+
+def reads_less(facts: Sequence[Facts]) -> bool:
+    """Tell whether ranks with these facts read less together.
+
+    They do from a source without local files, and from a file system that several hosts share. The
+    page cache of a host passes local files to all its ranks.
     """
-    if choice != "auto":
-        return choice
     if any(each.files is None for each in facts):
         return True
     hosts, copies = {each.host for each in facts}, {each.files for each in facts}

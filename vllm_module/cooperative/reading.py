@@ -1,22 +1,25 @@
-"""From a plan on every rank to a checkpoint that the ranks read together."""
+"""From the plan of a load on every rank to a reader by which the ranks read together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from vllm_module.cooperative.batches import lay_out
-from vllm_module.cooperative.checkpoint import CooperativeCheckpoint
-from vllm_module.cooperative.choice import Facts, choose
-from vllm_module.cooperative.region import Regions
+from vllm_module.cooperative.batches import lay_out, parts_of
+from vllm_module.cooperative.reader import SharedReader
+from vllm_module.cooperative.regions import regions_of
 from vllm_module.cooperative.wants import Wants, shared_regions
-from vllm_module.core.module import vLLMModule
+from vllm_module.core.plan import LoadPlan
+from vllm_module.core.run import Reader
+from vllm_module.core.tree import state_of
+from vllm_module.distributed import failure_of_others
 from vllm_module.distributed.shared_memory import OfferedMemory
-from vllm_module.distributed.shared_ring import RingShape, SharedRing
+from vllm_module.distributed.shared_ring import TAGS, RingShape, SharedRing
+from vllm_module.weights import Readers
 from vllm_module.weights.pairs import OpenWeights
 
 T = TypeVar("T")
@@ -26,44 +29,86 @@ BATCH_BYTES = 32 << 20
 BUFFERS = 4
 
 
-def read_together(
-    model: vLLMModule,
-    checkpoint: OpenWeights,
-    choice: Literal["auto"] | bool,
-    gather: Gather[Any],
-    rank: int,
-    size: int,
-    group: dist.ProcessGroup | None = None,
-) -> OpenWeights | CooperativeCheckpoint:
-    """Return the checkpoint for this rank to load ``model`` from, as the ranks choose to read it.
+class Cooperation:
+    """One load that the ranks of a group carry out together, as this rank sees it.
 
-    Every rank makes the same call. ``gather`` is :func:`vllm_module.distributed.together`, or does
-    as it does; ``group`` carries bytes between hosts.
+    Args:
+        checkpoint: the same on all ranks.
+        gather: is :func:`vllm_module.distributed.together`, or does as it does.
+        rank: of this process.
+        size: of the group.
+        timeout: seconds without progress of any rank after which the ranks that hang are named.
+        group: carries bytes between hosts.
+
+    Attributes:
+        pairs: names and handles, to load from. Other handles are read by each rank for itself.
+
     """
-    shape = RingShape(size, BUFFERS, BATCH_BYTES)
-    memory = OfferedMemory(shape.nbytes)
-    try:
-        facts = gather(lambda: Facts.of(checkpoint, memory.offer))
-        if not choose(choice, facts):
-            return checkpoint
-        found: list[Any] = []
 
-        def plan() -> tuple[int, Wants]:
-            wants, names, regions = Wants.of(model.plan_weights(Regions(checkpoint)))
-            mapped, leader = None, -1
+    def __init__(
+        self,
+        checkpoint: OpenWeights,
+        gather: Gather[Any],
+        rank: int,
+        size: int,
+        timeout: float,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._checkpoint, self._gather = checkpoint, gather
+        self._rank, self._size, self._timeout, self._group = rank, size, timeout, group
+        self.pairs = list(checkpoint.items())
+        self._reader: SharedReader | None = None
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that this rank's destinations have been filled with."""
+        reader, read = self._reader, self._checkpoint.bytes_read
+        return read if reader is None else read - reader.passed + reader.taken
+
+    @contextmanager
+    def open_reader(self, plan: LoadPlan) -> Iterator[Reader]:
+        """Open this rank's reader of its ``plan``. Every rank makes the same call."""
+        planned = list(regions_of(plan, {id(handle): name for name, handle in self.pairs}))
+        shape = RingShape(self._size, BUFFERS, BATCH_BYTES)
+        memory = OfferedMemory(shape.nbytes)
+
+        def join() -> int:
             with suppress(OSError):  # without memory for a ring, every rank reads by itself
-                mapped, leader = memory.join([each.offer for each in facts], rank)
-            found.extend((mapped, names, regions))
-            return leader, wants
+                mapped, leader = memory.join(offers, self._rank)
+                found.append(mapped)
+                return leader
+            return -1
 
-        leaders, wants = zip(*gather(plan), strict=True)
-    finally:
-        memory.close()
-    if -1 in leaders or len({each.order for each in wants}) > 1:
-        return checkpoint
-    mapped, names, regions = found
-    hosts = [[r for r in range(size) if leaders[r] == leader] for leader in sorted({*leaders})]
-    among = {"rank": rank, "hosts": hosts, "group": group, "tag": facts[0].tag}
-    ring = partial(SharedRing, mapped, shape, **among)
-    chunks = lay_out(shared_regions(checkpoint, names, wants, shape), size, shape.batch_bytes)
-    return CooperativeCheckpoint(checkpoint, chunks, regions, ring, rank, size)
+        try:
+            told = self._gather(lambda: (Wants.of(planned), memory.offer, secrets.choice(TAGS)))
+            wants, offers, tags = zip(*told, strict=True)
+            found: list[Any] = []
+            leaders = self._gather(join)
+        finally:
+            memory.close()
+        with Readers(state_of(plan.module).device) as readers:
+            if -1 in leaders or len({each.order for each in wants}) > 1:
+                yield readers
+                return
+            handles, names = dict(self.pairs), list(dict.fromkeys(n for n, _ in planned if n))
+            shared = shared_regions(handles, names, wants)
+            chunks = list(lay_out(shared, self._size, shape.batch_bytes))
+            regions = (region for _, of_fill in planned for region in of_fill)
+            ring = SharedRing(
+                found.pop(),
+                shape,
+                rank=self._rank,
+                hosts=[
+                    [rank for rank in range(self._size) if leaders[rank] == leader]
+                    for leader in sorted({*leaders})
+                ],
+                parts=parts_of(chunks, self._size),
+                failure=failure_of_others(),
+                timeout=self._timeout,
+                group=self._group,
+                tag=tags[0],
+            )
+            reader = SharedReader(regions, chunks, handles, self._rank, ring, readers)
+            self._reader = reader
+            with ring.reading(reader.read_part):
+                yield reader

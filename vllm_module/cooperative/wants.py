@@ -1,113 +1,81 @@
-"""What each rank will read, as ranks tell it to each other, and what several of them will."""
+"""The rows that each rank will read, as ranks tell each other, and those of several ranks."""
 
 from __future__ import annotations
 
 import hashlib
-import math
-import zlib
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
-from vllm_module.cooperative.region import Box, Region, volume
-from vllm_module.core.plan import LoadPlan
-from vllm_module.distributed.shared_ring import RingShape
+from vllm_module.cooperative.regions import Box, Region
 from vllm_module.weights import Handle
 
 # A region that is cut inside its rows into segments of this length is read well by itself.
 _LONG_SEGMENT = 64 << 10
-_FAR = 1 << 30  # passes over a tensor that fills two parameters, which may be far apart
 
 
 class Wants(NamedTuple):
-    """What a rank's plan says that it will read of handles, to be sent to the others.
+    """What a rank will read of a checkpoint, to be sent to the others.
 
     Attributes:
-        order: a digest of the names of tensors in the order in which the load takes them. The
+        order: a digest of the names of tensors in the order in which the rank reads them. The
             other entries number tensors by this order.
-        rows: number, first row and end of each interval, compressed.
-        passes: for tensors that the load reads in several passes over their rows, how many.
+        rows: number, first row and end of each interval, in order.
+        again: tensors that the rank does not read from front to back at once.
 
     """
 
     order: str
-    rows: bytes
-    passes: dict[int, int]
+    rows: list[tuple[int, int, int]]
+    again: list[int]
 
     @staticmethod
-    def of(plan: LoadPlan) -> tuple[Wants, list[str], list[Region]]:
-        """Return a rank's wants, the names of tensors and all regions it will read, in order."""
+    def of(planned: Iterable[tuple[str, Sequence[Region]]]) -> Wants:
+        """Return the wants of a rank from the regions that it will read, in order."""
         numbers: dict[str, int] = {}
-        regions: list[Region] = []
-        wanted: dict[int, list[tuple[int, int]]] = {}
-        passes: dict[int, int] = {}
-        ends: dict[int, int] = {}  # of the region before, in the same tensor
+        rows: list[tuple[int, int, int]] = []
+        again = set[int]()
         names = hashlib.sha256()
-        for fill in plan.fills:
-            weight = fill.weight
-            if not isinstance(weight, Region):
-                continue  # an override has read it
-            names.update(weight.name.encode(errors="surrogatepass") + b"\0")
-            number = numbers.get(weight.name)
-            if number is None:
-                number = numbers[weight.name] = len(numbers)
-            else:  # the second time may be long after the first
-                passes[number] = _FAR
-            if fill.tied_to is not None:
-                continue  # it is compared before the others are read
-            for piece in fill.pieces():
-                region = cast(Region, piece.source)
-                if not volume(region.box):
+        for name, regions in planned:
+            if not name:
+                continue
+            names.update(name.encode(errors="surrogatepass") + b"\0")
+            if name in numbers:  # the second time may be long after the first
+                again.add(numbers[name])
+            number, before = numbers.setdefault(name, len(numbers)), -1
+            for region in regions:
+                if not region.shape.numel():
                     continue
-                regions.append(region)
+                first, last = region.ends
+                if first <= before:
+                    again.add(number)
+                before = last
                 start, length = region.box[0] if region.box else (0, 1)
-                if start < ends.get(number, 0):
-                    passes[number] = passes.get(number, 1) + 1
-                ends[number] = start + length
-                if not _in_long_segments(region):
-                    wanted.setdefault(number, []).append((start, start + length))
-        flat = array("q")
-        for number in sorted(wanted):
-            for first, end in _merged(wanted[number]):
-                flat.extend((number, first, end))
-        wants = Wants(names.hexdigest(), zlib.compress(flat.tobytes(), 1), passes)
-        return wants, list(numbers), regions
-
-    def intervals(self) -> torch.Tensor:
-        """Return ``rows`` as int64, ``[intervals, 3]``."""
-        data = bytearray(zlib.decompress(self.rows))
-        if not data:
-            return torch.empty(0, 3, dtype=torch.int64, device="cpu")
-        return torch.frombuffer(data, dtype=torch.int64).view(-1, 3)
+                if number in again or _in_long_segments(region):
+                    continue
+                if rows and rows[-1][0] == number and start <= rows[-1][2]:
+                    start, length = rows[-1][1], start + length - rows.pop()[1]
+                rows.append((number, start, start + length))
+        return Wants(names.hexdigest(), rows, sorted(again))
 
 
 def _in_long_segments(region: Region) -> bool:
     run = region.dtype.itemsize
-    for (_, length), size in zip(region.box[:0:-1], region.whole.shape[:0:-1], strict=True):
+    for (_, length), size in zip(region.box[:0:-1], region.sizes[:0:-1], strict=True):
         run *= length
         if length < size:
             return run >= _LONG_SEGMENT
     return False
 
 
-def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for first, end in sorted(intervals):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((first, end))
-    return merged
-
-
-def shared_rows(wants: Sequence[torch.Tensor]) -> list[list[int]]:
+def shared_rows(wants: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[int]]:
     """Return the intervals of rows that two ranks or more want: number, first row and end.
 
     Each rank's own intervals do not overlap.
     """
-    every = torch.cat([*wants])
+    every = torch.tensor([*chain(*wants)], dtype=torch.int64, device="cpu").view(-1, 3)
     most = int(every[:, 1:].max()) + 1 if len(every) else 1
     keys = torch.cat([every[:, 0] * most + every[:, 1], every[:, 0] * most + every[:, 2]])
     change = torch.ones_like(keys)
@@ -124,15 +92,15 @@ def shared_rows(wants: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def shared_regions(
-    checkpoint: Mapping[str, Handle], names: Sequence[str], wants: Sequence[Wants], shape: RingShape
+    handles: Mapping[str, Handle], names: Sequence[str], wants: Sequence[Wants]
 ) -> Iterator[tuple[str, Box, torch.dtype]]:
-    """Yield the regions that go through the ring, in the order of the load."""
-    for number, first, end in shared_rows([each.intervals() for each in wants]):
-        handle = checkpoint[names[number]]
-        sizes, dtype = tuple(handle.shape), handle.dtype
-        passes = max(each.passes.get(number, 1) for each in wants)
-        # A second pass would find the first batches of the tensor released.
-        held = (shape.buffers - 2) * shape.batch_bytes
-        if passes == 1 or (passes < _FAR and math.prod(sizes) * dtype.itemsize <= held):
-            rows = ((first, end - first), *((0, size) for size in sizes[1:]))
-            yield names[number], rows if sizes else (), dtype
+    """Yield the regions that go through the ring, in the order of the load.
+
+    ``names`` are those that ``wants`` number. What a rank reads again would find the ring further.
+    """
+    again = {number for each in wants for number in each.again}
+    for number, first, end in shared_rows([each.rows for each in wants]):
+        if number not in again:
+            handle = handles[names[number]]
+            rows = ((first, end - first), *((0, size) for size in handle.shape[1:]))
+            yield names[number], rows if handle.shape else (), handle.dtype

@@ -114,7 +114,7 @@ class Run:
         if self.failure is not None:
             raise self.failure
         self._tree = self._below = None  # an override may have added modules
-        if open_reader is not None and plan.fills:
+        if open_reader is not None:
             self._reader = self._opened.enter_context(open_reader(plan))
         self.fill(plan.fills)
         self._process_rest()

@@ -10,7 +10,7 @@ import json
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
@@ -96,15 +96,16 @@ def together(
     return cast(list[T], outcomes)
 
 
-def failure_of_others() -> Callable[[], str]:
+def failure_of_others() -> Callable[..., str]:
     """Return a function that says which other ranks have failed so far; ``""`` if none has.
 
     It is about the call of :func:`together` whose work this thread does, and may be called in any
     thread. Where it names ranks, ``work`` may raise ``RuntimeError``: ``together`` turns that into
-    the ``RankError`` that names them.
+    the ``RankError`` that names them. Given numbers of ranks that hang, and how that shows, it
+    counts these among them.
     """
     exchange = _current.get()
-    return exchange.failure if exchange is not None else str
+    return exchange.failure if exchange is not None else lambda hanging=(), how="": how
 
 
 class _Refusal(NamedTuple):
@@ -138,7 +139,8 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
         outcome = _framed(b"+" + _pickled(result))
     except BaseException as error:
         # A collective raises one of these if a peer has left; subclasses have other causes.
-        perhaps_left = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        # So does a call of ``together`` inside of this one.
+        perhaps_left = type(error) is RuntimeError or isinstance(error, dist.DistError | RankError)
         if perhaps_left and (failures := exchange.abandoned()):
             exchange.tell(_framed(b"+" + _pickled(None)))  # this rank did not fail itself
             exchange.tell(_framed(json.dumps(failures).encode()))
@@ -161,7 +163,7 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
 _active: set[tuple[object, int]] = set()
 _active_lock = threading.Lock()
 
-_SETTING = "LoadConfig(timeout=...), or --timeout"
+_ADVICE = "it hangs, or needs a longer LoadConfig(timeout=...), or --timeout"
 
 # Work may itself call together: the messages of each level have their own tags.
 _depth: ContextVar[int] = ContextVar("together_depth", default=0)
@@ -305,6 +307,7 @@ class _Exchange:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, depth: int) -> None:
         self._group, self.rank, self.size = group, rank, size
         self._changed = threading.Condition()
+        self._hanging: dict[int, str] = {}
         tag = _TAG + 8 * depth
         others = (peer for peer in range(size) if peer != rank)
         self._peers = [_Peer(peer, group, tag, self._changed) for peer in others]
@@ -348,9 +351,10 @@ class _Exchange:
             self._changed.wait_for(lambda: bool(self._failed(2)), _EVIDENCE)
             return self._failed(2)
 
-    def failure(self) -> str:
+    def failure(self, hanging: Iterable[int] = (), how: str = "") -> str:
         """Name the ranks that have failed so far, and how; ``""`` if none has."""
         with self._changed:
+            self._hanging.update(dict.fromkeys(hanging, f"{how}: {_ADVICE}"))
             failures = self._failed(2)
         return str(self.error(failures)) if failures else ""
 
@@ -378,11 +382,11 @@ class _Exchange:
             if not self._reported():
                 for peer in self._peers:
                     if len(peer.received) < count and not peer.gone and peer.rank not in failures:
-                        failures[peer.rank] = f"{late}: it hangs, or needs a longer {_SETTING}"
+                        failures[peer.rank] = f"{late}: {_ADVICE}"
         return failures
 
     def _failed(self, count: int) -> dict[int, str]:
-        failures = self._reported()
+        failures = self._hanging | self._reported()
         for peer in self._peers:
             if peer.received and peer.received[0][:1] == b"-":
                 failures[peer.rank] = f"failed: {peer.received[0][1:].decode()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,14 @@ class Offer(NamedTuple):
     token: bytes
 
 
+def host_name() -> str:
+    """Return what differs between hosts; without Linux, it may be the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
 class OfferedMemory:
     """Memory that other processes of this host may map; the kernel hands it out as it is used.
 
@@ -37,8 +46,7 @@ class OfferedMemory:
             os.ftruncate(self._descriptor, nbytes)
             token = secrets.token_bytes(_TOKEN_BYTES)
             os.pwrite(self._descriptor, token, nbytes - _TOKEN_BYTES)
-            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            self.offer = Offer(host, os.getpid(), self._descriptor, token)
+            self.offer = Offer(host_name(), os.getpid(), self._descriptor, token)
 
     def join(self, offers: Sequence[Offer | None], rank: int) -> tuple[mmap.mmap, int]:
         """Map the memory of the first rank whose offer this process can take, and return the rank.

@@ -10,12 +10,11 @@ import logging
 import mmap
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,6 @@ _log = logging.getLogger(__name__)
 TAGS = range(1 << 18, 1 << 19)  # of messages with parts of batches
 _FOREVER = timedelta(days=365)  # a wait of gloo's that times out closes all of its connections
 _SHORTEST, _LONGEST = 0.0005, 0.01  # seconds between two looks at other processes' counters
-_STALL = 60.0  # seconds without any progress after which a rank goes on alone
-_IDLE = 1.0  # seconds in which a rank that still takes a batch would have taken some of it
 _FAREWELL = 0.3  # seconds for threads to end after a failure
 
 
@@ -51,20 +48,27 @@ class RingShape(NamedTuple):
         return self.header + self.buffers * self.batch_bytes + mmap.PAGESIZE
 
 
-class SharedRing:
-    """The ring as one rank sees it, whose threads read and carry its parts while it is open.
+class Failure(Protocol):
+    """Says which other ranks have failed; ``""`` if none has."""
 
-    Buffer ``k % buffers`` holds batch ``k``. Batches come in the same order on every rank. A rank's
-    part of a batch is written once the batch before it in that buffer is complete, and all ranks
-    that share the memory have released it. A rank releases a batch when it has taken all the bytes
-    that it wants of it, or does not come back for them.
+    def __call__(self, hanging: Sequence[int] = (), how: str = "") -> str:
+        """Count the ranks that are ``hanging`` among them, and say ``how``."""
+
+
+class SharedRing:
+    """The ring as one rank sees it, open while the block of :meth:`reading` lasts.
+
+    Buffer ``k % buffers`` holds batch ``k``. Every rank takes the batches that it wants, in order.
+    A rank's part of a batch is written once the batch before it in that buffer is complete, and all
+    ranks that share the memory have released it.
 
     Args:
         memory: what ``neighbours`` share, this rank included.
-        parts: for each batch, where every rank's part begins and ends in the buffer.
-        wanted: for each batch, the bytes that this rank will take.
-        read: ``read(batch, buffer)`` fills this rank's part.
+        parts: for each batch, where every rank's part begins and ends in the buffer; a rank has the
+            same part of every buffer, or the beginning of it.
         failure: says which other ranks have failed.
+        timeout: seconds without any progress of any rank after which the ranks that are behind
+            count as failed.
         hosts: the neighbours of every host, in the order of their first ranks.
         group: carries parts between hosts.
         tag: one of ``TAGS``, the same on all ranks. With one that another ring of the group has
@@ -80,15 +84,14 @@ class SharedRing:
         rank: int,
         hosts: Sequence[Sequence[int]],
         parts: Sequence[Sequence[tuple[int, int]]],
-        wanted: Sequence[int],
-        read: Callable[[int, torch.Tensor], None],
-        failure: Callable[[], str],
+        failure: Failure,
+        timeout: float,
         group: dist.ProcessGroup | None = None,
         tag: int = TAGS[0],
     ) -> None:
         self._rank, self._shape, self._parts = rank, shape, parts
         self._group, self._tag = group, tag
-        self._wanted, self._read, self._failure = list(wanted), read, failure
+        self._failure, self._timeout = failure, timeout
         (self._neighbours,) = [host for host in hosts if rank in host]
         self._others = [host for host in hosts if rank not in host]
         header = memoryview(memory)[: 3 * 8 * shape.size].cast("q")
@@ -100,71 +103,28 @@ class SharedRing:
         data = memoryview(memory)[shape.header : shape.header + shape.buffers * shape.batch_bytes]
         self._buffers = torch.frombuffer(data, dtype=torch.uint8).chunk(shape.buffers)
         self._changed = threading.Condition()
-        self._held = Counter[int]()  # threads that copy out of a batch
-        self._awaited = 0  # threads that wait for a batch which comes
-        self._takes = 0
-        self._skipped = 0  # batches before this one are not waited for
         self._sent = 0
-        self._alone = self._closed = False
+        self._closed = False
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._running = 0
 
     # Taking
 
-    @contextmanager
-    def taking(self, batch: int) -> Iterator[torch.Tensor | None]:
-        """Wait for a batch and yield its buffer, which stays as it is inside the block.
+    def take(self, batch: int) -> torch.Tensor:
+        """Wait for a batch and return its buffer, which stays as it is until it is released.
 
-        ``None`` if it does not come: this rank has released it, or another makes no progress.
         Raises ``RuntimeError`` if another rank failed, and what reading this rank's parts raised.
         """
         with self._changed:
-            comes = self._comes(batch)
-            self._held[batch] += comes
-        try:
-            yield self._buffers[batch % self._shape.buffers] if comes else None
-        finally:
-            with self._changed:
-                self._held[batch] -= comes
-                self._advance()
+            self._wait(partial(self._is_filled, batch))
+        return self._buffers[batch % self._shape.buffers]
 
-    def took(self, batch: int, nbytes: int) -> None:
-        """Count bytes of a batch that this rank will not ask for again."""
+    def release(self, following: int | None) -> None:
+        """Release the batches before ``following``, which is taken next; ``None``: all."""
         with self._changed:
-            self._takes += 1
-            self._wanted[batch] -= nbytes
-            self._advance()
-
-    def _comes(self, batch: int) -> bool:
-        own, buffers = self._released, self._shape.buffers
-
-        def may_come() -> bool:
-            return batch < own[self._rank] + buffers
-
-        def activity() -> object:
-            return object() if self._awaited else self._takes
-
-        # It cannot come before this rank has taken all of an earlier one. If no thread is about to
-        # do so, what is left of that was planned and is not read.
-        if not self._alone and not self._wait(may_come, activity, _IDLE):
-            self._skipped = max(self._skipped, batch - buffers + 1)
-            self._advance()
-        self._awaited += 1
-        try:
-            while not self._alone and batch >= own[self._rank]:
-                if self._is_filled(batch):
-                    return True
-                if not self._wait(
-                    lambda: self._is_filled(batch) or batch < own[self._rank] or self._alone
-                ):
-                    self.go_alone()
-        finally:
-            self._awaited -= 1
-        return False
-
-    def _is_read(self, batch: int) -> bool:
-        return self._filled[self._rank] > batch
+            self._released[self._rank] = len(self._parts) if following is None else following
+            self._changed.notify_all()
 
     def _is_filled(self, batch: int) -> bool:
         return min(self._filled) > batch
@@ -172,38 +132,17 @@ class SharedRing:
     def _is_free(self, batch: int) -> bool:
         """Whether all neighbours have released the batch that was in this one's buffer.
 
-        Those that do not come back for a batch may release it while others still write to it.
+        Those that do not take a batch may release it while others still write to it.
         """
         before = batch - self._shape.buffers
         released = all(self._released[each] > before for each in self._neighbours)
-        return released and self._is_filled(before)
-
-    def _advance(self) -> None:
-        """Release, in order, the batches that this rank needs no longer."""
-        batch = first = self._released[self._rank]
-        while (
-            batch < len(self._parts)
-            and not self._held[batch]
-            and (self._alone or batch < self._skipped or self._wanted[batch] <= 0)
-            and (not self._others or batch < self._sent)  # its part is not overwritten before
-        ):
-            batch += 1
-        if batch > first:
-            self._released[self._rank] = batch
-            self._changed.notify_all()
-
-    def go_alone(self) -> None:
-        """Take nothing more, and let nobody wait for that."""
-        with self._changed:
-            self._alone = True
-            self._advance()
-            self._changed.notify_all()
+        return released and self._is_filled(before) and (not self._others or self._sent > before)
 
     # Filling
 
-    def start(self) -> None:
+    def start(self, read: Callable[[int, torch.Tensor], None]) -> None:
         """Start the threads that read this rank's parts and carry parts between hosts."""
-        works: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(self._fill, ())]
+        works: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(self._fill, (read,))]
         if self._others:
             targets = [host[self._rank % len(host)] for host in self._others]
             works.append((self._send, (targets,)))
@@ -230,41 +169,58 @@ class SharedRing:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _fill(self) -> None:
-        for batch, parts in enumerate(self._parts):
-            begin, end = parts[self._rank]
-            if begin < end:
-                if not self._until(partial(self._is_free, batch)):
-                    return
-                self._read(batch, self._buffers[batch % self._shape.buffers])
-            self._announce(self._rank, batch)
+    def _fill(self, read: Callable[[int, torch.Tensor], None]) -> None:
+        def may(batch: int) -> bool:
+            sent = not self._others or self._sent > batch - self._shape.buffers
+            return sent and self._is_free(batch)
+
+        def fill(batch: int, part: torch.Tensor) -> None:
+            read(batch, self._buffers[batch % self._shape.buffers])
+
+        self._for_each_part(self._rank, may, fill, partial(self._announce, self._rank))
 
     def _send(self, targets: Sequence[int]) -> None:
-        for batch, parts in enumerate(self._parts):
-            begin, end = parts[self._rank]
-            if begin < end:
-                if not self._until(partial(self._is_read, batch)):
-                    return
-                part = self._buffers[batch % self._shape.buffers][begin:end]
-                sent = [
-                    dist.isend(part, group=self._group, group_dst=target, tag=self._tag)
-                    for target in targets
-                ]
-                for work in sent:
-                    self._finish(work)
-            with self._changed:
-                self._sent = batch + 1
-                self._advance()
+        def is_read(batch: int) -> bool:
+            return self._filled[self._rank] > batch
+
+        def send(batch: int, part: torch.Tensor) -> None:
+            to: dict[str, Any] = {"group": self._group, "tag": self._tag}
+            for work in [dist.isend(part, group_dst=target, **to) for target in targets]:
+                self._finish(work)
+
+        def count(batches: int) -> None:
+            self._sent = batches
+
+        self._for_each_part(self._rank, is_read, send, count)
 
     def _receive(self, owner: int) -> None:
+        def receive(batch: int, part: torch.Tensor) -> None:
+            self._finish(dist.irecv(part, group=self._group, group_src=owner, tag=self._tag))
+
+        self._for_each_part(owner, self._is_free, receive, partial(self._announce, owner))
+
+    def _for_each_part(
+        self,
+        owner: int,
+        may: Callable[[int], bool],
+        work: Callable[[int, torch.Tensor], None],
+        done: Callable[[int], None],
+    ) -> None:
+        """Do ``work`` with the owner's part of each batch when it ``may``; call ``done``."""
         for batch, parts in enumerate(self._parts):
             begin, end = parts[owner]
             if begin < end:
-                if not self._until(partial(self._is_free, batch)):
-                    return
-                part = self._buffers[batch % self._shape.buffers][begin:end]
-                self._finish(dist.irecv(part, group=self._group, group_src=owner, tag=self._tag))
-            self._announce(owner, batch)
+                with self._changed:
+                    self._wait(partial(may, batch))
+                    if self._closed:
+                        return
+                work(batch, self._buffers[batch % self._shape.buffers][begin:end])
+            with self._changed:
+                done(batch + 1)
+                self._changed.notify_all()
+
+    def _announce(self, rank: int, batches: int) -> None:
+        self._filled[rank] = batches
 
     def _finish(self, work: Any) -> None:
         assert work is not None
@@ -274,42 +230,25 @@ class SharedRing:
             # Of exactly this type, which ``together`` traces to the rank that left.
             raise RuntimeError(f"passing weights between hosts: {describe_error(error)}") from error
 
-    def _announce(self, rank: int, batch: int) -> None:
-        with self._changed:
-            self._filled[rank] = batch + 1
-            self._changed.notify_all()
-
     def moved(self) -> None:
-        """Count progress in reading a part, so that a slow source is not taken for a hung rank."""
+        """Count progress that no batch shows, so that a slow source is not taken for a hang."""
         self._moved[self._rank] += 1
 
     # Waiting and the end
 
-    def _until(self, holds: Callable[[], bool]) -> bool:
-        """Wait in one of this ring's threads; return whether ``holds()``."""
-        with self._changed:
-            return self._wait(holds, object) and not self._closed
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        """Wait, with the lock, until ``holds()`` or the ring is closed.
 
-    def _wait(
-        self,
-        holds: Callable[[], bool],
-        activity: Callable[[], object] | None = None,
-        limit: float | None = None,
-    ) -> bool:
-        """Wait, with the lock, until ``holds()``; return ``False`` after a time without activity.
-
-        That is any progress of any rank, if not given. A time in which this process was stopped is
-        not counted.
+        Ranks without any progress for the timeout count as failed. A time in which this process was
+        stopped is not counted.
         """
-        activity = activity or (lambda: (*self._filled, *self._released, *self._moved))
-        limit = _STALL if limit is None else limit
         pause, idle, looked = _SHORTEST, 0.0, 0.0
-        seen = activity()
-        while not holds():
+        seen = None
+        while not holds() and not self._closed:
             if self._error is not None:
                 raise self._error
-            if self._closed:
-                return False
+            if (now := (*self._filled, *self._released, *self._moved)) != seen:
+                seen, idle, pause = now, 0.0, _SHORTEST
             if looked <= 0:
                 looked = _LONGEST
                 if failure := self._failure():
@@ -319,41 +258,44 @@ class SharedRing:
             waited = min(time.monotonic() - before, pause)
             idle, looked = idle + waited, looked - waited
             pause = min(1.5 * pause, _LONGEST)
-            if (now := activity()) != seen:
-                seen, idle, pause = now, 0.0, _SHORTEST
-            elif idle - waited < waiting.SILENCE <= idle < limit:
-                self._say_who_is_behind()
-            elif idle >= limit:
-                return False
-        return True
+            if idle - waited < waiting.SILENCE <= idle < self._timeout:
+                named = ", ".join(map(str, self._behind()))
+                _log.warning("reading together: waiting for rank %s of %d", named, self._shape.size)
+            elif idle >= self._timeout:
+                late = f"passed nothing on for {self._timeout:g} s"
+                raise RuntimeError(self._failure(self._behind(), late))
 
-    def _say_who_is_behind(self) -> None:
-        """Log the ranks that have read the least, which the others wait for."""
-        least = min(self._filled)
-        behind = [rank for rank, filled in enumerate(self._filled) if filled == least]
-        if behind != [self._rank]:
-            named = ", ".join(str(rank) for rank in behind if rank != self._rank)
-            _log.warning("reading together: waiting for rank %s of %d", named, len(self._filled))
+    def _behind(self) -> list[int]:
+        """Return the other ranks that have read the least or, if all wait, released the least."""
+        others = [rank for rank in range(self._shape.size) if rank != self._rank]
+        progress = {
+            rank: (self._filled[rank], self._released[rank] if rank in self._neighbours else 0)
+            for rank in others
+        }
+        return [rank for rank in others if progress[rank] == min(progress.values())]
 
-    def finish(self) -> None:
-        """Wait until the other ranks have what they need of this one, then close.
+    @contextmanager
+    def reading(self, read: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+        """Let ``read(batch, buffer)`` fill this rank's parts while the block takes batches.
 
-        Raises as :meth:`taking` does.
+        At its end, wait until the other ranks have what they need of this one. Raises as
+        :meth:`take` does. After an error, threads end when they are not in the system.
         """
-        with self._changed:
-            self._skipped = len(self._parts)
-            self._advance()
-            if not self._alone:
+        try:
+            self.start(read)
+            yield
+            self.release(None)
+            with self._changed:
                 self._wait(lambda: not self._running)
-            if self._error is not None:
-                raise self._error
-        self.close()
-
-    def close(self) -> None:
-        """End all waits of this rank; its threads end when they are not in the system."""
-        with self._changed:
-            self._closed = self._alone = True
-            self._changed.notify_all()
-        end = time.monotonic() + _FAREWELL
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+                if self._error is not None:
+                    raise self._error
+        finally:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+            end = time.monotonic() + _FAREWELL
+            for thread in self._threads:
+                thread.join(max(0.0, end - time.monotonic()))
+            # The memory is freed now, and not when Python collects an error's frames. A thread that
+            # is still in the system fails when it returns.
+            del self._buffers, self._filled, self._released, self._moved
