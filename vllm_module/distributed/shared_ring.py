@@ -1,7 +1,7 @@
-"""Batches of bytes that ranks read in parts and pass to each other through a ring of buffers.
+"""A ring of buffers through which ranks pass each other the parts they read of batches of bytes.
 
-The ranks of one host share the buffers, in memory without a name, which the system frees when the
-last of them has ended. Between hosts, the process group carries the parts.
+The ranks of one host share the buffers, in anonymous memory, which the system frees when the last
+of them has ended. Between hosts, the process group sends the parts.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from vllm_module.base.messages import describe_error
 
 _log = logging.getLogger(__name__)
 
-TAGS = range(1 << 18, 1 << 19)  # of messages with parts of batches
-_FOREVER = timedelta(days=365)  # a wait of gloo's that times out closes all of its connections
-_SHORTEST, _LONGEST = 0.0005, 0.01  # seconds between two looks at other processes' counters
+TAGS = range(1 << 18, 1 << 19)  # tags of messages with parts of batches
+# Timeout of a wait: one of gloo's that times out closes all of its connections.
+_FOREVER = timedelta(days=365)
+_SHORTEST, _LONGEST = 0.0005, 0.01  # seconds between two reads of other processes' counters
 _STALL = 60.0  # seconds without any progress after which a rank goes on alone
-_IDLE = 1.0  # seconds in which a rank that still takes a batch would have taken some of it
+_IDLE = 1.0  # seconds without taking bytes after which a rank is considered finished with a batch
 _FAREWELL = 0.3  # seconds for threads to end after a failure
 
 
 class RingShape(NamedTuple):
-    """How a ring lies in memory: counters of every rank, then the buffers."""
+    """The memory layout of a ring: counters of every rank, then the buffers."""
 
     size: int
     buffers: int
@@ -47,28 +48,28 @@ class RingShape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory; the last of them are for its token."""
+        """Bytes of the whole memory, with its token at the end."""
         return self.header + self.buffers * self.batch_bytes + mmap.PAGESIZE
 
 
 class SharedRing:
-    """The ring as one rank sees it, whose threads read and carry its parts while it is open.
+    """One rank's side of the ring; while it is open, threads read and send this rank's parts.
 
     Buffer ``k % buffers`` holds batch ``k``. Batches come in the same order on every rank. A rank's
-    part of a batch is written once the batch before it in that buffer is complete, and all ranks
+    part of a batch is written once the batch before it in that buffer is complete and all ranks
     that share the memory have released it. A rank releases a batch when it has taken all the bytes
-    that it wants of it, or does not come back for them.
+    that it wants of it, or will not take the rest.
 
     Args:
-        memory: what ``neighbours`` share, this rank included.
-        parts: for each batch, where every rank's part begins and ends in the buffer.
+        memory: the memory that ``neighbours``, with this rank, share.
+        parts: for each batch, begin and end of every rank's part in the buffer.
         wanted: for each batch, the bytes that this rank will take.
         read: ``read(batch, buffer)`` fills this rank's part.
-        failure: says which other ranks have failed.
+        failure: a function that describes the other ranks' failures so far.
         hosts: the neighbours of every host, in the order of their first ranks.
-        group: carries parts between hosts.
-        tag: one of ``TAGS``, the same on all ranks. With one that another ring of the group has
-            had, a message that came too late for that one would be taken for this one's.
+        group: the process group that sends parts between hosts.
+        tag: one of ``TAGS``, the same on all ranks. Do not use the tag of an earlier ring of the
+            group: a late message for that ring would be taken for this one's.
 
     """
 
@@ -92,18 +93,18 @@ class SharedRing:
         (self._neighbours,) = [host for host in hosts if rank in host]
         self._others = [host for host in hosts if rank not in host]
         header = memoryview(memory)[: 3 * 8 * shape.size].cast("q")
-        # By rank: the batches whose part is here, the batches released, and any progress. Each
-        # entry has one writer, and is written after what it announces.
+        # By rank: batches whose part has arrived, batches released, and a count of progress. Each
+        # entry has one writer, which writes it after the data it announces.
         self._filled, self._released, self._moved = (
             header[n * shape.size : (n + 1) * shape.size] for n in range(3)
         )
         data = memoryview(memory)[shape.header : shape.header + shape.buffers * shape.batch_bytes]
         self._buffers = torch.frombuffer(data, dtype=torch.uint8).chunk(shape.buffers)
         self._changed = threading.Condition()
-        self._held = Counter[int]()  # threads that copy out of a batch
-        self._awaited = 0  # threads that wait for a batch which comes
+        self._held = Counter[int]()  # number of threads that copy out of each batch
+        self._awaited = 0  # number of threads that wait for a batch
         self._takes = 0
-        self._skipped = 0  # batches before this one are not waited for
+        self._skipped = 0  # no thread waits for batches before this one
         self._sent = 0
         self._alone = self._closed = False
         self._error: BaseException | None = None
@@ -114,10 +115,12 @@ class SharedRing:
 
     @contextmanager
     def taking(self, batch: int) -> Iterator[torch.Tensor | None]:
-        """Wait for a batch and yield its buffer, which stays as it is inside the block.
+        """Wait for a batch and yield its buffer, which does not change inside the block.
 
-        ``None`` if it does not come: this rank has released it, or another makes no progress.
-        Raises ``RuntimeError`` if another rank failed, and what reading this rank's parts raised.
+        Yields ``None`` if the batch does not come: this rank has released it, or another rank makes
+        no
+        progress. Raises ``RuntimeError`` if another rank failed, and the error of reading this
+        rank's parts.
         """
         with self._changed:
             comes = self._comes(batch)
@@ -130,7 +133,7 @@ class SharedRing:
                 self._advance()
 
     def took(self, batch: int, nbytes: int) -> None:
-        """Count bytes of a batch that this rank will not ask for again."""
+        """Count bytes of a batch that this rank has taken or skipped."""
         with self._changed:
             self._takes += 1
             self._wanted[batch] -= nbytes
@@ -145,8 +148,8 @@ class SharedRing:
         def activity() -> object:
             return object() if self._awaited else self._takes
 
-        # It cannot come before this rank has taken all of an earlier one. If no thread is about to
-        # do so, what is left of that was planned and is not read.
+        # The batch cannot come before this rank has taken all of an earlier one. If no thread is
+        # about to take that, the rest of it was planned and is not read.
         if not self._alone and not self._wait(may_come, activity, _IDLE):
             self._skipped = max(self._skipped, batch - buffers + 1)
             self._advance()
@@ -170,22 +173,22 @@ class SharedRing:
         return min(self._filled) > batch
 
     def _is_free(self, batch: int) -> bool:
-        """Whether all neighbours have released the batch that was in this one's buffer.
+        """Return whether all neighbours have released the batch that was in this one's buffer.
 
-        Those that do not come back for a batch may release it while others still write to it.
+        A neighbour that skips a batch may release it while others still write to it.
         """
         before = batch - self._shape.buffers
         released = all(self._released[each] > before for each in self._neighbours)
         return released and self._is_filled(before)
 
     def _advance(self) -> None:
-        """Release, in order, the batches that this rank needs no longer."""
+        """Release, in order, the batches that this rank no longer needs."""
         batch = first = self._released[self._rank]
         while (
             batch < len(self._parts)
             and not self._held[batch]
             and (self._alone or batch < self._skipped or self._wanted[batch] <= 0)
-            and (not self._others or batch < self._sent)  # its part is not overwritten before
+            and (not self._others or batch < self._sent)  # its part must stay until it is sent
         ):
             batch += 1
         if batch > first:
@@ -193,7 +196,7 @@ class SharedRing:
             self._changed.notify_all()
 
     def go_alone(self) -> None:
-        """Take nothing more, and let nobody wait for that."""
+        """Take no more batches, and let no rank wait for this one to take them."""
         with self._changed:
             self._alone = True
             self._advance()
@@ -202,7 +205,7 @@ class SharedRing:
     # Filling
 
     def start(self) -> None:
-        """Start the threads that read this rank's parts and carry parts between hosts."""
+        """Start the threads that read this rank's parts and send parts between hosts."""
         works: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(self._fill, ())]
         if self._others:
             targets = [host[self._rank % len(host)] for host in self._others]
@@ -223,7 +226,7 @@ class SharedRing:
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
             work(*arguments)
-        except BaseException as error:  # raised where this rank next waits
+        except BaseException as error:  # raised at this rank's next wait
             self._error = self._error or error
         finally:
             with self._changed:
@@ -271,7 +274,7 @@ class SharedRing:
         try:
             work.wait(_FOREVER)
         except RuntimeError as error:
-            # Of exactly this type, which ``together`` traces to the rank that left.
+            # Exactly this type, because ``together`` traces it to the rank that left.
             raise RuntimeError(f"passing weights between hosts: {describe_error(error)}") from error
 
     def _announce(self, rank: int, batch: int) -> None:
@@ -286,7 +289,7 @@ class SharedRing:
     # Waiting and the end
 
     def _until(self, holds: Callable[[], bool]) -> bool:
-        """Wait in one of this ring's threads; return whether ``holds()``."""
+        """Wait in one of this ring's threads; return whether ``holds()`` is true."""
         with self._changed:
             return self._wait(holds, object) and not self._closed
 
@@ -296,10 +299,10 @@ class SharedRing:
         activity: Callable[[], object] | None = None,
         limit: float | None = None,
     ) -> bool:
-        """Wait, with the lock, until ``holds()``; return ``False`` after a time without activity.
+        """Wait, with the lock, until ``holds()``; return ``False`` if activity ends before.
 
-        That is any progress of any rank, if not given. A time in which this process was stopped is
-        not counted.
+        ``activity`` returns a value that changes with it; by default, with any rank's progress.
+        Time in which this process was stopped is not counted.
         """
         activity = activity or (lambda: (*self._filled, *self._released, *self._moved))
         limit = _STALL if limit is None else limit
@@ -328,7 +331,7 @@ class SharedRing:
         return True
 
     def _say_who_is_behind(self) -> None:
-        """Log the ranks that have read the least, which the others wait for."""
+        """Log the ranks that have read the least, for which the others wait."""
         least = min(self._filled)
         behind = [rank for rank, filled in enumerate(self._filled) if filled == least]
         if behind != [self._rank]:
@@ -336,7 +339,7 @@ class SharedRing:
             _log.warning("reading together: waiting for rank %s of %d", named, len(self._filled))
 
     def finish(self) -> None:
-        """Wait until the other ranks have what they need of this one, then close.
+        """Wait until the other ranks have all they need of this one, then close.
 
         Raises as :meth:`taking` does.
         """
@@ -350,7 +353,7 @@ class SharedRing:
         self.close()
 
     def close(self) -> None:
-        """End all waits of this rank; its threads end when they are not in the system."""
+        """End all waits of this rank; its threads end when they return from system calls."""
         with self._changed:
             self._closed = self._alone = True
             self._changed.notify_all()
