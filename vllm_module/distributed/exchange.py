@@ -1,7 +1,7 @@
-"""Work that succeeds on every rank of a process group or fails on every rank.
+"""Work in a process group that succeeds on every rank or fails on every rank.
 
-Each rank sends each other one two messages over the group's CPU backend: the outcome of its work,
-and then which ranks failed as far as it knows.
+Over the group's CPU backend, each rank sends each other rank two messages: the outcome of its work,
+and then the ranks that it knows to have failed.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ def together(
     If ``work`` fails on any rank, every rank raises. Every rank of ``group`` makes the same call.
 
     Args:
-        work: its results are pickled.
+        work: a function whose result is pickled.
         timeout: seconds that a rank which has finished waits for the others.
-        group: by default the world.
+        group: the process group, by default the world.
         refusals: exceptions of ``work`` that leave the group usable. A rank that raises one waits
-            for the others as if it had finished. A rank that raises another exception leaves: it
-            waits 10 seconds at most for others to come and be told.
+            for the others as if it had finished. A rank that raises another exception leaves the
+            group: it first waits at most 10 seconds for the others to receive its message.
 
     Raises:
         RankError: other ranks raised, ended, or had not finished in time; it names all of them. It
-            is recoverable if they raised ``refusals``; otherwise destroy the group. A collective of
-            ``work`` that fails because a rank has left raises it as well, and so does a rank that
-            refused, from its refusal, if the ranks did not finish the exchange.
-        RuntimeError: another thread of this process is in this call already, with this group.
-        Exception: what ``work`` raised on this rank.
+            is recoverable if they raised ``refusals``; otherwise destroy the group. It is also
+            raised in place of the error of a collective in ``work`` that fails because a rank has
+            left, and, on a rank that raised one of ``refusals``, if the ranks did not finish the
+            exchange.
+        RuntimeError: another thread of this process is already in this call, with this group.
+        Exception: the exception of ``work`` on this rank.
 
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -109,14 +110,14 @@ def failure_of_others() -> Callable[..., str]:
 
 
 class _Refusal(NamedTuple):
-    """What a rank sends in place of a result."""
+    """The message of a rank that raised one of ``refusals``, in place of a result."""
 
     how: str
 
 
 @contextmanager
 def _alone(group: dist.ProcessGroup | None, depth: int) -> Iterator[None]:
-    """Refuse a second thread: its messages would be confused with those of the first."""
+    """Raise if another thread is inside: its messages would be confused with this thread's."""
     call = (dist.group.WORLD if group is None else group, depth)
     with _active_lock:
         if call in _active:
@@ -158,24 +159,24 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
     return [results[each] for each in range(exchange.size)]
 
 
-# A group's connections belong to the process, and so does the set of calls that use them. Threads
-# that use one group share nothing else, and torch's group takes no attributes.
+# A set of the calls in progress. It is global, as a group's connections belong to the process,
+# torch's group takes no attributes, and threads that use one group share nothing else.
 _active: set[tuple[object, int]] = set()
 _active_lock = threading.Lock()
 
 _ADVICE = "it hangs, or needs a longer LoadConfig(timeout=...), or --timeout"
 
-# Work may itself call together: the messages of each level have their own tags.
+# Work may itself call together, so the messages of each level have their own tags.
 _depth: ContextVar[int] = ContextVar("together_depth", default=0)
 _current: ContextVar[_Exchange | None] = ContextVar("together_exchange", default=None)
 
 _FRAME = 4096  # bytes of a message that gloo receives while this rank works
-_TAG = 1 << 20  # the first of eight for each level
-_FOREVER = timedelta(days=365)  # of a thread's wait: only the caller's timeout counts
-_EVIDENCE = 1.0  # seconds in which it shows that a collective failed because a peer did
+_TAG = 1 << 20  # first tag of the first level; each level has eight
+_FOREVER = timedelta(days=365)  # timeout of a thread's wait: only the caller's timeout counts
+_EVIDENCE = 1.0  # seconds to wait for evidence that a collective failed because a peer left
 _FAREWELL = 2.0  # seconds in which the messages of a rank that gives up reach the others
-_HURRY = 0.3  # the same after an interrupt: somebody waits for this process to stop
-_PATIENCE = 10.0  # seconds in which others may make the call and receive what this rank raised
+_HURRY = 0.3  # the same after an interrupt, when the user waits for this process to stop
+_PATIENCE = 10.0  # seconds in which the others may enter the call and receive this rank's error
 
 
 def _pickled(result: object) -> bytes:
@@ -188,7 +189,7 @@ def _pickled(result: object) -> bytes:
 
 
 def _framed(message: bytes) -> torch.Tensor:
-    """Return a message with its length in front; all peers are sent the same memory."""
+    """Return a message with its length in front; the same memory is sent to all peers."""
     frame = bytearray(max(_FRAME, 8 + len(message)))
     frame[:8] = len(message).to_bytes(8, "little")
     frame[8 : 8 + len(message)] = message
@@ -198,10 +199,10 @@ def _framed(message: bytes) -> torch.Tensor:
 class _Peer:
     """Another rank of the group, the messages received from it, and the state of its connection.
 
-    It sends two messages: the outcome of its work, and which ranks failed. gloo's waits cannot be
-    interrupted, and one that times out closes this rank's connections to *all* others. So threads
-    wait without a limit, and the caller has the timeout. ``gone`` is set when the connection is
-    closed and every message that arrived has been read.
+    It sends two messages: the outcome of its work, and the ranks that failed. A wait of gloo's
+    cannot be interrupted, and one that times out closes this rank's connections to *all* others. So
+    threads wait without a limit, and the caller has the timeout. ``gone`` is set when the
+    connection is closed and every message that arrived has been read.
     """
 
     def __init__(
@@ -214,7 +215,8 @@ class _Peer:
         self.listening = False
         self.telling = 0
         self._told = 0
-        # Both are requested now: gloo loses what a peer sends before it leaves and nobody awaits.
+        # Both receives are posted now: gloo loses messages of a peer that leaves before they are
+        # awaited.
         try:
             frames = [self._ask(_FRAME, number) for number in (0, 1)]
         except (RuntimeError, ValueError):
@@ -227,7 +229,7 @@ class _Peer:
         """Return whether the connection stays open; clear ``works``, which hold locks of gloo."""
         try:
             function(works)
-        except Exception:  # it is closed, the group was destroyed, or memory does not suffice
+        except Exception:  # the connection is closed, the group was destroyed, or memory is short
             return False
         finally:
             works.clear()
@@ -270,7 +272,7 @@ class _Peer:
         if number > 1:
             return
         sent = []
-        with suppress(RuntimeError, ValueError):  # if it is closed, the listening thread finds out
+        with suppress(RuntimeError, ValueError):  # if it is closed, the receiving thread finds out
             for tag, part in ((number, frame[:_FRAME]), (2 + number, frame[_FRAME:])):
                 if len(part):
                     to = {"group_dst": self.rank, "tag": self._tag + tag}
@@ -291,7 +293,7 @@ class _Peer:
             departure.wait(_FOREVER)
 
     def leaves(self) -> bool:
-        """Return whether it reads no more: it is gone, or failed, or knows of a failure."""
+        """Return whether the peer reads no more: it is gone, or failed, or knows of a failure."""
         failed = self.received[:1] and self.received[0][:1] == b"-"
         return self.gone or (len(self.received) > 1 and (bool(failed) or self.received[1] != b"{}"))
 
@@ -302,7 +304,7 @@ class _Peer:
 
 
 class _Exchange:
-    """One call of :func:`together`, as this rank sees it."""
+    """One call of :func:`together` on this rank."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, depth: int) -> None:
         self._group, self.rank, self.size = group, rank, size
@@ -325,12 +327,12 @@ class _Exchange:
             if not failures:
                 results = {peer.rank: pickle.loads(peer.received[0][1:]) for peer in self._peers}
             self.tell(_framed(json.dumps(failures).encode()))
-            if not failures:  # seen here: a rank that ended may have sent its outcome to some only
+            if not failures:  # a rank that ended may have sent its outcome to some ranks only
                 late = f"sent nothing for {timeout:g} s after rank {self.rank} had finished"
                 failures = self._hear(2, timeout, late)
             if failures:
                 failures |= self._await_reports()
-        except BaseException as error:  # such as an interrupt: this rank leaves
+        except BaseException as error:  # an interrupt, for example: this rank leaves
             stopped = {self.rank: f"stopped: {describe_error(error)}"}
             self.tell(_framed(json.dumps(stopped).encode()))
             self.leave(_FAREWELL if isinstance(error, Exception) else _HURRY)
@@ -346,7 +348,7 @@ class _Exchange:
         return RankError("\n".join(lines), failures, recoverable=recoverable)
 
     def abandoned(self) -> dict[int, str]:
-        """Return which ranks failed, and may have made a collective of ``work`` fail."""
+        """Return the failed ranks, one of which may have made a collective of ``work`` fail."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._failed(2)), _EVIDENCE)
             return self._failed(2)
@@ -365,7 +367,7 @@ class _Exchange:
         return name + (" (this one)" if rank == self.rank else "")
 
     def _hear(self, count: int, timeout: float, late: str) -> dict[int, str]:
-        """Wait until every peer has sent ``count`` messages; return which have not, and why."""
+        """Wait until every peer has sent ``count`` messages; return why ranks failed to."""
 
         def know() -> bool:
             heard = all(len(peer.received) >= count or peer.gone for peer in self._peers)
@@ -395,7 +397,7 @@ class _Exchange:
         return failures
 
     def _await_reports(self) -> dict[int, str]:
-        """Wait for the second message of ranks that finished: closing connections would lose it."""
+        """Wait for finished ranks' second message, which closing the connections would lose."""
         with self._changed:
             self._changed.wait_for(
                 lambda: all(peer.gone or len(peer.received) != 1 for peer in self._peers), _FAREWELL
@@ -403,7 +405,7 @@ class _Exchange:
             return self._reported()
 
     def _reported(self) -> dict[int, str]:
-        """Return the failures that peers report; nobody waits any longer then."""
+        """Return the failures that peers report; a report ends all waiting."""
         reported: dict[int, str] = {}
         for peer in self._peers:
             if len(peer.received) > 1:
@@ -412,7 +414,7 @@ class _Exchange:
         return reported
 
     def leave(self, seconds: float) -> None:
-        """Wait ``seconds`` at most until messages have arrived, then close all connections."""
+        """Wait at most ``seconds`` until messages have arrived, then close all connections."""
         try:
             with self._changed:
                 self._changed.wait_for(
@@ -426,9 +428,9 @@ class _Exchange:
             self._end_threads(here, 1)
 
     def _end_threads(self, peers: list[_Peer], seconds: float) -> None:
-        """Wait for threads: one that returns from gloo while the interpreter ends aborts it.
+        """Wait for threads: one that returns from gloo at interpreter exit aborts the process.
 
-        ``peers`` are not those that are gone: some of gloo's sends to them never return.
+        ``peers`` must not contain gone ones: some of gloo's sends to them never return.
         """
         with self._changed:
             self._changed.wait_for(

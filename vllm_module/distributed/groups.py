@@ -70,9 +70,9 @@ class ProcessGroup:
 
 
 def _blocks(tensor: torch.Tensor) -> bool:
-    """Tell whether a collective waits for the other ranks in this thread, as Python calls it.
+    """Return whether a collective on ``tensor`` blocks this thread until the other ranks join.
 
-    On a GPU, it is queued. torch.compile knows only collectives that are not asynchronous.
+    On a GPU it is queued. torch.compile supports only collectives that are not asynchronous.
     """
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -83,13 +83,13 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self._changed = threading.Condition()
-        self._tensors: dict[int, torch.Tensor] = {}  # of this round, by rank
+        self._tensors: dict[int, torch.Tensor] = {}  # tensors of this round, by rank
         self._ended: list[int] = []
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         with self._changed:
             tensors = self._tensors
-            tensors[rank] = tensor.clone()  # its owner may overwrite it before the others read it
+            tensors[rank] = tensor.clone()  # the owner may overwrite it before the others read it
             if len(tensors) == self.size:
                 self._tensors = {}
                 self._changed.notify_all()
@@ -118,7 +118,7 @@ _meeting: ContextVar[_Meeting | None] = ContextVar("tensor_parallel_meeting", de
 
 
 class SimulatedGroup:
-    """One rank without a process of its own; its collectives need :func:`run_ranks`."""
+    """One rank without a process of its own; its collectives work inside :func:`run_ranks`."""
 
     def __init__(self, rank: int, size: int) -> None:
         if not 0 <= rank < size:
@@ -145,7 +145,7 @@ class SimulatedGroup:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         first, *others = self._exchange(tensor)
         total = first.clone() if others else first
-        for other in others:  # in rank order, so that every rank has the same bits
+        for other in others:  # in rank order, so that every rank computes the same bits
             if other.shape != first.shape:
                 shapes = f"{list(first.shape)} and {list(other.shape)}"
                 raise RuntimeError(f"ranks reduce tensors of different shapes: {shapes}")
@@ -158,10 +158,10 @@ class SimulatedGroup:
 
 
 def tensor_parallel_group() -> TensorParallelGroup:
-    """Return the group of a module that is built here.
+    """Return the tensor-parallel group for modules that are built here.
 
-    It is the group of the surrounding :func:`tensor_parallel`, else the process group that
-    torch.distributed has initialized, else a single rank.
+    It is the group of the surrounding :func:`tensor_parallel`, else the initialized process group
+    of torch.distributed, else a single rank.
     """
     group = _group.get()
     if group is not None:
@@ -201,8 +201,8 @@ class ExpertParallelGroup:
     """The ranks over which the experts of a layer are spread.
 
     Attributes:
-        ranks: the group.
-        own_tokens: whether each rank has tokens of its own; else all have the same.
+        ranks: the group of these ranks.
+        own_tokens: True if each rank has tokens of its own; False if all have the same.
 
     """
 
@@ -211,13 +211,14 @@ class ExpertParallelGroup:
 
 
 def expert_parallel_group() -> ExpertParallelGroup | None:
-    """Return the group over which a layer that is built here spreads its experts.
+    """Return the group over which layers that are built here spread their experts.
 
-    It is the one of the surrounding :func:`expert_parallel`. ``None`` without one: then every rank
-    holds its tensor-parallel part of all experts.
+    It is the group of the surrounding :func:`expert_parallel`. Without one it is ``None``, and
+    every rank holds its tensor-parallel part of all experts.
     """
     group = _expert_group.get()
-    if group is not None and not group.own_tokens:  # opened for whichever ranks share a model here
+    # The block was opened for whatever ranks share a model here.
+    if group is not None and not group.own_tokens:
         return replace(group, ranks=tensor_parallel_group())
     return group
 
@@ -248,10 +249,10 @@ def expert_parallel(
 
 @contextmanager
 def message_group(timeout: float) -> Iterator[ProcessGroup | None]:
-    """Give the tensor-parallel group of processes, able to carry messages between CPUs.
+    """Yield the tensor-parallel group of processes, with a backend that sends between CPUs.
 
-    It is ``None`` for a single or a simulated rank. If the world has NCCL alone, it is a gloo group
-    of the same ranks, with this timeout in seconds, which the block's end destroys.
+    Yields ``None`` for a single or a simulated rank. If the world has NCCL only, yields a new gloo
+    group of the same ranks, with ``timeout`` in seconds, which is destroyed at the block's end.
     """
     group = tensor_parallel_group()
     if not isinstance(group, ProcessGroup) or group.size == 1:
@@ -261,7 +262,7 @@ def message_group(timeout: float) -> Iterator[ProcessGroup | None]:
     if not is_world or "cpu" in dist.get_backend_config(group.group):
         yield group
         return
-    # Only for the world: all of its processes have to take part in making any group.
+    # Only for the world, because all of its processes must take part in creating a group.
     messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     try:
         yield ProcessGroup(messages)
@@ -272,15 +273,15 @@ def message_group(timeout: float) -> Iterator[ProcessGroup | None]:
 def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
     """Run ``fn(rank)`` in a thread for each rank of a simulated group and return the results.
 
-    It runs inside ``tensor_parallel(rank=rank, size=size)``, and collectives exchange tensors, so
-    all ranks of a model can be built and run in one process. Raises what the first rank that failed
-    raised, after all threads have ended.
+    Each call runs inside ``tensor_parallel(rank=rank, size=size)``, and collectives exchange
+    tensors, so all ranks of a model can be built and run in one process. If ranks fail, the
+    exception of the first one is raised, after all threads have ended.
     """
     meeting = _Meeting(size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
-    # In PyTorch each thread has its grad mode and default device: ranks take the caller's.
+    # In PyTorch each thread has its own grad mode and default device: ranks get the caller's.
     grad, device = torch.is_grad_enabled(), torch.get_default_device()
 
     def work(rank: int) -> None:
@@ -289,7 +290,7 @@ def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
             with tensor_parallel(rank=rank, size=size), torch.set_grad_enabled(grad), device:
                 results[rank] = fn(rank)
         except BaseException as error:
-            errors.append(error)  # those after the first come from the end of its rank
+            errors.append(error)  # later errors are caused by the end of the first failed rank
         finally:
             meeting.end(rank)
 
@@ -297,7 +298,7 @@ def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
         threading.Thread(target=copy_context().run, args=(work, rank), name=f"rank {rank}")
         for rank in range(size)
     ]
-    # Each rank's operations use torch's threads: more of them than cores would wait on each other.
+    # Each rank's operations use torch's threads; with more threads than cores, they would wait.
     cores = torch.get_num_threads()
     torch.set_num_threads(max(1, cores // size))
     try:
@@ -306,7 +307,7 @@ def run_ranks(size: int, fn: Callable[[int], T]) -> list[T]:
         for thread in threads:
             thread.join()
     except BaseException:
-        meeting.end(-1)  # interrupted here: the ranks stop at their next collective
+        meeting.end(-1)  # after an interrupt here, the ranks stop at their next collective
         raise
     finally:
         torch.set_num_threads(cores)

@@ -1,4 +1,4 @@
-"""Memory without a name that processes of one host share."""
+"""Anonymous memory that processes of one host share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKEN_BYTES = 16
 
 
 class Offer(NamedTuple):
-    """How other processes of a host find memory that one of them offers."""
+    """The data by which other processes of a host find memory that one of them offers."""
 
     host: str
     pid: int
@@ -32,9 +32,9 @@ def host_name() -> str:
 
 
 class OfferedMemory:
-    """Memory that other processes of this host may map; the kernel hands it out as it is used.
+    """Memory that other processes of this host may map; the kernel allocates it on first use.
 
-    Without Linux nobody else can map it, and ``offer`` is ``None``.
+    Outside of Linux no other process can map it, and ``offer`` is ``None``.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -49,18 +49,19 @@ class OfferedMemory:
             self.offer = Offer(host_name(), os.getpid(), self._descriptor, token)
 
     def join(self, offers: Sequence[Offer | None], rank: int) -> tuple[mmap.mmap, int]:
-        """Map the memory of the first rank whose offer this process can take, and return the rank.
+        """Map memory of the first rank whose offer can be used; return it and the rank.
 
-        That may be its own ``rank``. Raises ``OSError`` if there is no memory.
+        The rank may be ``rank``, this process's own. Raises ``OSError`` if there is no memory.
         """
         for other, offer in enumerate(offers[:rank]):
             if offer is not None and self.offer is not None and offer.host == self.offer.host:
-                # Containers that do not see each other's processes cannot open it.
+                # Containers with separate process ids cannot open it.
                 with suppress(OSError):
                     return self._map(offer), other
         if self._descriptor < 0:
             return mmap.mmap(-1, self._nbytes), rank
-        os.posix_fallocate(self._descriptor, 0, self._nbytes)  # later it would be a SIGBUS
+        # Allocate now: a later shortage would be a SIGBUS.
+        os.posix_fallocate(self._descriptor, 0, self._nbytes)
         return mmap.mmap(self._descriptor, self._nbytes), rank
 
     def _map(self, offer: Offer) -> mmap.mmap:
@@ -73,7 +74,7 @@ class OfferedMemory:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Withdraw the offer; what is mapped stays."""
+        """Withdraw the offer; existing mappings stay valid."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1

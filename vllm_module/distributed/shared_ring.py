@@ -1,7 +1,7 @@
-"""Batches of bytes that ranks read in parts and pass to each other through a ring of buffers.
+"""A ring of buffers through which ranks pass each other the parts they read of batches of bytes.
 
-The ranks of one host share the buffers, in memory without a name, which the system frees when the
-last of them has ended. Between hosts, the process group carries the parts.
+The ranks of one host share the buffers, in anonymous memory, which the system frees when the last
+of them has ended. Between hosts, the process group sends the parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FAREWELL = 0.3  # seconds for threads to end after a failure
 
 
 class RingShape(NamedTuple):
-    """How a ring lies in memory: counters of every rank, then the buffers."""
+    """The memory layout of a ring: counters of every rank, then the buffers."""
 
     size: int
     buffers: int
@@ -44,7 +44,7 @@ class RingShape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory; the last of them are for its token."""
+        """Bytes of the whole memory, with its token at the end."""
         return self.header + self.buffers * self.batch_bytes + mmap.PAGESIZE
 
 
@@ -70,9 +70,9 @@ class SharedRing:
         timeout: seconds without any progress of any rank after which the ranks that are behind
             count as failed.
         hosts: the neighbours of every host, in the order of their first ranks.
-        group: carries parts between hosts.
-        tag: one of ``TAGS``, the same on all ranks. With one that another ring of the group has
-            had, a message that came too late for that one would be taken for this one's.
+        group: the process group that sends parts between hosts.
+        tag: one of ``TAGS``, the same on all ranks. Do not use the tag of an earlier ring of the
+            group: a late message for that ring would be taken for this one's.
 
     """
 
@@ -95,8 +95,8 @@ class SharedRing:
         (self._neighbours,) = [host for host in hosts if rank in host]
         self._others = [host for host in hosts if rank not in host]
         header = memoryview(memory)[: 3 * 8 * shape.size].cast("q")
-        # By rank: the batches whose part is here, the batches released, and any progress. Each
-        # entry has one writer, and is written after what it announces.
+        # By rank: batches whose part has arrived, batches released, and a count of progress. Each
+        # entry has one writer, which writes it after the data it announces.
         self._filled, self._released, self._moved = (
             header[n * shape.size : (n + 1) * shape.size] for n in range(3)
         )
@@ -130,7 +130,7 @@ class SharedRing:
         return min(self._filled) > batch
 
     def _is_free(self, batch: int) -> bool:
-        """Whether all neighbours have released the batch that was in this one's buffer.
+        """Return whether all neighbours have released the batch that was in this one's buffer.
 
         Those that do not take a batch may release it while others still write to it.
         """
@@ -162,7 +162,7 @@ class SharedRing:
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
         try:
             work(*arguments)
-        except BaseException as error:  # raised where this rank next waits
+        except BaseException as error:  # raised at this rank's next wait
             self._error = self._error or error
         finally:
             with self._changed:
@@ -227,7 +227,7 @@ class SharedRing:
         try:
             work.wait(_FOREVER)
         except RuntimeError as error:
-            # Of exactly this type, which ``together`` traces to the rank that left.
+            # Exactly this type, because ``together`` traces it to the rank that left.
             raise RuntimeError(f"passing weights between hosts: {describe_error(error)}") from error
 
     def moved(self) -> None:

@@ -1,7 +1,7 @@
 """Typed parameters: each cuts its own rank's shard out of checkpoint tensors.
 
-``dim.py`` says how a dimension is divided among ranks, ``parameter.py`` what every parameter does
-with that, and ``classes.py`` how each class of parameter counts the features of its layer.
+``dim.py`` divides a dimension among ranks, ``parameter.py`` has the base class of all parameters,
+and ``classes.py`` has the classes, which count the features of their layer in different units.
 """
 
 from vllm_module.parameters.classes import (

@@ -1,4 +1,4 @@
-"""The classes of parameters, which differ in how they count the features of their layer.
+"""Classes of parameters, by the unit in which they count the features of their layer.
 
 Features are counted one by one, in packed elements, groups or blocks, or as one for each slot.
 ``output`` and ``input`` are the layer's features as :class:`Dim`; ``tp_rank``, ``tp_size``,
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class More(TypedDict, total=False):
-    """Arguments of :class:`BasevLLMParameter` that most parameters do without."""
+    """Optional arguments of :class:`BasevLLMParameter`."""
 
     experts: Experts | None
     transposed: bool
 
 
 class Common(TypedDict):
-    """The arguments that all parameters of a layer have in common."""
+    """Arguments that all parameters of a layer share."""
 
     experts: Experts | None
     tp_rank: int
@@ -76,12 +76,12 @@ class RowvLLMParameter(BasevLLMParameter):
 
 
 class PackedvLLMParameter(BasevLLMParameter):
-    """A weight ``[output, input]`` with ``packed_factor`` values an element along ``packed_dim``.
+    """A weight ``[output, input]`` with ``packed_factor`` values per element along ``packed_dim``.
 
-    Where values cross the edges of elements, ``packed_factor`` values take ``packed_elements`` of
-    them: 32 values of 3 bits are 3 words.
+    Values may cross the edges of elements. Then ``packed_factor`` values take ``packed_elements``
+    elements: 32 values of 3 bits are 3 words.
 
-    Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
+    Raises ``ShardingError`` if the edge of a slot or shard falls inside an element.
     """
 
     packed_dim: int
@@ -114,9 +114,10 @@ class PackedModelWeightParameter(BasevLLMParameter):
     """A weight ``[output, input]`` that a checkpoint stores unpacked, in full precision.
 
     It is held as ``[output, input / packed_factor]``, with ``packed_factor`` neighbours along the
-    input in an element. A conversion packs what is read. Dimensions, slots and shards count values.
+    input in an element. A conversion packs the values as they are read. Dimensions, slots and
+    shards count values.
 
-    Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
+    Raises ``ShardingError`` if the edge of a slot or shard falls inside an element.
     """
 
     packed_factor: int
@@ -140,7 +141,7 @@ class PackedModelWeightParameter(BasevLLMParameter):
         return self._packed()
 
     def _packed(self) -> Self:
-        """Return the parameter on meta, in the shape in which it is held."""
+        """Return the parameter on meta, in its packed shape."""
         *shape, inputs = self.division.shape
         held = torch.empty((*shape, inputs // self.packed_factor), dtype=self.dtype, device="meta")
         return self._like(held)
@@ -173,9 +174,9 @@ class PackedModelWeightParameter(BasevLLMParameter):
 
 
 class PackedColumnParameter(BasevLLMParameter):
-    """A vector ``[output]`` with ``packed_factor`` values an element, such as zero points.
+    """A vector ``[output]`` with ``packed_factor`` values per element, such as zero points.
 
-    Raises ``ShardingError`` where the edge of a slot or shard falls inside an element.
+    Raises ``ShardingError`` if the edge of a slot or shard falls inside an element.
     """
 
     packed_factor: int
@@ -199,8 +200,8 @@ class PackedColumnParameter(BasevLLMParameter):
 class PerTensorScaleParameter(BasevLLMParameter):
     """One scale for each slot of the layer's output, ``[slots]``, the same on every rank.
 
-    A checkpoint stores a slot's scale as ``[]`` or ``[1]``. One such scale of a tensor that is
-    stored fused fills all slots.
+    A checkpoint stores a slot's scale as ``[]`` or ``[1]``. A single scale of a fused tensor fills
+    all slots.
     """
 
     def __new__(
@@ -261,7 +262,7 @@ class ChannelQuantScaleParameter(BasevLLMParameter):
 class GroupQuantScaleParameter(BasevLLMParameter):
     """One scale for each output feature and group of inputs, ``[output, input / group_size]``.
 
-    Raises ``ShardingError`` where a shard of the input ends inside a group.
+    Raises ``ShardingError`` if a shard of the input ends inside a group.
     """
 
     def __new__(
@@ -284,11 +285,12 @@ class GroupQuantScaleParameter(BasevLLMParameter):
 class BlockQuantScaleParameter(BasevLLMParameter):
     """One scale for each block of the weight, ``[output / block[0], input / block[1]]``.
 
-    Counts round up, as in DeepSeek-V3's ``weight_scale_inv``. Raises ``ShardingError`` where the
-    edge between two slots or shards falls inside a block: both would own its scale.
+    Counts round up, as in DeepSeek-V3's ``weight_scale_inv``. Raises ``ShardingError`` if the edge
+    between two slots or shards falls inside a block, because both would own its scale.
 
-    ``stored_dtypes`` may have uint8 and float8_e8m0fnu: such a scale is stored as its exponent of
-    two, with 127 added.
+    ``stored_dtypes`` may contain uint8 and float8_e8m0fnu: such a scale is stored as its exponent
+    of
+    two plus 127.
     """
 
     scale_dtypes: tuple[torch.dtype, ...]

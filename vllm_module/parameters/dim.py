@@ -1,9 +1,9 @@
-"""How one dimension of a tensor is divided among ranks.
+"""The division of one dimension of a tensor among ranks.
 
-A layer describes each dimension once, by a :class:`Dim`, and alike on every rank. From that,
-:meth:`Dim.shards` computes what one rank keeps. Column-parallel, row-parallel, fused, replicated
-and padded layers are all cases of that one division. The dimension of :class:`Experts` is not cut:
-each rank keeps some of its slots whole.
+A layer describes each dimension once, by a :class:`Dim`, which is the same on every rank. From
+that, :meth:`Dim.shards` computes the part that one rank keeps. Column-parallel, row-parallel,
+fused, replicated and padded layers are all cases of this division. The dimension of
+:class:`Experts` is not cut: each rank keeps some of its slots whole.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Slot:
             the tensor-parallel size, each rank keeps a piece of its own; with a number between,
             neighbouring ranks keep copies of the same piece.
         padded: features after padding with zeros; ``size`` unless given.
-        pairs: the size of the runs (attention heads) whose two halves alternate in the checkpoint,
-            feature by feature, as rotary embeddings that rotate neighbours want them. The parameter
-            holds one half after the other. With 0 both have the same order.
-        unit: features that are never on two ranks, such as those of an attention head.
+        pairs: head size, if the checkpoint interleaves the two rotary halves of each head (x0 y0
+            x1 y1 …, as llama.cpp does). The parameter holds all x, then all y. 0: the same order.
+        unit: number of features that must stay on one rank, such as those of an attention head.
 
     Raises:
         ShardingError: ``padded`` cannot be divided into ``parts``, or a part into ``pairs`` or
@@ -74,19 +73,19 @@ class Slot:
 
     @property
     def label(self) -> str:
-        """What messages call the slot."""
+        """The slot's name in messages."""
         return f"slot {self.name!r}" if self.name else "a dimension"
 
 
 class Shard(NamedTuple):
-    """What one rank keeps of one slot, in elements along one dimension.
+    """The part of one slot that one rank keeps, in elements along one dimension.
 
     Attributes:
-        name: of the slot.
-        start: where the shard begins in the checkpoint's tensor of the slot.
-        length: how many elements of the checkpoint it has; 0 where it is all padding.
-        offset: where it begins in the rank's parameter.
-        padded: how many elements of the parameter it takes: ``length`` and padding after it.
+        name: the slot's name.
+        start: begin of the shard in the checkpoint's tensor of the slot.
+        length: number of elements taken from the checkpoint; 0 if the shard is all padding.
+        offset: begin of the shard in the rank's parameter.
+        padded: number of elements in the parameter: ``length`` and the padding after it.
 
     """
 
@@ -99,17 +98,17 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of a tensor: its slots in order, described alike on every rank.
+    """One dimension of a tensor: its slots in order, the same on every rank.
 
     Attributes:
         slots: one or more; several must have distinct names if a checkpoint may store each of them
             as a tensor of its own.
-        groups: how a checkpoint stores the slots if never apart. 1: one after the other. More: in
-            this number of equal groups one after the other, each of which has its share of every
-            slot, in order. gpt-oss alternates gate and up (a group has one feature of each), Falcon
-            and Qwen3-Next store a group for each key-value head.
+        groups: the layout of a checkpoint that never stores the slots apart. 1: one slot after the
+            other. More: this number of equal groups one after the other, each with an equal part of
+            every slot, in order. gpt-oss alternates gate and up (a group has one feature of each);
+            Falcon and Qwen3-Next store a group for each key-value head.
         size: features of all slots together, in the checkpoint.
-        starts: where each slot begins if they are stored one after the other.
+        starts: begin of each slot if they are stored one after the other.
 
     """
 
@@ -156,19 +155,19 @@ class Dim:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the slots that a checkpoint may store apart; empty if there are none."""
+        """Names of the slots that a checkpoint may store apart; empty if there are none."""
         apart = self.groups is None and self.slots[0].name
         return tuple(slot.name for slot in self.slots) if apart else ()
 
     @property
     def alternates(self) -> bool:
-        """Whether a checkpoint stores the slots in several groups."""
+        """True if a checkpoint stores the slots in several groups."""
         return self.groups is not None and self.groups > 1 and len(self.slots) > 1
 
     def shards(self, tp_rank: int, tp_size: int) -> tuple[Shard, ...]:
-        """Return what rank ``tp_rank`` of ``tp_size`` keeps of each slot.
+        """Return the part of each slot that rank ``tp_rank`` of ``tp_size`` keeps.
 
-        Raises ``ShardingError`` where ``tp_size`` is not a multiple of a slot's parts, or a shard
+        Raises ``ShardingError`` if ``tp_size`` is not a multiple of a slot's parts, or if a shard
         of slots that are stored in groups ends inside a group.
         """
         shards = []
@@ -179,7 +178,7 @@ class Dim:
                     f"{slot.label} has {slot.parts} parts, which {tp_size} tensor-parallel "
                     "ranks cannot share evenly"
                 )
-            # Division, not modulo: neighbours share KV heads, because their query heads do.
+            # Division, not modulo: neighbouring ranks share KV heads, because their query heads do.
             part = tp_rank * slot.parts // tp_size
             padded = slot.padded // slot.parts
             start = min(part * padded, slot.size)
@@ -191,9 +190,9 @@ class Dim:
         return tuple(shards)
 
     def groups_of(self, shards: Sequence[Shard]) -> tuple[int, int, tuple[int, ...]] | None:
-        """Return which groups make up ``shards``; ``None`` if each shard is a part of one group.
+        """Return (first group, number of groups, features of each slot in a group) of ``shards``.
 
-        They are the number of the first, how many they are, and the share of each slot in a group.
+        Returns ``None`` if each shard is inside one group. Raises ``ShardingError`` otherwise.
         """
         assert self.groups is not None
         shares = tuple(slot.size // self.groups for slot in self.slots)
@@ -213,21 +212,22 @@ class Dim:
         )
 
     def stored_start(self, at: int, start: int) -> int:
-        """Return where feature ``start`` of slot ``at`` is in a tensor of all slots."""
+        """Return the index of feature ``start`` of slot ``at`` in a tensor of all slots."""
         if not self.alternates or not self.groups:
             return self.starts[at] + start
         group, within = divmod(start, self.slots[at].size // self.groups)
         return (group * self.size + self.starts[at]) // self.groups + within
 
     def in_units(self, unit: int, what: str, *, partial: bool = False, elements: int = 1) -> Dim:
-        """Return this dimension counted in units of ``unit`` features, such as scale groups.
+        """Return this dimension in units of ``unit`` features, such as scale groups.
 
         Every edge of a slot or shard must fall between units. With ``partial``, the last slot may
-        end inside a unit if it is not cut: block scales round up there. ``what`` names the unit in
-        messages. A unit has ``elements`` of the tensor: 32 values of 3 bits take 3 words.
+        end inside a unit if it is not cut, because block scales round up. ``what`` names the unit
+        in messages. A unit has ``elements`` elements of the tensor: 32 values of 3 bits take 3
+        words.
 
-        Raises ``ShardingError`` where an edge falls inside a unit: two shards would own it. So it
-        does where a unit would mix features that the checkpoint stores in another order.
+        Raises ``ShardingError`` if an edge falls inside a unit, which two shards would own, or if a
+        unit would mix features that the checkpoint stores in another order.
         """
         slots = []
         for slot in self.slots:
@@ -259,9 +259,9 @@ class Experts:
     A rank keeps whole experts, as many as the others or one more. It may keep none.
 
     Args:
-        count: all experts.
-        rank, size: the place in the expert-parallel group; of a group of one, all are kept.
-        together: whether a checkpoint stores the experts as one tensor only.
+        count: number of all experts.
+        rank, size: this rank's place in the expert-parallel group; with size 1, all are kept.
+        together: True if a checkpoint stores the experts only as one tensor.
 
     """
 
@@ -279,19 +279,19 @@ class Experts:
 
     @property
     def kept(self) -> range:
-        """The experts of this rank. The first ranks have one more if the count is uneven."""
+        """Numbers of this rank's experts; if they are uneven, the first ranks have one more."""
         each, more = divmod(self.count, self.size)
         first = self.rank * each + min(self.rank, more)
         return range(first, first + each + (self.rank < more))
 
     @property
     def dim(self) -> Dim:
-        """The dimension: a slot of one entry for each expert."""
+        """The dimension of the experts, with a slot of one entry for each."""
         return _experts_dim(self.count, 1 if self.together else None)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """What this rank keeps of each slot: all or nothing."""
+        """The part of each slot that this rank keeps: all or nothing."""
         first, end = self.kept.start, self.kept.stop
         return tuple(
             Shard(str(expert), 0, 1, expert - first, 1)
@@ -301,6 +301,6 @@ class Experts:
         )
 
 
-@lru_cache(maxsize=64)  # the same for all layers of a model
+@lru_cache(maxsize=64)  # all layers of a model share the result
 def _experts_dim(count: int, groups: int | None) -> Dim:
     return Dim(tuple(Slot(str(expert), 1) for expert in range(count)), groups)

@@ -1,6 +1,6 @@
-"""What one rank keeps of a parameter, and how each slot is cut out of a checkpoint.
+"""The part of a parameter that one rank keeps, and where each slot lies in a checkpoint tensor.
 
-Layers repeat. A division is worked out once, and parameters that are declared alike share it.
+Layers repeat. A division is computed once, and parameters with equal arguments share it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_module.parameters.dim import Dim, Experts
 from vllm_module.parameters.stored_order import StoredOrder
 from vllm_module.weights import Weight
 
-# The index of a slot in each dimension; None for all slots of a dimension.
+# Index of a slot in each dimension; None means all slots of the dimension.
 Index: TypeAlias = tuple[int | None, ...]
 Narrow: TypeAlias = tuple[int, int, int]  # dimension, start, length
 
@@ -25,17 +25,17 @@ _AS_HELD, _TRANSPOSED = StoredOrder(), StoredOrder(transposed=True)
 
 
 class Cut(NamedTuple):
-    """How one piece is cut out of a checkpoint tensor, and where in the parameter it belongs.
+    """The place of one piece in a checkpoint tensor and in the parameter.
 
     Attributes:
-        stored: narrows the checkpoint's tensor, one dimension after the other, where its length is
-            another one.
-        starts: where the piece begins in each dimension of the parameter.
-        shape: of the piece in the parameter. It lacks the first dimension if the checkpoint's
-            tensor is for one expert, and has no dimension of them.
+        stored: ranges to narrow the checkpoint's tensor to, one dimension after the other; one is
+            skipped if the dimension already has that length.
+        starts: begin of the piece in each dimension of the parameter.
+        shape: shape of the piece in the parameter. It lacks the first dimension if the checkpoint's
+            tensor is for one expert, without a dimension of experts.
         at: the slot in each dimension of the parameter; ``None`` for all slots of it.
-        is_whole: whether the piece is all of the parameter.
-        order: how the piece is stored, if not as the parameter holds it.
+        is_whole: True if the piece is the whole parameter.
+        order: the order in which the piece is stored, if it is not the parameter's.
 
     """
 
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
 
     def source(self, weight: Weight) -> Weight:
         """Return the piece of ``weight``, the checkpoint's tensor."""
-        shape = weight.shape  # another one than usual, if a subclass accepts it
+        shape = weight.shape  # may differ from the usual shape, if a subclass accepts it
         for dim, start, length in self.stored:
             if length != shape[dim]:
                 weight = weight.narrow(dim, start, length)
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
         """Return the view of ``parameter`` that the piece fills."""
         if self.is_whole:
             return parameter
-        # One view: a chain of narrow costs a load of many small tensors more than copying them.
+        # One as_strided view: for many small tensors, a chain of narrow takes longer than the copy.
         strides = parameter.stride()
         offset = parameter.storage_offset() + sum(map(mul, self.starts, strides))
         kept = strides[len(strides) - len(self.shape) :]
@@ -66,13 +66,13 @@ class Cut(NamedTuple):
 
 
 class Division:
-    """What rank ``tp_rank`` of ``tp_size`` keeps of the dimensions ``dims``, and of ``experts``.
+    """The part of the dimensions ``dims`` and of ``experts`` that rank ``tp_rank`` keeps.
 
     Attributes:
         dims: one for each dimension of the parameter, the experts' first.
-        shards: by dimension, what the rank keeps of each slot.
-        shape: of the parameter.
-        padding: the places of the parameter that no checkpoint tensor is read to.
+        shards: by dimension, the part of each slot that the rank keeps.
+        shape: the shape of the parameter.
+        padding: regions of the parameter that no checkpoint tensor is read to.
         slots: from the name of each slot to its index in each dimension.
 
     """
@@ -113,7 +113,7 @@ class Division:
         return division_of, self._arguments
 
     def index_of(self, slot: str | None) -> Index:
-        """Return the index of ``slot`` in each dimension; of ``None``, all slots as one tensor."""
+        """Return the index of ``slot`` in each dimension; ``None`` is all slots as one tensor."""
         return self.slots[slot] if slot is not None else (None,) * len(self.dims)
 
     def stored_shape(self, slot: str | None) -> torch.Size:
@@ -135,11 +135,11 @@ class Division:
         return shape
 
     def _lacks_experts(self, index: Index) -> bool:
-        """Tell whether a checkpoint's tensor is for one expert, and has no dimension of them."""
+        """Return whether a checkpoint's tensor has one expert, without a dimension for experts."""
         return self._has_experts and index[0] is not None
 
     def cuts(self, slot: str | None) -> tuple[Cut, ...]:
-        """Return how each piece of ``slot`` that the rank keeps is cut; ``None`` is all slots.
+        """Return a cut for each piece of ``slot`` that the rank keeps; ``None`` is all slots.
 
         A tensor of all slots is cut by slot first and then by rank: cutting it by rank alone would
         put rows of Q into K.
@@ -152,7 +152,7 @@ class Division:
         return cuts
 
     def kept(self, index: Index) -> product[Index]:
-        """Return the indices of the slots at ``index`` that the rank keeps anything of."""
+        """Return the indices of the slots at ``index`` of which the rank keeps anything."""
         return product(*[self._kept(dim, at) for dim, at in enumerate(index)])
 
     def _kept(self, dim: int, at: int | None) -> Index:
@@ -162,14 +162,14 @@ class Division:
         declared = self.dims[dim]
         kept = tuple(at for at, shard in enumerate(shards) if shard.length)
         if kept and declared.alternates and declared.groups_of(shards) is not None:
-            return (None,)  # they are read as they lie
+            return (None,)  # the slots are stored in the parameter's order
         return kept
 
     def _cut(self, index: Index, chosen: Index) -> Cut:
         """Return the cut of the slots ``chosen`` out of the tensor that is stored at ``index``."""
         order = _TRANSPOSED if self._transposed else _AS_HELD
         stored: list[Narrow] = []
-        starts, shape = [], []  # of the target
+        starts, shape = [], []  # start and shape of the target
         dropped = 0
         if self._lacks_experts(index):
             starts, dropped = [self.shards[0][index[0] or 0].offset], 1
@@ -203,7 +203,7 @@ class Division:
         return Cut(tuple(stored), tuple(starts), size, chosen, size == self.shape, kept_as)
 
     def region(self, slot: str | Index) -> tuple[Narrow, ...]:
-        """Return how a parameter is narrowed to a slot, without padding at its end."""
+        """Return the ranges that narrow a parameter to a slot, without padding at its end."""
         narrows = []
         for dim, at in enumerate(self.slots[slot] if isinstance(slot, str) else slot):
             shards = self.shards[dim]
@@ -212,17 +212,17 @@ class Division:
         return tuple(narrows)
 
 
-@lru_cache(maxsize=256)  # a model has some tens; each keeps what was worked out for its slots
+@lru_cache(maxsize=256)  # a model has tens of divisions; each caches the cuts of its slots
 def division_of(
     dims: tuple[Dim, ...], tp_rank: int, tp_size: int, experts: Experts | None, transposed: bool
 ) -> Division:
-    """Return the division that parameters of these arguments share."""
+    """Return the division for these arguments, which all such parameters share."""
     return Division(dims, tp_rank, tp_size, experts, transposed)
 
 
-@lru_cache(maxsize=64)  # the same for all layers of a model
+@lru_cache(maxsize=64)  # all layers of a model share the result
 def _slots(names: tuple[tuple[str, ...], ...]) -> Mapping[str, Index]:
-    """Return the slots of a parameter whose dimensions have these names; no name is all of one."""
+    """Return the slots of a parameter, by name; dimensions without names are taken whole."""
     indices = product(*[range(len(each)) if each else (None,) for each in names])
     slots: dict[str, Index] = {}
     for index in indices:

@@ -1,4 +1,4 @@
-"""Parameters that checkpoints store as vectors, as bitsandbytes does."""
+"""Parameters that checkpoints store as vectors, such as those of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FlattenedParameter(BasevLLMParameter):
     """A matrix ``[output, input]`` that a checkpoint stores row after row, in one dimension.
 
     Args:
-        column: whether a dimension of one entry follows that one.
+        column: True if a checkpoint's vector has a second dimension, of one entry.
 
     """
 
@@ -60,7 +60,7 @@ class FlattenedParameter(BasevLLMParameter):
             view = weight.reshape(matrix)
         elif hasattr(weight, "view"):
             view = view.view(matrix)
-        else:  # of which only whole rows can be cut out before it is read
+        else:  # such a handle can only be narrowed to whole rows before it is read
             for cut in self.division.cuts(slot):
                 source, order = _of_rows(weight, matrix, cut)
                 yield Piece(source, cut.target(self.data), cut.at, order)
@@ -69,7 +69,7 @@ class FlattenedParameter(BasevLLMParameter):
 
 
 def _of_rows(weight: Weight, matrix: torch.Size, cut: Cut) -> tuple[Weight, StoredOrder]:
-    """Return the rows of ``weight``, which is flat, that ``cut`` is of, and how they are stored."""
+    """Narrow the vector ``weight`` to the rows of ``cut``; return it and the order to restore."""
     at, entries = len(matrix) - 2, matrix[-1]
     kept = 0, entries
     for dim, start, length in cut.stored:
@@ -84,11 +84,11 @@ def _of_rows(weight: Weight, matrix: torch.Size, cut: Cut) -> tuple[Weight, Stor
 class PerTensorTableParameter(BasevLLMParameter):
     """A table of ``length`` entries for each slot of the output, the same on every rank.
 
-    It is ``[slots * length]``. A checkpoint stores a slot's table as ``[length]``. One such table
-    of a tensor that is stored fused fills all slots.
+    Its shape is ``[slots * length]``. A checkpoint stores a slot's table as ``[length]``. A single
+    table of a fused tensor fills all slots.
 
     Args:
-        shorter: whether a checkpoint may store fewer entries, which zeros follow then.
+        shorter: True if a checkpoint may store fewer entries; zeros are added at the end.
 
     """
 
@@ -113,7 +113,7 @@ class PerTensorTableParameter(BasevLLMParameter):
         return self
 
     def tables(self, slot: str) -> torch.Tensor:
-        """Return the tables that this rank holds for ``slot``, ``[tables, length]``."""
+        """Return this rank's tables of ``slot``, ``[tables, length]``."""
         return self.region(slot).reshape(-1, self.length)
 
     def accepts(self, slot: str | None, shape: torch.Size) -> bool:

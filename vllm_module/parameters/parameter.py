@@ -1,4 +1,4 @@
-"""A parameter that knows its shard: its shape, what it expects, and where checkpoint tensors go."""
+"""The base class of typed parameters, which cut their shard out of checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """A part of a checkpoint tensor that a rank keeps, and the part of its parameter it belongs in.
+    """A part of a checkpoint tensor that a rank keeps, and its region of the parameter.
 
     Attributes:
         source: the checkpoint's tensor, narrowed; nothing is read.
         target: the view of the parameter, with the same dimensions.
         at: the slot in each dimension of the parameter; ``None`` for all slots of it.
-        order: how ``source`` is stored, if not as ``target``.
+        order: the order in which ``source`` is stored, if it is not that of ``target``.
 
     """
 
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     @property
     def destination(self) -> Destination:
-        """What ``source`` is read into."""
+        """The destination that ``source`` is read into."""
         return self.target if self.order is None else Reordered(self.target, self.order)
 
 
@@ -47,15 +47,16 @@ class BasevLLMParameter(nn.Parameter):
     attributes that its constructor declares and no others.
 
     Args:
-        dims: one :class:`Dim` for each dimension of the tensor, but for the experts'.
+        dims: one :class:`Dim` for each dimension of the tensor, except that of the experts.
         tp_rank, tp_size: the parameter's place in the tensor-parallel group. They have no defaults,
             because a forgotten rank would load shard 0 everywhere: right shape, wrong values.
-        dtype: of the parameter; floating-point checkpoints are converted to it.
+        dtype: the parameter's dtype; floating-point checkpoints are converted to it.
         experts: the experts that the first dimension holds, if there are any.
-        transposed: the checkpoint stores the last two dimensions swapped.
+        transposed: True if the checkpoint stores the last two dimensions swapped.
 
     Attributes:
-        division: what this rank keeps of each slot, shared by parameters that are declared alike.
+        division: the part of each slot that this rank keeps; parameters with equal arguments share
+            it.
 
     Raises:
         ShardingError: a slot cannot be divided among ``tp_size`` ranks.
@@ -92,20 +93,20 @@ class BasevLLMParameter(nn.Parameter):
 
     @property
     def shards(self) -> tuple[tuple[Shard, ...], ...]:
-        """By dimension, what this rank keeps of each slot."""
+        """By dimension, the part of each slot that this rank keeps."""
         return self.division.shards
 
     @property
     def stored_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What a checkpoint may have, if others than the dtype and those that convert to it."""
+        """Dtypes accepted from a checkpoint, besides its own and those that convert to that."""
         return ()
 
     @property
     def slots(self) -> Mapping[str, Index]:
-        """What a checkpoint may store as a tensor of its own, each to be filled exactly once.
+        """Slots that a checkpoint may store as tensors of their own; each is filled exactly once.
 
-        From the slot's name to its index in each dimension, ``None`` for all of them. A name has a
-        component for each dimension with an index: ``"q_proj"``, ``"3.up_proj"``.
+        Maps a slot's name to its index in each dimension, ``None`` for all slots of it. A name has
+        a component for each dimension with an index: ``"q_proj"``, ``"3.up_proj"``.
         """
         return self.division.slots
 
@@ -123,13 +124,13 @@ class BasevLLMParameter(nn.Parameter):
         return memo[id(self)]
 
     def materialize_on(self, device: torch.device | str) -> Self:
-        """Return this parameter with uninitialized memory on ``device``; padding is zero."""
+        """Return this parameter with uninitialized memory on ``device``; its padding is zero."""
         real = self._like(torch.empty(self.shape, dtype=self.dtype, device=device))
         real.zero_padding()
         return real
 
     def of_rank(self, rank: int) -> Self:
-        """Return what another rank holds in place of this parameter, on meta.
+        """Return the same parameter as another rank holds it, on meta.
 
         ``rank`` counts all ranks of a model. Neighbouring ranks make up a tensor-parallel or an
         expert-parallel group.
@@ -145,7 +146,7 @@ class BasevLLMParameter(nn.Parameter):
         return other
 
     def zero_padding(self) -> None:
-        """Write zeros where no checkpoint tensor is read to."""
+        """Write zeros to the regions that no checkpoint tensor is read to."""
         for narrow in self.division.padding:
             self.data.narrow(*narrow).zero_()
 
@@ -154,18 +155,18 @@ class BasevLLMParameter(nn.Parameter):
         return self.division.stored_shape(slot)
 
     def accepts(self, slot: str | None, shape: torch.Size) -> bool:
-        """Tell whether a checkpoint tensor of ``shape`` can fill ``slot``."""
+        """Return whether a checkpoint tensor of ``shape`` can fill ``slot``."""
         return shape == self.division.stored_shape(slot)
 
     def cut(self, weight: Weight, slot: str | None) -> Iterator[tuple[Weight, Destination]]:
-        """Yield each piece of ``weight`` that this rank keeps, and what it is read into."""
+        """Yield each piece of ``weight`` that this rank keeps, with its destination."""
         return ((piece.source, piece.destination) for piece in self.pieces(weight, slot))
 
     def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
-        """Yield each piece of ``weight`` that this rank keeps, and where it belongs.
+        """Yield each piece of ``weight`` that this rank keeps, with its region of the parameter.
 
-        ``weight`` is the checkpoint's tensor for ``slot``. For ``None`` it is the whole tensor.
-        Nothing is read. A slot that this rank keeps nothing of yields nothing.
+        ``weight`` is the checkpoint's tensor for ``slot``; if that is ``None``, the tensor of all
+        slots. Nothing is read. A slot of which this rank keeps nothing yields nothing.
         """
         data = self.data
         for cut in self.division.cuts(slot):

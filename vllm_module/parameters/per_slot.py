@@ -1,4 +1,4 @@
-"""A vector along the input features that each slot of a fused layer has."""
+"""A parameter with a vector along the input features for each slot of a fused layer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 class PerSlotVectorParameter(BasevLLMParameter):
     """A vector ``[input]`` for each slot of the output, such as an activation order.
 
-    It is ``[slots * input]``, and cut like ``input``, which is no fused dimension. A checkpoint
-    stores a slot's vector as ``[input]``. One such vector of a tensor that is stored fused fills
-    all slots.
+    Its shape is ``[slots * input]``, and it is cut like ``input``, which is not fused. A checkpoint
+    stores a slot's vector as ``[input]``. A single vector of a fused tensor fills all slots.
     """
 
     input: Dim
@@ -37,7 +36,7 @@ class PerSlotVectorParameter(BasevLLMParameter):
         experts: Experts | None = None,
     ) -> Self:
         (features,) = input.slots
-        names = output.names or ("",)  # slots that are never stored apart have one vector
+        names = output.names or ("",)  # slots that are never stored apart share one vector
         slots = [Slot(name, features.size, features.parts, features.padded) for name in names]
         self = super().__new__(
             cls, Dim(tuple(slots)), tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, experts=experts

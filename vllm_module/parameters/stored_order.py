@@ -1,4 +1,4 @@
-"""The order in which a checkpoint stores a tensor, where it differs from the parameter's."""
+"""The order of values in a checkpoint tensor, where it differs from the parameter's."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from vllm_module.weights import Weight, read_into
 
 
 class StoredOrder(NamedTuple):
-    """How the part of a stored tensor that a rank keeps becomes what its parameter holds.
+    """The change of order from a stored part of a tensor to the values that its parameter holds.
 
-    Dimensions are counted as stored. Bytes are read as they lie in the file, which is fast, and
-    then put in order on the parameter's device.
+    Dimensions are counted as stored. Bytes are read in the file's order, which is fast, and then
+    reordered on the parameter's device.
 
     Attributes:
-        groups: the dimension whose slots are stored in groups, how many entries each group has of
-            each slot, and how many zeros follow each slot in the parameter.
-        pairs: the dimension and the size of its runs whose halves alternate.
-        transposed: whether the last two dimensions are swapped.
-        flat: of a matrix that is stored as a vector, after how many other dimensions it is, the
-            entries of a row, and which of them are kept, as their start and number.
-        filled: the length that zeros fill a vector to.
-        repeated: the shape all of whose numbers are the one that is stored.
-        exponents: whether bytes are exponents of two, with 127 added; 255 stands for NaN.
+        groups: the dimension whose slots are stored in groups, the entries of each slot in a group,
+            and the zeros after each slot in the parameter.
+        pairs: the dimension, and the size of its runs whose halves are interleaved.
+        transposed: True if the last two dimensions are swapped.
+        flat: for a matrix that is stored as a vector: the number of dimensions before it, the
+            entries of a row, and the start and number of the entries kept of each row.
+        filled: the length to which zeros extend a vector.
+        repeated: the shape to which the single stored number is expanded.
+        exponents: True if bytes are exponents of two plus 127; 255 is NaN.
 
     """
 
@@ -38,7 +38,7 @@ class StoredOrder(NamedTuple):
     exponents: bool = False
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return ``stored`` in the order of the parameter; groups and pairs take a copy each."""
+        """Return ``stored`` in the parameter's order; groups and pairs need a copy each."""
         if self.repeated is not None:
             return stored.view(()).expand(self.repeated)
         if self.exponents:
@@ -71,18 +71,18 @@ class StoredOrder(NamedTuple):
 
 
 class Reordered(NamedTuple):
-    """A destination that is filled with what it receives in another order."""
+    """A destination that reorders the weight it receives."""
 
     target: torch.Tensor
     order: StoredOrder
 
     @property
     def device(self) -> torch.device:
-        """The target's."""
+        """The device of the target."""
         return self.target.device
 
     def receive(self, weight: Weight) -> None:
-        """Read ``weight`` whole, and copy it to the target in the target's order."""
+        """Read the whole of ``weight`` and copy it to the target in the target's order."""
         if not isinstance(weight, torch.Tensor):
             weight = weight.read()
         read_into(self.order.restore(weight.to(self.device)), self.target)

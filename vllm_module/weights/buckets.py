@@ -23,7 +23,7 @@ from vllm_module.errors import RankError, WeightReadError
 from vllm_module.weights.handle import Weight, read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
-_CUT_TAG = 1 << 19  # of a message that no rank sends
+_CUT_TAG = 1 << 19  # tag of a receive that is posted only to notice a closed connection
 _AGAIN = (
     "A model that now refuses to run holds a mixture of old and new weights: send all weights "
     "again, and receive them into load_weights."
@@ -41,25 +41,26 @@ def send_weights(
     """Send ``weights`` to all other ranks of ``group``, each of which calls `receive_weights`.
 
     Args:
-        weights: a mapping, or pairs of name and tensor (of a DTensor its ``full_tensor()``) or
-            handle, which is read straight into the bucket. If an iterator makes the tensors, one
-            at a time is in memory beside the bucket.
-        group: by default the world. Nothing else may use it at the same time.
+        weights: a mapping, or pairs of name and tensor or handle. For a DTensor, pass its
+            ``full_tensor()``. A handle is read straight into the bucket. If an iterator makes the
+            tensors, one at a time is in memory beside the bucket.
+        group: the ranks that take part, by default the world. Nothing else may use it at the same
+            time.
         bucket_bytes: size of the memory that tensors are packed into and sent from. A larger tensor
             is a bucket of its own.
-        device: of the bucket, the same on all ranks: by default the CPU if the group's backend can
-            send its memory, else the current CUDA device.
+        device: where the bucket is, the same on all ranks: by default the CPU if the group's
+            backend can send its memory, else the current CUDA device.
         also: a function that takes every pair that is sent, as the block of `receive_weights` does.
             If the sender has a model too, pass its ``model.update_weights``.
 
-    Returns when every receiver has left its block without an error. What ``weights`` raises is
-    raised here once the others know of it. With NCCL, the ranks' messages go through the current
-    CUDA device (set it); that, and buckets on a GPU, were written but not run.
+    Returns when every receiver has left its block without an error. If ``weights`` raises, the
+    receivers are told, and the same exception is raised here. With NCCL, the ranks' messages go
+    through the current CUDA device (set it); that, and buckets on a GPU, were written but not run.
 
     Raises:
-        RankError: receivers failed, and ``ranks`` has their numbers in the group, or the calls of
-            the ranks do not match: then it is recoverable. Or a collective failed, because a rank
-            ended or hangs: then destroy the group.
+        RankError: receivers failed, and ``ranks`` has their numbers in the group; or the ranks made
+            different calls. Both are recoverable. If a collective failed, because a rank ended or
+            hangs, destroy the group.
         WeightReadError: a tensor that cannot be packed (sparse, on the meta device).
 
     """
@@ -81,7 +82,7 @@ def receive_weights(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Give an iterator over the (name, tensor) pairs that rank ``src`` of ``group`` sends.
+    """Yield an iterator over the (name, tensor) pairs that rank ``src`` of ``group`` sends.
 
     ``with receive_weights(src=0) as weights: model.update_weights(weights)``
 
@@ -101,7 +102,7 @@ def receive_weights(
         yield tensors
         if transfer.failure is not None:
             raise transfer.failure  # the block has caught it
-        next(tensors, None)  # the block may not have requested another after the last tensor
+        next(tensors, None)  # the block may stop after the last tensor without asking for another
         early = (
             "left the block of receive_weights before it had taken every tensor: iterate to the "
             "end, or raise what is wrong"
@@ -110,7 +111,7 @@ def receive_weights(
 
 
 class _Entry(NamedTuple):
-    """Where a tensor is in the bucket."""
+    """The place of a tensor in the bucket, with its name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
@@ -119,7 +120,7 @@ class _Entry(NamedTuple):
 
 
 class _Coming(NamedTuple):
-    """The bucket that the trainer sends next; ``reserve`` is its new capacity, 0 if it is old."""
+    """The bucket that the trainer sends next; ``reserve`` is its new capacity, or 0 to keep it."""
 
     entries: list[_Entry]
     nbytes: int
@@ -127,7 +128,7 @@ class _Coming(NamedTuple):
 
 
 class _Status(NamedTuple):
-    """What a rank sends to all others at a meeting. The trainer has no ``src``."""
+    """The message of one rank to all others at a meeting. The trainer has no ``src``."""
 
     src: int | None
     device: str
@@ -150,14 +151,14 @@ class _Transfer:
             device = torch.device("cuda", torch.cuda.current_device())
         self.src, self.group, self.device = src, group, torch.device(device)
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.sender = -1  # until the first meeting
-        self.ended = False  # on a receiver: whether every tensor has come
-        self.over = False  # whether this rank takes part in no further meeting
-        self.failure: Exception | None = None  # of any rank
+        self.sender = -1  # rank of the trainer, known after the first meeting
+        self.ended = False  # on a receiver: True once every tensor has come
+        self.over = False  # True once this rank takes part in no further meeting
+        self.failure: Exception | None = None  # the error of any rank
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Send what is raised inside to the others, in their next meeting."""
+        """Send an exception raised in the block to the other ranks, in their next meeting."""
         try:
             yield
         except BaseException as error:
@@ -183,11 +184,12 @@ class _Transfer:
         return following
 
     def carry(self, coming: _Coming) -> None:
-        """Move a bucket from the trainer to all others."""
+        """Broadcast one bucket from the trainer to all receivers."""
         if coming.reserve:
             if self.rank != self.sender:
                 self._reserve(coming.reserve)
-            self.meet()  # memory may not suffice: send when every rank has it
+            # Allocating may have failed somewhere: send only when every rank has the memory.
+            self.meet()
         if coming.nbytes:
             with self._collective():
                 bucket, source = self.memory[: coming.nbytes], self.sender
@@ -203,18 +205,18 @@ class _Transfer:
     def sent(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], bucket_bytes: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Send bucket by bucket, and give the pairs in each."""
+        """Send bucket by bucket, and yield the pairs of each."""
         for coming in self.packed(weights, bucket_bytes):
             self.meet(coming=coming)
             self.carry(coming)
             for entry in coming.entries:
                 yield entry.name, self._place(entry)
-        self.meet()  # that was all
+        self.meet()  # tell the receivers that no bucket follows
 
     def packed(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], bucket_bytes: int
     ) -> Iterator[_Coming]:
-        """Fill the bucket again and again."""
+        """Pack tensors into the bucket; yield its description each time it is full."""
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket has at least 1 byte")
         entries: list[_Entry] = []
@@ -244,7 +246,7 @@ class _Transfer:
     def _read(self, weight: Weight, entry: _Entry) -> None:
         try:
             read_into(weight, self._place(entry))
-        except RuntimeError as error:  # of torch, which does not know the name
+        except RuntimeError as error:  # torch's error, which does not name the tensor
             name, kind = printable_name(entry.name), type(weight).__name__
             raise WeightReadError(
                 f"{name} ({kind}, {entry.dtype}) cannot be packed into a bucket; send a dense "
@@ -271,7 +273,8 @@ class _Transfer:
     @contextmanager
     def _collective(self) -> Iterator[None]:
         self._demand_open()
-        self.over = True  # until it returns: a rank interrupted inside is out of step
+        # Reset when the collective returns: a rank interrupted inside is out of step.
+        self.over = True
         try:
             yield
         except BaseException as error:
@@ -307,7 +310,7 @@ class _Transfer:
                 work.wait(timedelta(milliseconds=1))
 
     def _verdict(self, statuses: list[_Status]) -> Exception | None:
-        """Return what all ranks raise, except those that failed, which have an error already."""
+        """Return the error of every rank that has none of its own, or None if all succeeded."""
         senders = [rank for rank, status in enumerate(statuses) if status.src is None]
         if len(senders) != 1 or self.size == 1:
             return RankError(

@@ -1,3 +1,5 @@
+"""A checkpoint as a mapping of names to handles, and opening one from a folder."""
+
 from __future__ import annotations
 
 import hashlib
@@ -23,16 +25,17 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Mapping[str, "FileHandle"]):
-    """The tensors of one or more files by name, none of them read yet.
+    """The tensors of one or more files by name, as handles that are not read yet.
 
     A tensor that is in two files is a CheckpointFormatError. The files are closed when no handle
     is left, or earlier by ``close`` or at the end of a ``with`` block.
 
     Attributes:
-        load_format: of the files, as ``LoadConfig`` names it.
-        config: returns the entries of the ``config.json`` that the files stand for, in a format
-            whose folders lack one. It raises what ``find_source`` does.
-        stored_name: returns what a format that names tensors otherwise calls one, if it does.
+        load_format: the files' format, as ``LoadConfig`` names it.
+        config: a function that returns the entries of ``config.json``, for formats whose folders
+            lack that file. It raises the errors of ``find_source``.
+        stored_name: a function from a Hugging Face name to the name in the file, for formats that
+            rename tensors; it returns None for a name that the format lacks.
 
     """
 
@@ -65,7 +68,7 @@ class Checkpoint(Mapping[str, "FileHandle"]):
         return tuple(file.path for file in self._files)
 
     def headers(self) -> Iterator[tuple[str, Path, Entry]]:
-        """Yield each tensor's name, its file, and what the file's header says of it."""
+        """Yield each tensor's name, its file, and its entry in the file's header."""
         for name, file in self._owner.items():
             yield name, file.path, file.entries[name]
 
@@ -81,7 +84,7 @@ class Checkpoint(Mapping[str, "FileHandle"]):
 
     @property
     def fingerprint(self) -> str:
-        """A hex SHA-256 that shows whether two hosts opened the same checkpoint.
+        """A hex SHA-256 by which two hosts compare the checkpoints they opened.
 
         It covers each file's name, size and whole header, and 64 bytes at 16 evenly spaced places
         of its data. It does not cover the folder's path, the values between those places, the
@@ -113,7 +116,7 @@ class Checkpoint(Mapping[str, "FileHandle"]):
         return self._owner[name][name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._owner  # a Mapping's own makes a handle
+        return name in self._owner  # Mapping's own __contains__ makes a handle
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owner)
@@ -123,7 +126,7 @@ class Checkpoint(Mapping[str, "FileHandle"]):
 
 
 class LocalFiles:
-    """The :class:`FolderFiles` of a folder on this machine, or of the one with a file."""
+    """The :class:`FolderFiles` of a folder on this machine; for one file, of its folder."""
 
     def __init__(self, path: Path) -> None:
         is_folder = os.path.isdir(path)
@@ -138,29 +141,29 @@ class LocalFiles:
         return self._names
 
     def has(self, name: str) -> bool:
-        """Tell whether there is such a file."""
+        """Return whether a file of this name exists."""
         return is_there(self.path / name)
 
     def read(self, name: str) -> bytes:
-        """Read the whole of a small file."""
+        """Return the contents of a small file."""
         return read_file(self.path / name, self.path)
 
     def open(self, name: str) -> FileBytes:
         """Open a file of weights."""
-        # What the user named may be a link to anywhere.
+        # The user chose this path, so a link may lead anywhere.
         return FileBytes(self.path / name, self.path if self.named is None else None)
 
     def close(self) -> None:
-        """Do nothing: files are closed one by one."""
+        """Do nothing: each file is closed by its own ``close``."""
 
     def checkpoint(self, files: Sequence[WeightFile], load_format: str) -> Checkpoint:
-        """Return the checkpoint of files that were opened here."""
+        """Return a checkpoint of ``files``, which were opened through this object."""
         return Checkpoint(tuple(files), load_format)
 
 
 @paused_gc()
 def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint:
-    """Open a checkpoint in Hugging Face's layout and check what its files say of their tensors.
+    """Open a checkpoint in Hugging Face's layout and check the headers of its files.
 
     ``folder`` is a folder or one file. In a folder, the files that an index names are opened
     (``model.safetensors.index.json``, ``pytorch_model.bin.index.json``); without an index
@@ -170,8 +173,8 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
 
     Args:
         folder: the folder or file.
-        load_format: that of ``LoadConfig``. ``"auto"`` is the first format of files that the folder
-            has. ``"dummy"`` has no files, and is a ``ValueError`` as an unknown one is.
+        load_format: as in ``LoadConfig``. ``"auto"`` is the first format of files that the folder
+            has. ``"dummy"`` has no files and is a ``ValueError``, as is an unknown format.
 
     """
     path = Path(os.path.expanduser(folder))
@@ -184,7 +187,8 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
         opened: Checkpoint = imported(each.opener)(LocalFiles(path))
         return opened
     if not os.path.isdir(path):
-        return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
+        # The user chose this path: a link may lead anywhere.
+        return _open_files(name, each, [path], None)
     if each.index is not None and is_there(path / each.index):
         names_in = read_index(path / each.index, each.suffixes)
         paths = [path / file for file in sorted(names_in)]
@@ -195,7 +199,7 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
 
 
 def format_of(path: Path, load_format: str = "auto") -> str | None:
-    """Return the format that ``open_checkpoint`` takes; ``None`` if there is none of them.
+    """Return the format that ``open_checkpoint`` would open; ``None`` if there are no files of any.
 
     ``path`` is a folder or one file. Raises ``ValueError`` as ``open_checkpoint`` does.
     """
@@ -212,7 +216,7 @@ def format_of(path: Path, load_format: str = "auto") -> str | None:
 
 
 def _nothing_to_open(path: Path, load_format: str, formats: list[str]) -> CheckpointFormatError:
-    """Return the refusal of a path that has none of ``formats``."""
+    """Return the error for a path that has files of none of ``formats``."""
     where = printable(path)
     if not os.path.isdir(path):
         if not is_there(path, follow_links=True):
@@ -248,7 +252,7 @@ def _open_files(
     folder: Path | None,
     names_in: dict[str, set[str]] | None = None,
 ) -> Checkpoint:
-    """Open files of the format ``name``, and compare them with an index if there is one."""
+    """Open files of the format ``name``; if there is an index, compare the files with it."""
     files: list[WeightFile] = []
     with ExitStack() as opened:
         for path in paths:

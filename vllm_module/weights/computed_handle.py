@@ -1,3 +1,5 @@
+"""A handle whose values are computed while they are read, such as dequantized weights."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -11,16 +13,16 @@ Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ComputedHandle(FileHandle):
-    """A tensor whose values are computed from what a file stores, while they are read.
+    """A tensor whose values are computed from stored bytes while they are read.
 
-    All dimensions but the last are those of ``stored``. ``byte_range`` and ``runs`` are those of
-    the bytes that it is computed from, which are whole rows.
+    All dimensions but the last are those of ``stored``. ``byte_range`` and ``runs`` describe the
+    stored bytes that the values are computed from, which are whole rows.
 
     Args:
-        stored: what the file stores.
-        compute: returns the values of some of its rows.
-        shape: of the values.
-        dtype: of the values.
+        stored: the handle of the stored tensor.
+        compute: a function from some of its rows to their values.
+        shape: the shape of the values.
+        dtype: the dtype of the values.
         first: the first entry that is kept of the last dimension.
 
     """
@@ -42,16 +44,16 @@ class ComputedHandle(FileHandle):
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """Where the first and the one after the last byte are that the values are computed from."""
+        """Offsets in the file of the first stored byte and of the byte after the last one."""
         return self._stored.byte_range
 
     @property
     def contiguous(self) -> bool:
-        """Whether these bytes follow each other without gaps."""
+        """True if the stored bytes follow each other without gaps."""
         return self._stored.contiguous
 
     def runs(self) -> Iterator[Run]:
-        """Yield these bytes as runs."""
+        """Yield the stored bytes as runs."""
         return self._stored.runs()
 
     def narrow(self, dim: int, start: int, length: int) -> ComputedHandle:
@@ -68,11 +70,11 @@ class ComputedHandle(FileHandle):
         return ComputedHandle(stored, self._compute, shape, self.dtype, first)
 
     def is_read_directly(self, destination: torch.Tensor) -> bool:
-        """Return ``False``: no bytes of the file are values."""
+        """Return ``False``: the stored bytes are never the values themselves."""
         return False
 
     def read_into(self, destination: torch.Tensor) -> None:
-        """Compute into ``destination``: the same shape; any strides, dtype and device."""
+        """Compute the values into ``destination`` (same shape; any strides, dtype, device)."""
         check_destination(self.shape, destination, self)
         copy_weight(self.read(), destination, self)
 

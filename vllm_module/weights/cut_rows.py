@@ -1,4 +1,4 @@
-"""Runs: segments of equal length and distance, such as the columns that are cut out of each row."""
+"""Runs of bytes: segments of equal length and distance, such as some columns of every row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Reading this many OS pages more takes a disk no longer than another request does (14 µs where it
-# was measured, at 1 GB/s).
+# Reading this many more OS pages takes a disk no longer than one more request (14 µs, measured at
+# 1 GB/s).
 _SMALL_GAP = 3
-# Small gaps are read too as long as they are at most this share of the OS pages that are touched.
+# Small gaps are read too, as long as they are at most this share of the OS pages touched.
 _SHARE_OF_GAPS = 1 / 8
-# torch copies this many elements with threads of its own, but the callers are threads already.
+# torch copies larger tensors with several threads, but the callers are threads already.
 _THREADED_ELEMENTS = 32768
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -30,7 +30,7 @@ _PYBUF_WRITE = 0x200
 class Run:
     """``count`` segments of ``length`` bytes, at ``offset`` and every ``stride`` bytes after it.
 
-    ``cut`` tells that the bytes before and after them may be of no use to the reader.
+    ``cut`` is True if the reader may have no use for the bytes before and after them.
     """
 
     offset: int
@@ -50,9 +50,10 @@ class Run:
         return self.count * self.length
 
     def windows(self, span: int, address: int) -> Iterator[tuple[Run, int]]:
-        """Yield runs of at most ``span`` bytes of the file each, but at least one segment.
+        """Split the run into runs of at most ``span`` bytes of the file, but at least one segment.
 
-        Beside each is the address of its first byte in memory, where the run begins at ``address``.
+        Each is yielded with the address in memory of its first byte; this run begins at
+        ``address``.
         """
         step = max(1, span // self.stride)
         for first in range(0, self.count, step):
@@ -62,7 +63,7 @@ class Run:
             yield run, address + first * self.length
 
     def pages(self) -> list[tuple[int, int]]:
-        """Return the ranges of bytes to read for this run: begin and end, whole OS pages.
+        """Return the ranges of bytes to read for this run, (begin, end), in whole OS pages.
 
         They cover the OS pages that segments touch, and some of the small gaps between these: a
         disk reads few large ranges faster than many small ones.
@@ -75,21 +76,21 @@ class Run:
 
         offsets = torch.arange(self.count, device="cpu") * self.stride + self.offset
         first, last = offsets // page, (offsets + (self.length - 1)) // page
-        gaps = (first[1:] - last[:-1] - 1).clamp(min=0)  # OS pages that no segment touches
-        filled = (gaps > 0) & (gaps <= _SMALL_GAP)  # those to read too
+        gaps = (first[1:] - last[:-1] - 1).clamp(min=0)  # OS pages between the segments
+        filled = (gaps > 0) & (gaps <= _SMALL_GAP)  # True for gaps that are read too
         most = int((end - begin - gaps.sum()) * _SHARE_OF_GAPS)
         sizes = gaps * filled
-        if sizes.sum() > most:  # fill some of them, evenly spread
+        if sizes.sum() > most:  # too much would be read: fill only some of the gaps, evenly spread
             turns = sizes.cumsum(0) * most // (sizes.sum() * sizes.max())
             filled &= turns.diff(prepend=turns.new_zeros(1)) > 0
-        after = ((gaps > 0) & ~filled).nonzero().flatten()  # the segments with a gap behind them
+        after = ((gaps > 0) & ~filled).nonzero().flatten()  # indices of segments before a gap
         begins = [begin, *first[after + 1].tolist()]
         ends = [*(last[after] + 1).tolist(), end]
         return [(one * page, other * page) for one, other in zip(begins, ends, strict=True)]
 
 
 def copy_segments(span: torch.Tensor, run: Run, address: int) -> None:
-    """Copy the segments of a run out of its span, as bytes, to ``address`` without gaps."""
+    """Copy a run's segments out of ``span``, as bytes, to ``address``, without gaps."""
     import torch
 
     unit = gcd(8, span.data_ptr(), run.length, run.stride, address)
@@ -104,6 +105,6 @@ def copy_segments(span: torch.Tensor, run: Run, address: int) -> None:
 
 
 def memory(address: int, length: int) -> memoryview:
-    """Return the memory at ``address`` as a writable buffer, which a tensor does not offer."""
+    """Return the memory at ``address`` as a writable buffer; torch offers no such view."""
     view: memoryview = _memory_view(address, length, _PYBUF_WRITE)
     return view

@@ -1,4 +1,4 @@
-"""Weights without a file: each value is computed from the tensor's name and the element's place.
+"""Weights without a file: each value is computed from the tensor's name and the element's index.
 
 So a tensor has the same values whole and in parts, on every rank and every device. Values keep a
 model's activations finite; they mean nothing.
@@ -30,7 +30,7 @@ _GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, as a signed integ
 
 
 class _Values(NamedTuple):
-    """How values are computed: ``of`` integers, which are ``offset`` + place * ``factor``."""
+    """Formula of a tensor's values: ``of`` takes ``offset`` + element index * ``factor``."""
 
     of: Callable[[torch.Tensor], torch.Tensor]
     factor: int = 1
@@ -38,14 +38,14 @@ class _Values(NamedTuple):
 
 
 class DummyWeights(dict[str, Weight]):
-    """A handle for each tensor of a checkpoint, from its shape and dtype.
+    """Dummy tensors by name, computed for the shape and dtype of each tensor in ``expected``.
 
-    A tensor of ``expected`` that is not on meta has the values that it has there.
+    A tensor of ``expected`` that is not on meta keeps the values that it has there.
 
-    Floats are uniform with a standard deviation of 0.02: around 1 in a ``weight`` of one dimension,
-    as norms have, and around 0 elsewhere. Scales (by name) are positive, between 2**-9 and 2**-8,
-    so values of eight bits reach further. Integers are any bits, except that int64 counts along the
-    last dimension, as position ids do.
+    Floats are uniform with a standard deviation of 0.02: around 1 in a one-dimensional ``weight``
+    (a norm's), around 0 elsewhere. Scales, recognized by name, are between 2**-9 and 2**-8, because
+    eight-bit values have a larger range. Integers are random bits; int64 counts along the last
+    dimension, as position ids do.
     """
 
     load_format = "dummy"
@@ -56,7 +56,7 @@ class DummyWeights(dict[str, Weight]):
 
 
 class DummyHandle:
-    """A tensor whose values are computed when they are read, or a region of one.
+    """A tensor, or a region of one, whose values are computed when it is read.
 
     ``shape`` and ``dtype`` are those of the region.
     """
@@ -75,7 +75,7 @@ class DummyHandle:
         self.name, self.dtype, self.shape, self._values = name, dtype, torch.Size(shape), values
         if strides is None:
             strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
-        self._strides, self._first = strides, first  # in elements of the whole tensor
+        self._strides, self._first = strides, first  # both in elements of the whole tensor
 
     def narrow(self, dim: int, start: int, length: int) -> DummyHandle:
         """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does.
@@ -142,7 +142,7 @@ def _handle(name: str, meta: torch.Tensor) -> DummyHandle:
 
 
 def _values(name: str, meta: torch.Tensor) -> _Values:
-    """Return what computes the values of a tensor, by its dtype and name."""
+    """Return the formula of a tensor's values, chosen by its dtype and name."""
     dtype, is_scale = meta.dtype, _SCALE_NAME.fullmatch(name) is not None
     if dtype == torch.int64:
         return _Values(partial(torch.remainder, other=max([1, *meta.shape[-1:]])))
@@ -153,7 +153,7 @@ def _values(name: str, meta: torch.Tensor) -> _Values:
 def _of_bits(
     dtype: torch.dtype, is_scale: bool, around: float
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what turns mixed integers into values of ``dtype``, or of one that is cast to it."""
+    """Return a function from mixed integers to values of ``dtype`` or of a dtype cast to it."""
     if dtype == torch.float8_e8m0fnu or (dtype == torch.uint8 and is_scale):
         # Exponents of two: 2**-9 to 2**-2. MXFP4 stores them as bytes.
         return lambda integers: ((_bits(integers) & 7) + 118).to(torch.uint8).view(dtype)
@@ -168,25 +168,25 @@ def _of_bits(
 
 
 def _seed(name: str) -> int:
-    """Return a signed integer of 64 bits that differs between names."""
+    """Return a signed 64-bit hash of the name."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def _wrapped(integer: int) -> int:
-    """Return an integer as 64 bits with a sign hold it."""
+    """Return the integer modulo 2**64, as a signed one."""
     return (integer + 2**63) % 2**64 - 2**63
 
 
 def _bits(integers: torch.Tensor) -> torch.Tensor:
-    """Mix the upper half of each integer, a multiple of 2**64 over the golden ratio.
+    """Hash integers: mix the upper half of each, a multiple of 2**64 over the golden ratio.
 
     Two rounds of multiplying and shifting; products wrap around, on every device.
     """
     bits = (integers >> 32).to(torch.int32)
     for factor, shift in ((0x7FEB352D, 15), (-0x7B935975, 16)):
         bits.mul_(factor)
-        mask = (1 << (32 - shift)) - 1  # shifts of signed integers repeat the sign
+        mask = (1 << (32 - shift)) - 1  # the right shift of a signed integer repeats the sign
         bits.bitwise_xor_((bits >> shift).bitwise_and_(mask))
     return bits
 

@@ -1,4 +1,4 @@
-"""The bytes of an open file, and how a run of them gets into memory."""
+"""Reading runs of bytes of an open file into memory, by preadv or from a mapping."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from vllm_module.weights.regular_file import ReadLease, open_again, open_regular
 if TYPE_CHECKING:
     import torch
 
-# One preadv costs about 1 µs and the GIL, which no longer shows in segments of this length.
+# One preadv costs about 1 µs and the GIL. For segments of this length that is negligible.
 _LONG_SEGMENT = 64 << 10
 # A row of this length takes longer to read whole than a preadv for its segment.
 _LONGEST_ROW = 1 << 20
-# The same where rows are read whole into scratch memory: the bytes between two segments.
+# The same limit where whole rows are read into scratch memory: bytes between two segments.
 _LONGEST_GAP = 16 << 10
-# Segments of this length are left to the kernel's read-ahead. It makes larger folios, which are
-# copied faster, and what it reads behind the end is little beside them.
+# Segments of this length use the kernel's read-ahead: its larger folios are copied faster, and
+# the bytes it reads past the end are few beside them.
 _SEQUENTIAL = 8 << 20
 # Bytes of the file that one madvise maps: enough to hide the call, few enough to stay in the CPU's
 # cache until they are copied.
 _WINDOW = 16 << 20
-# Bytes that are read at once where there is no lease. They are copied twice, and more of them would
-# not stay in the CPU's cache in between.
+# Bytes that are read at once without a lease. They are copied twice, so they should still be in
+# the CPU's cache for the second copy.
 _SCRATCH = 4 << 20
 
 
@@ -46,9 +46,9 @@ class FileBytes:
     are copied out of a mapping of the file under a lease, which makes that safe. Without a lease,
     whole rows are read and cut in memory.
 
-    Where the page cache lacks a run that is cut out of a tensor, the OS pages that it touches are
-    asked for, all at once, before they are read. If OS pages between them stay unread, each segment
-    is read by ``preadv``: a mapping of the whole span would read those too.
+    If the page cache lacks a run that is cut out of a tensor, all OS pages that the run touches
+    are requested at once before they are read. If OS pages between them are not wanted, each
+    segment is read by ``preadv``: a mapping of the whole span would read those too.
 
     A file that cannot be opened is a CheckpointFormatError, one that cannot be read or has changed
     a WeightReadError. torch is imported by the first copy, because headers are read without it.
@@ -81,12 +81,12 @@ class FileBytes:
     def close(self) -> None:
         """Close the file; reading from it afterwards is a WeightReadError."""
         self._lease.close()
-        with self._lock:  # once closed, the number of the descriptor may become another file's
+        with self._lock:  # after closing, the descriptor's number may be reused for another file
             self._finalizer()
-            self._mapping = None  # unmapped when the last copy out of it has ended
+            self._mapping = None  # is unmapped when the last copy out of it has ended
 
     def read_bytes(self, offset: int, length: int) -> bytes:
-        """Read ``length`` bytes that are not counted as weights (the header)."""
+        """Read ``length`` bytes (of the header) without counting them in ``bytes_read``."""
         data = bytearray(length)
         self._read(offset, memoryview(data), self._fd)
         return bytes(data)
@@ -95,7 +95,7 @@ class FileBytes:
         """Do nothing: the kernel reads ahead of ``read_bytes``."""
 
     def check_unchanged(self) -> None:
-        """Raise WeightReadError if the file was closed, or was written to since it was opened."""
+        """Raise WeightReadError if the file was closed, or has changed since it was opened."""
         self._check_open()
         now = self._stat()
         if now != self._identity:
@@ -109,7 +109,7 @@ class FileBytes:
             raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
 
     def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
-        """Read each run to its address in memory, its segments one after the other without gaps."""
+        """Read each run to its address in memory; its segments are stored there without gaps."""
         self.check_unchanged()
         nbytes = 0
         singly: list[tuple[Run, int]] = []
@@ -127,7 +127,8 @@ class FileBytes:
             self._read_segments(*part)
         if together:
             self._read_rows(together)
-        self.check_unchanged()  # a write in the meantime left a mixture of old and new bytes
+        # A write in the meantime would have left a mixture of old and new bytes.
+        self.check_unchanged()
         with self._lock:
             self._bytes_read += nbytes
 
@@ -139,7 +140,7 @@ class FileBytes:
                 os_pages.read_ahead(descriptor, offset, run.length)
 
     def _read_ahead_of_rows(self, run: Run) -> bool:
-        """Begin to read the OS pages of a run; tell whether others between them stay unread."""
+        """Start read-ahead of a run's OS pages; return whether pages between them are left out."""
         descriptor = self._scattered()
         if os_pages.cached(descriptor, run.offset, run.span):
             return False
@@ -156,10 +157,11 @@ class FileBytes:
             self._read(run.offset + index * run.stride, segment, descriptor)
 
     def _scattered(self) -> int:
-        """Return the descriptor for reads that the kernel shall not read ahead of.
+        """Return a descriptor on which the kernel does no read-ahead.
 
-        The kernel takes rows that follow each other for a stream, and reads up to its read-ahead
-        window between and behind them. Where there is no such descriptor, it does.
+        On the ordinary one, the kernel takes rows that follow each other for a stream and reads up
+        to its read-ahead window between and behind them. If no second descriptor can be opened, the
+        ordinary one is returned.
         """
         with self._lock:
             self._check_open()
@@ -187,7 +189,8 @@ class FileBytes:
         """Copy short segments out of their rows; each part spans at most _WINDOW bytes."""
         while parts:
             spans = accumulate(run.span for run, _ in parts)
-            count = max(1, sum(span <= _WINDOW for span in spans))  # as a writer waits for them
+            # A writer waits while the lease is held, so each turn is short.
+            count = max(1, sum(span <= _WINDOW for span in spans))
             with self._lease.hold() as leased:
                 if leased:
                     for part in parts[:count]:
@@ -199,7 +202,8 @@ class FileBytes:
     def _read_rows_whole(self, parts: list[tuple[Run, int]]) -> None:
         import torch
 
-        scratch: torch.Tensor | None = None  # one for all turns: new memory costs more than reading
+        # Shared by all turns: allocating costs more than reading.
+        scratch: torch.Tensor | None = None
         for run, address in parts:
             if run.stride - run.length >= _LONGEST_GAP:
                 self._read_segments(run, address)
@@ -214,15 +218,15 @@ class FileBytes:
     def _copy_mapped(self, run: Run, address: int) -> None:
         """Copy a run out of the mapping; the caller holds the lease."""
         with self._lock:
-            self.check_unchanged()  # nobody can cut the file off after this, because of the lease
+            self.check_unchanged()  # from here on the lease prevents truncation
             if self._mapping is None:
                 self._mapping = self._map()
             # The slice keeps the mapping alive if another thread closes the file.
             source = self._mapping[run.offset : run.offset + run.span]
         start, length = source.data_ptr(), source.numel()
-        # One call maps all OS pages, and fails where touching one would be a SIGBUS.
+        # One madvise maps all OS pages. It fails where touching a page would raise SIGBUS.
         code = os_pages.advise(start, length, os_pages.POPULATE_READ)
-        if code not in (0, EINVAL):  # an older kernel maps each OS page when it is touched
+        if code not in (0, EINVAL):  # an older kernel maps each OS page on first touch
             raise self._failure(run.offset, os.strerror(code))
         copy_segments(source, run, address)
         # The OS pages stay in the page cache, but no longer count as memory of this process.
@@ -232,7 +236,7 @@ class FileBytes:
         import torch
 
         try:
-            # Private, because some file systems have no shared mappings.
+            # The mapping is private, because some file systems have no shared mappings.
             mapped = mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise self._failure(0, f"mapping it into memory failed ({error})") from error
@@ -253,7 +257,7 @@ class FileBytes:
 
 
 def _is_scattered(run: Run) -> bool:
-    """Whether little of what the kernel would read ahead of the run is part of it."""
+    """Return whether most of what the kernel would read ahead of the run is not part of it."""
     return run.cut and run.length < _SEQUENTIAL
 
 

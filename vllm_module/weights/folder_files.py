@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class FolderFiles(Protocol):
-    """What a format of a folder needs of the place where its files are.
+    """The interface to the files of one folder, which formats open their files through.
 
     A file that is missing, or may not be read, is a CheckpointFormatError.
     """
 
     @property
     def path(self) -> Path:
-        """The folder, or a path that stands for its URL; files are shown below it."""
+        """Path of the folder, or a path that stands for its URL; messages show files below it."""
 
     @property
     def named(self) -> str | None:
-        """The one file that the user named, where that was no folder."""
+        """Name of the one file that the user chose, or None for a whole folder."""
 
     def names(self) -> list[str] | None:
-        """List the files in order; ``None`` where that cannot be."""
+        """List the file names in order; ``None`` if the place cannot list them."""
 
     def has(self, name: str) -> bool:
-        """Tell whether there is such a file; a broken link is refused when it is opened."""
+        """Return whether a file of this name exists; a broken link counts and fails when opened."""
 
     def read(self, name: str) -> bytes:
-        """Read the whole of a small file (JSON, a template)."""
+        """Return the contents of a small file (JSON, a template)."""
 
     def open(self, name: str) -> Readable:
         """Open a file of weights."""
@@ -42,4 +42,4 @@ class FolderFiles(Protocol):
         """Close the connections of a store; files that were opened can no longer be read."""
 
     def checkpoint(self, files: Sequence[WeightFile], load_format: str) -> Any:
-        """Return the :class:`Checkpoint` of files that were opened here."""
+        """Return the :class:`Checkpoint` of ``files``, which were opened through this object."""

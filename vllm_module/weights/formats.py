@@ -1,4 +1,4 @@
-"""The formats of files: how a folder's is recognized, and what opens it."""
+"""Table of file formats: how a folder's format is recognized, and the function that opens it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Files:
     """A format whose files are opened one by one.
 
     Attributes:
-        opener: ``module:name`` of the :class:`WeightFile` that opens one. It is imported when it is
-            called, with the file and the folder that a link may not lead out of.
-        suffixes: of its files. All with the first of these that the folder has are opened,
-        others: except these, which hold something else.
-        index: the file that names them by tensor; it is looked for first,
-        whole: and then the one file that has all tensors.
+        opener: ``module:name`` of a :class:`WeightFile` class. It is imported on first use and
+            called with the file and with the folder that links may not lead out of.
+        suffixes: file name endings. All files with the first of these that occurs are opened.
+        others: file names that have such a suffix and hold something else.
+        index: name of the index file, which is looked for first.
+        whole: name of the single file with all tensors, which is looked for after the index.
 
     """
 
@@ -41,11 +41,11 @@ class Files:
 
     @property
     def patterns(self) -> list[str]:
-        """What its files are called in messages."""
+        """File names of this format, for messages."""
         return [f"*{suffix}" for suffix in self.suffixes]
 
     def is_in(self, folder: FolderFiles) -> bool:
-        """Tell whether the folder has this format."""
+        """Return whether the folder has files of this format."""
         if any(name is not None and folder.has(name) for name in (self.index, self.whole)):
             return True
         return bool(self.files(map(Path, folder.names() or ())))
@@ -70,16 +70,15 @@ class Unit:
     """A format whose folder is opened as one.
 
     Attributes:
-        opener: ``module:name`` of a function that is called with :class:`FolderFiles` and returns
-            a :class:`Checkpoint`. It is imported when it is called.
-        marker: the file by which the format is recognized, relative to the folder; or ``*`` and the
-            suffix of its files, of which one may be opened instead of the folder.
-        made_from: the format that ``opener`` makes it from where it is asked for and is not there.
-        weights: what its files are called on the hub, which are downloaded if they are asked for.
-        small_files: ``module:name`` of a function that is called with :class:`FolderFiles`, and
-            returns files in Hugging Face's layout, such as ``config.json``, which folders of this
-            format lack.
-        only_here: why the files have to be on this machine, if they have to.
+        opener: ``module:name`` of a function from :class:`FolderFiles` to a :class:`Checkpoint`. It
+            is imported on first use.
+        marker: the file by which the format is recognized, relative to the folder; or ``*`` and a
+            suffix, and then one such file may be opened instead of the folder.
+        made_from: the format that ``opener`` converts if this one is asked for and not there.
+        weights: patterns of the files on the hub that hold weights and are downloaded.
+        small_files: ``module:name`` of a function from :class:`FolderFiles` to the files in Hugging
+            Face's layout, such as ``config.json``, that folders of this format lack.
+        only_here: reason why the files must be on this machine; None if they need not.
 
     """
 
@@ -92,7 +91,7 @@ class Unit:
 
     @property
     def patterns(self) -> list[str]:
-        """What its files are called in messages."""
+        """File names of this format, for messages."""
         return [self.marker]
 
     @property
@@ -101,7 +100,7 @@ class Unit:
         return (self.marker[1:],) if self.marker.startswith("*") else ()
 
     def is_in(self, folder: FolderFiles) -> bool:
-        """Tell whether the folder has this format."""
+        """Return whether the folder has this format."""
         if self.suffixes:
             return any(name.endswith(self.suffixes) for name in folder.names() or ())
         return folder.has(self.marker)
@@ -114,9 +113,9 @@ SAFETENSORS = Files(
     "model.safetensors.index.json",
     "model.safetensors",
 )
-# By the names in load_formats.LoadFormat; "auto" takes the first that a folder has. Mistral's
-# consolidated* holds the same weights under other names, and model-rank* what ranks hold, which is
-# in another order than a checkpoint's tensors of the same shape; trainers write their own state
+# Keys are the names in load_formats.LoadFormat; "auto" takes the first that a folder has. Left out
+# are Mistral's consolidated* (the same weights under other names), model-rank* (one rank's tensors,
+# in another order than a checkpoint's tensors of the same shape) and the states that trainers write
 # beside the weights.
 FORMATS: dict[str, Files | Unit] = {
     "sharded_state": Unit(
@@ -181,7 +180,7 @@ def formats_of(load_format: str) -> list[str]:
 
 
 def imported(opener: str) -> Callable[..., Any]:
-    """Import what ``module:name`` says."""
+    """Import the object that ``module:name`` names."""
     module, _, name = opener.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found

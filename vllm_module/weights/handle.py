@@ -1,4 +1,4 @@
-"""A tensor that is not read yet, and how a destination is filled with it."""
+"""Handles of tensors that are not read yet, and reading them into destinations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_module.weights.readable import Readable
 
 
 class Handle(Protocol):
-    """A tensor that is not read yet: its shape is known, and it can be narrowed before reading."""
+    """A tensor that is not read yet; its shape is known, and it can be narrowed before reading."""
 
     @property
     def shape(self) -> torch.Size:
@@ -43,7 +43,7 @@ Weight: TypeAlias = Handle | torch.Tensor
 
 
 class TensorHandle:
-    """A tensor in memory that threads read as they read a handle; ``name`` is for messages."""
+    """A tensor in memory with the interface of a handle; ``name`` is for messages."""
 
     __slots__ = ("name", "tensor")
 
@@ -52,12 +52,12 @@ class TensorHandle:
 
     @property
     def shape(self) -> torch.Size:
-        """The tensor's."""
+        """The shape of the tensor."""
         return self.tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensor's."""
+        """The dtype of the tensor."""
         return self.tensor.dtype
 
     def narrow(self, dim: int, start: int, length: int) -> TensorHandle:
@@ -82,7 +82,7 @@ class Sink(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the result is kept. A weight that is not read yet may be read there first."""
+        """Device of the result; a weight that is not read yet may be read there first."""
 
     def receive(self, weight: Weight) -> None:
         """Read the whole of ``weight`` and keep the result of the conversion."""
@@ -94,9 +94,9 @@ Destination: TypeAlias = Sink | torch.Tensor
 def read_into(weight: Weight, destination: Destination) -> None:
     """Fill ``destination`` with ``weight``: read a handle, copy a tensor in memory.
 
-    Another shape, a destination on the meta device, or a dtype of another kind (floats into
-    integers) is a MisshapenWeightError. Bytes that cannot be read, or a finite value beyond the
-    range of the destination's dtype, are a WeightReadError.
+    Raises MisshapenWeightError for another shape, a destination on the meta device, or a dtype of
+    another kind (floats into integers). Raises WeightReadError if bytes cannot be read, or if a
+    finite value is beyond the range of the destination's dtype.
     """
     if not isinstance(destination, torch.Tensor):
         destination.receive(weight)
@@ -108,7 +108,7 @@ def read_into(weight: Weight, destination: Destination) -> None:
 
 
 def read_together(jobs: Iterable[tuple[Weight, Destination]]) -> None:
-    """Fill each destination, as ``read_into`` does; the runs of one file are read together."""
+    """Fill each destination as ``read_into`` does; runs of one file are read in one call."""
     runs: dict[Readable, list[tuple[Run, int]]] = {}
     for weight, destination in jobs:
         if (
@@ -146,8 +146,8 @@ class FileHandle:
         self.dtype = dtype
         self.shape = shape
         self._strides = strides  # in bytes
-        self._offset = offset  # of the region's first element in the file
-        self._cut = cut  # whether the region is less than a stored tensor
+        self._offset = offset  # offset in the file of the region's first element
+        self._cut = cut  # True if the region is less than a stored tensor
 
     @property
     def file(self) -> Path:
@@ -161,7 +161,7 @@ class FileHandle:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """Where the region's first byte is in the file, and where the one after its last is."""
+        """Offsets in the file of the region's first byte and of the byte after its last one."""
         if self.nbytes == 0:
             return self._offset, self._offset
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self._strides, strict=True))
@@ -169,7 +169,7 @@ class FileHandle:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the bytes of the region follow each other in the file without gaps."""
+        """True if the region's bytes follow each other in the file without gaps."""
         begin, end = self.byte_range
         return end - begin == self.nbytes
 
@@ -178,7 +178,7 @@ class FileHandle:
         if self.nbytes == 0:
             return
         length, count, stride = self.dtype.itemsize, 1, 0
-        outer: list[tuple[int, int]] = []  # size and stride of dimensions that one run cannot cover
+        outer: list[tuple[int, int]] = []  # size and stride of the dimensions outside one run
         for size, step in zip(reversed(self.shape), reversed(self._strides), strict=True):
             if size == 1:
                 continue
@@ -194,7 +194,7 @@ class FileHandle:
             yield Run(self._offset + sum(offsets), length, stride, count, self._cut)
 
     def runs_to(self, address: int) -> Iterator[tuple[Run, int]]:
-        """Yield each run, and where in a contiguous destination at ``address`` it begins."""
+        """Yield each run with its address in a contiguous destination at ``address``."""
         for run in self.runs():
             yield run, address
             address += run.nbytes
@@ -220,9 +220,9 @@ class FileHandle:
         return FileHandle(self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut)
 
     def view(self, shape: torch.Size) -> FileHandle:
-        """Return the same elements, in their order, as a handle of another shape.
+        """Return a handle of the same elements, in the same order, with another shape.
 
-        Raises ``ValueError`` if it has another number of elements, or they do not follow each other
+        Raises ``ValueError`` if the number of elements differs, or if the region is not contiguous
         in the file.
         """
         strides = _strides(self.shape, self.dtype.itemsize)
@@ -236,10 +236,10 @@ class FileHandle:
         )
 
     def is_read_directly(self, destination: torch.Tensor) -> bool:
-        """Whether the file's bytes are read straight into ``destination``.
+        """Return whether the file's bytes are read straight into ``destination``.
 
-        It is contiguous, in host memory and of the same dtype, and no bool, whose bytes are checked
-        first. Raises as the function ``read_into`` does if the shapes differ.
+        This needs a contiguous destination in host memory, of the same dtype, and not bool, whose
+        bytes must be checked first. Raises as the function ``read_into`` does if the shapes differ.
         """
         check_destination(self.shape, destination, self)
         direct = destination.dtype == self.dtype != torch.bool
@@ -283,12 +283,12 @@ class FileHandle:
 
 
 def _strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
-    """Return the strides, in bytes, of elements that follow each other in the order of a tensor."""
+    """Return the strides, in bytes, of contiguous elements in row-major order."""
     return tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def check_destination(shape: torch.Size, destination: torch.Tensor, what: object) -> None:
-    """Refuse what ``copy_`` accepts: another shape that broadcasts, and the meta device."""
+    """Raise for destinations that ``copy_`` would accept: a broadcast shape, the meta device."""
     if shape != destination.shape:
         raise MisshapenWeightError(
             f"{what} has shape {list(shape)}, its destination {list(destination.shape)}; "
@@ -305,8 +305,9 @@ def copy_weight(
 ) -> None:
     """Copy ``source`` into ``destination``, or raise before copying if the cast loses a value.
 
-    ``what`` names the source in messages. The destination's device casts. With ``non_blocking`` the
-    copy out of pinned memory may last longer than this call; the memory must stay as it is then.
+    ``what`` names the source in messages. The cast runs on the destination's device. With
+    ``non_blocking``, a copy out of pinned memory may still run when this returns: do not change the
+    memory until it is done.
     """
     source = source.detach() if source.requires_grad else source
     if source.dtype != destination.dtype:
@@ -331,7 +332,7 @@ def _check_cast(source: torch.Tensor, dtype: torch.dtype, what: object) -> None:
     least, greatest = values.aminmax()
     if low <= least.item() and greatest.item() <= high:
         return
-    # NaN and infinities fail the comparison above, but they may stay: the checkpoint stores them.
+    # NaN and infinities fail the comparison above; they are allowed, as the checkpoint stores them.
     # The comparison below is in float64, because the source's dtype would round the bounds up.
     exact = values.double()
     outside = exact[exact.isfinite() & ((exact < low) | (exact > high))]
@@ -344,7 +345,7 @@ def _check_cast(source: torch.Tensor, dtype: torch.dtype, what: object) -> None:
 
 
 def _kind(dtype: torch.dtype) -> int:
-    """Return a number for the kind of ``dtype``; a cast to a smaller number loses values."""
+    """Return the rank of a dtype's kind; a cast to a smaller rank loses values."""
     if dtype.is_complex:
         return 3
     if dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file. Reading it needs no torch.
+"""Parsing the header of a safetensors file, which needs no torch.
 
 A file is 8 bytes of little-endian header length, the header (a JSON object that begins with ``{``)
 and the data. The tensors fill the data without holes or overlaps; offsets count from its start.
@@ -20,7 +20,7 @@ _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
 DAMAGED = "The file is damaged or incomplete: download it again."
 
-# The format bounds neither. torch's kernels take 64 dimensions, and names appear in messages.
+# The format limits neither. torch's kernels take 64 dimensions, and names appear in messages.
 MAX_DIMS = 64
 MAX_NAME = 1024
 
@@ -28,7 +28,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 class DType(NamedTuple):
-    """A dtype of the format that torch has: its name there, and the bytes of an element."""
+    """A dtype of the format: its name in torch, and the bytes of an element."""
 
     name: str
     itemsize: int
@@ -62,9 +62,9 @@ _UNSUPPORTED = {"F4", "F6_E2M3", "F6_E3M2"}
 
 
 class Entry(NamedTuple):
-    """One tensor of a file; ``begin`` and ``end`` count bytes from its start.
+    """Place, dtype and shape of a tensor in a file; ``begin`` and ``end`` are byte offsets in it.
 
-    ``strides`` are bytes too; ``None`` if the elements lie one after another.
+    ``strides`` are in bytes; ``None`` if the elements are contiguous.
     """
 
     dtype: DType
@@ -171,7 +171,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _check_cover(where: str, entries: dict[str, Entry], start: int, size: int) -> None:
-    """Refuse tensors that overlap, leave a hole, or end before or after the file does."""
+    """Raise if tensors overlap, leave a hole, or end before or after the file does."""
     expected, previous = start, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != expected:

@@ -1,3 +1,5 @@
+"""Downloading a model's files from the Hugging Face hub."""
+
 from __future__ import annotations
 
 import errno
@@ -14,20 +16,20 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 from vllm_module.weights.regular_file import is_there
 
-# Configuration and tokenizer. Weights are those of the first format that there is, and not
-# Mistral's consolidated file, which has the same weights again, and not subfolders, which have
-# other formats of the weights. The exception is 1_Pooling, where sentence-transformers keeps a
-# small file: so a subfolder's name may end in "g".
+# Files of configuration and tokenizer. Weights are added by format: the first format there is,
+# without Mistral's consolidated file (the same weights again) and without subfolders (the weights
+# in other formats). The exception is 1_Pooling, where sentence-transformers keeps a small file; so
+# a subfolder's name may end in "g".
 SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
-CODE = "*.py"  # is downloaded only for a user who trusts it
+CODE = "*.py"  # downloaded only if the user trusts the code
 
 
 _GGUF = ("*.gguf",)
-_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # of a model that is split
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # end of the names of a split model's parts
 
 
 def _patterns(load_format: str) -> list[tuple[str, ...]]:
-    """Return what files of weights are called, in the order in which they are looked for.
+    """Return the file name patterns of weights, in the order in which they are looked for.
 
     Files of each of the patterns in a tuple belong together.
     """
@@ -48,7 +50,7 @@ _UNWANTED = [
 
 
 def is_small(name: str) -> bool:
-    """Tell whether a file of a repository is downloaded where no weights are."""
+    """Return whether a file of a repository is downloaded even when weights are not."""
     wanted = any(fnmatch(name, each) for each in SMALL_FILES)
     return wanted and not any(fnmatch(name, each) for each in _UNWANTED)
 
@@ -67,8 +69,8 @@ def resolve(
 
     A path that exists is returned unchanged, and ``revision`` (a branch, tag or commit of the hub)
     is ignored. ``download_dir`` replaces the hub's cache, and ``token`` the one that is stored.
-    Of the weights, those of ``load_format`` are downloaded; without ``weights``, or with
-    ``"dummy"``, only the small files are. With ``code``, Python files are too.
+    Weights are downloaded in the format ``load_format``. Without ``weights``, or with ``"dummy"``,
+    only the small files are. With ``code``, Python files are too.
 
     Raises ``CheckpointFormatError``, with advice, if ``model`` neither exists nor can be
     downloaded, or has several models in GGUF files.
@@ -82,7 +84,7 @@ def resolve(
 
 
 def demand_path(model: str) -> None:
-    """Raise ``CheckpointFormatError`` if ``model`` can only be a path, and nothing is there."""
+    """Raise ``CheckpointFormatError`` if ``model`` cannot be a hub id and no such path exists."""
     path = Path(os.path.expanduser(model))
     is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     if is_path and not is_there(path, follow_links=True):
@@ -91,7 +93,7 @@ def demand_path(model: str) -> None:
 
 @contextmanager
 def _tags_are_names() -> Iterator[None]:
-    """Refuse answers whose tags are paths: the hub's client names files of its cache after them.
+    """Refuse answers whose ETags are paths: huggingface_hub names its cached files after them.
 
     huggingface_hub 2.4 joins them to the cache's path as they are, so a mirror (``HF_ENDPOINT``)
     could have files written anywhere.
@@ -104,7 +106,7 @@ def _tags_are_names() -> Iterator[None]:
             if set(tag.removeprefix("W/")) & set("/\\\0") or tag.strip('W/"') in (".", ".."):
                 raise CheckpointFormatError(f"the server's {header} is a path: {shorten(tag)}")
 
-    hooks = get_session().event_hooks["response"]  # of the client that all its calls share
+    hooks = get_session().event_hooks["response"]  # the one client that all calls share
     hooks.append(check)
     try:
         yield
@@ -121,9 +123,9 @@ def download(
     token: str | bool | None,
     code: bool = False,
 ) -> Path:
-    """Return the folder of a model of the hub, as :func:`resolve` does, whatever is here.
+    """Download a model of the hub, whether or not a path of that name exists; return its folder.
 
-    Of the weights, those of the first of ``patterns`` that fits any are downloaded.
+    Weights are the files that match the first of ``patterns`` that matches any.
     """
     # Imported here because the import is slow, and local folders do not need it.
     from huggingface_hub import HfApi, errors, snapshot_download
@@ -135,7 +137,7 @@ def download(
     if _GGUF in patterns:
         try:
             names = HfApi(token=token).list_repo_files(model, revision=revision)
-        except Exception:  # it may be in the cache; if not, its download fails for the same reason
+        except Exception:  # the file may be cached; if not, its download fails for the same reason
             names = []
         models = dict.fromkeys(
             _PART.sub("", name) for name in names if name.endswith(".gguf") and "/" not in name

@@ -1,4 +1,4 @@
-"""The index of a checkpoint of several files: which file has which tensor."""
+"""Reading the index of a checkpoint in several files, which maps tensors to files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 
 
 def read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
-    """Parse the index; return the names of tensors by the name of their file."""
+    """Parse the index; return a dict from each file's name to its tensors' names."""
     return parse_index(read_file(index, index.parent), index, suffixes)
 
 
 def parse_index(data: bytes, index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
-    """Parse an index as :func:`read_index` does; ``index`` is for messages."""
+    """Parse the bytes of an index as :func:`read_index` does; ``index`` is for messages."""
     where = printable(index)
     weight_map = parse_object(data, where, DAMAGED).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -45,9 +45,9 @@ def parse_index(data: bytes, index: Path, suffixes: tuple[str, ...]) -> dict[str
 
 
 def check_against_index(index: Path, names_in: dict[str, set[str]], file: WeightFile) -> None:
-    """Refuse a file that lacks a tensor which the index says is in it, or has another."""
+    """Raise if a file's tensors are not exactly those that the index lists for it."""
     expected, where = names_in[file.path.name], printable(file.path)
-    names = file.entries.keys()  # a Mapping's own are slow to compare
+    names = file.entries.keys()  # comparing Mappings with their own __eq__ is slow
     for name in sorted(names - expected):
         owner = next((other for other, names in names_in.items() if name in names), None)
         indexed = "does not know it" if owner is None else f"says it is in {printable_name(owner)}"

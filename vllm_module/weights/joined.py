@@ -1,4 +1,4 @@
-"""The weights of several sources under one tree of names."""
+"""Weights of several sources in one mapping of names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from vllm_module.weights.source import Source
 
 
 class JoinedWeights:
-    """The pairs of several sources; the names of each begin with its prefix.
+    """A mapping of several sources' tensors; the names of each source begin with its prefix.
 
     Args:
-        sources: each with the path of the module that its names are below, ``""`` for the model.
+        sources: pairs of a prefix and a source; the prefix is the path of the module that the
+            source's names are below, ``""`` for the model.
 
     Raises:
         CheckpointFormatError: two sources have a tensor of the same name.
@@ -36,7 +37,7 @@ class JoinedWeights:
 
     @property
     def load_format(self) -> str | None:
-        """That of the first source."""
+        """The format of the first source."""
         return self._parts[0][2].load_format
 
     @property

@@ -1,7 +1,7 @@
 """Mistral's own files: ``consolidated*.safetensors`` and ``params.json``.
 
-They hold the weights under names of their own, and the rows of queries and keys in the order that
-rotates neighbours, which ``q_proj_pairs`` and ``k_proj_pairs`` stand for.
+They use other tensor names, and order the rows of queries and keys so that neighbours are rotated
+together. In our names these tensors are ``q_proj_pairs`` and ``k_proj_pairs``.
 Names: https://github.com/mistralai/mistral-inference (transformer_layers.py).
 """
 
@@ -46,7 +46,7 @@ _LAYER = {
 }
 _EXPERTS = ("feed_forward.experts", "block_sparse_moe.experts")
 _LAST = {"qscale_weight": "weight_scale", "qscale_act": "input_scale"}
-# Entries of params.json and what config.json calls them.
+# Entries of params.json and their names in config.json.
 _ENTRIES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -66,9 +66,9 @@ _OF_TRAINING = {"model_type", "use_biases", "causal", "max_batch_size", "dtype"}
 
 
 def mistral_small_files(folder: FolderFiles) -> dict[str, bytes]:
-    """Return the ``config.json`` that ``params.json`` stands for, or the one that is there.
+    """Return tokenizer files and ``config.json``, which may be made from ``params.json``.
 
-    Files of the tokenizer are those beside it. Raises ``CheckpointFormatError`` and
+    Tokenizer files are those in the folder. Raises ``CheckpointFormatError`` and
     ``UnsupportedModelError`` for a setting that is refused.
     """
     files = {"config.json": json.dumps(_entries(folder)).encode()}
@@ -86,9 +86,10 @@ def _entries(folder: FolderFiles) -> dict[str, Any]:
 
 
 def open_mistral(folder: FolderFiles) -> Checkpoint:
-    """Open ``consolidated*.safetensors``; tensors get the names of Hugging Face's checkpoints.
+    """Open ``consolidated*.safetensors`` under the names of Hugging Face's checkpoints.
 
-    Those of queries and keys are ``q_proj_pairs`` and ``k_proj_pairs``, for their order of rows.
+    Queries and keys are ``q_proj_pairs`` and ``k_proj_pairs``, because their rows are in another
+    order.
     """
     names_in: dict[str, set[str]] | None = None
     index = folder.path / _INDEX
@@ -124,7 +125,7 @@ def open_mistral(folder: FolderFiles) -> Checkpoint:
 
 
 class MistralFile(SafetensorsFile):
-    """The tensors of one file, by the names of Hugging Face's checkpoints."""
+    """The tensors of one file, under the names of Hugging Face's checkpoints."""
 
     def _read_entries(self) -> None:
         super()._read_entries()
@@ -142,7 +143,7 @@ class MistralFile(SafetensorsFile):
 
 
 def renamed(name: str) -> str:
-    """Return what Hugging Face's checkpoints call a tensor; ``name`` itself if that is unknown."""
+    """Return the Hugging Face name of a tensor, or ``name`` itself if it is unknown."""
     *above, last = name.split(".")
     last = _LAST.get(last, last)
     if len(above) == 1 and above[0] in _TOP:
@@ -158,7 +159,7 @@ def renamed(name: str) -> str:
 
 
 def _config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the entries of ``config.json`` that ``params.json`` stands for."""
+    """Return the entries of ``config.json`` made from ``params.json``."""
     for name in _NEEDED:
         if name not in params:
             raise CheckpointFormatError(f"{where} has no {name}: it is damaged, or not Mistral's")
@@ -178,7 +179,7 @@ def _config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     config |= {"hidden_act": "silu", "sliding_window": params.get("sliding_window")}
     config["rope_theta"] = params.get("rope_theta") or 10000.0
     lengths = [params[name] for name in _LENGTHS if params.get(name) is not None]
-    # Mistral's own programs take this length where a file has none.
+    # Mistral's own programs use this length if a file has none.
     config["max_position_embeddings"] = lengths[0] if lengths else 128_000
     if isinstance(moe := params.get("moe"), Mapping):
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
@@ -190,9 +191,9 @@ def _config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _quantization(stored: Any, where: str) -> dict[str, Any]:
-    """Return the ``quantization_config`` that an entry ``quantization`` stands for.
+    """Return the ``quantization_config`` made from an entry ``quantization``.
 
-    It names Mistral's own FP8, or is what compressed-tensors writes. Source: vLLM's
+    The entry is Mistral's own FP8 or a configuration of compressed-tensors. Source: vLLM's
     ``transformers_utils/configs/mistral.py``.
     """
     if isinstance(stored, Mapping):

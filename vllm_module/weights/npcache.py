@@ -1,4 +1,4 @@
-"""A checkpoint as files of single tensors, made once from files of ``torch.save``.
+"""A cache of a ``torch.save`` checkpoint in which each tensor is a ``numpy.save`` file.
 
 Layout, as vLLM and SGLang write it: a folder ``np`` inside of the checkpoint with
 ``weight_names.json``, a list of names, and a file of ``numpy.save`` under each of these names.
@@ -26,23 +26,24 @@ from vllm_module.weights.regular_file import is_there, read_file, refusal
 from vllm_module.weights.strict_json import parse_list
 
 _FOLDER, _NAMES = "np", "weight_names.json"
-_MADE_FROM = ".made_from"  # the fingerprint of the checkpoint that the files were made from
-_MOST_BYTES = 255  # of a file's name
+# File with the fingerprint of the checkpoint that the cache was made from.
+_MADE_FROM = ".made_from"
+_MOST_BYTES = 255  # limit on the length of a file's name
 _NO_FILE_NAME = (
     f"the tensor {{}} cannot be a file: expected a name of at most {_MOST_BYTES} printable bytes "
     "without /, \\ and :"
 )
 _AGAIN = "Remove the folder np, and load with load_format npcache again to make it anew."
 _POLL = 0.05  # seconds
-_UNFINISHED = ".np-"  # what the folder is called while it is made
-_ABANDONED = 600.0  # seconds after its last write, where another host may be making it
+_UNFINISHED = ".np-"  # prefix of the folder's name while it is written
+_ABANDONED = 600.0  # seconds after the last write by another host until its folder is removed
 _OURS = f"{_UNFINISHED}{os.uname().nodename}"
 
 
 def open_npcache(files: FolderFiles) -> Checkpoint:
-    """Open the files in ``np``; make them if there are none.
+    """Open the files in the folder ``np``; write them first if there are none.
 
-    Processes that do so at the same time make them once. Raises ``CheckpointFormatError`` if they
+    Processes that do so at the same time write them once. Raises ``CheckpointFormatError`` if they
     are damaged or were made from other files than the folder has now, if they cannot be written, or
     if numpy has no type for a tensor.
     """
@@ -62,7 +63,7 @@ def open_npcache(files: FolderFiles) -> Checkpoint:
 
 
 def _names(cache: Path) -> list[str]:
-    """Read the names of the tensors, and check that each can be the name of a file."""
+    """Read the tensors' names, and check that each can be a file's name."""
     path = cache / _NAMES
     where = printable(path)
     names: set[str] = set()
@@ -85,9 +86,9 @@ def _is_file_name(name: str) -> bool:
 
 
 def _check_origin(folder: Path) -> None:
-    """Refuse files that were made from others than the folder has now.
+    """Raise if the cache was made from other files than the folder has now.
 
-    Those of other programs do not say what they were made from.
+    A cache that another program wrote has no fingerprint and is not checked.
     """
     record = folder / _FOLDER / _MADE_FROM
     if not is_there(record) or (now := _fingerprint(folder)) is None:
@@ -100,7 +101,7 @@ def _check_origin(folder: Path) -> None:
 
 
 def _fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint of the files of torch.save, or ``None`` if there are none."""
+    """Return the fingerprint of the ``torch.save`` files, or ``None`` if there are none."""
     if format_of(folder, "pt") is None:
         return None
     with open_checkpoint(folder, "pt") as checkpoint:
@@ -108,7 +109,7 @@ def _fingerprint(folder: Path) -> str | None:
 
 
 def _make(folder: Path) -> None:
-    """Write the files beside, and rename their folder when all are there."""
+    """Write the cache to a temporary folder, and rename that when it is complete."""
     with open_checkpoint(folder, "pt") as checkpoint, _alone(folder) as alone:
         if is_there(folder / _FOLDER / _NAMES):  # another process made them meanwhile
             return
@@ -136,7 +137,7 @@ def _make(folder: Path) -> None:
             if alone:
                 _remove_leftovers(folder, made)
             _write(made, checkpoint)
-            made.chmod(0o755)  # mkdtemp lets nobody else in
+            made.chmod(0o755)  # mkdtemp allows the owner only
             made.rename(folder / _FOLDER)
         except OSError as error:
             if is_there(folder / _FOLDER / _NAMES):  # a process on another host made them
@@ -147,14 +148,14 @@ def _make(folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path, made: Path) -> None:
-    """Remove what processes that were killed have left, beside ``made``, which is new.
+    """Remove folders that killed processes left beside ``made``, the new one.
 
-    None of this host writes now, because it would hold the lock; of others the locks may say
-    nothing, so theirs have to be old.
+    No process of this host is writing one, because it would hold the lock. Locks may not work
+    between hosts, so other hosts' folders must be old.
     """
-    now = made.stat().st_mtime  # by the clock of the disk
+    now = made.stat().st_mtime  # time on the disk's clock
     for each in folder.glob(f"{_UNFINISHED}*"):
-        with suppress(OSError):  # removed meanwhile, or not ours to remove
+        with suppress(OSError):  # removed meanwhile, or owned by another user
             written = [path.lstat().st_mtime for path in (each, *each.iterdir())]
             ours = each.name.rpartition("-")[0] == _OURS
             if each != made and (ours or max(written) < now - _ABANDONED):
@@ -163,7 +164,7 @@ def _remove_leftovers(folder: Path, made: Path) -> None:
 
 def _write(made: Path, checkpoint: Checkpoint) -> None:
     for name, handle in checkpoint.items():
-        with open(made / name, "xb") as file:  # some file systems take w and W for one name
+        with open(made / name, "xb") as file:  # some file systems treat w and W as one name
             write_npy(file, handle.read())
     (made / _MADE_FROM).write_text(checkpoint.fingerprint + "\n", encoding="utf-8")
     (made / _NAMES).write_text(json.dumps(list(checkpoint)), encoding="utf-8")
@@ -178,7 +179,7 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointFormatError:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Wait until no other process of this host is inside; yield whether there are such locks."""
+    """Wait for the lock among processes of this host; yield whether such locks exist."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
@@ -193,7 +194,7 @@ def _alone(folder: Path) -> Iterator[bool]:
         except BlockingIOError:
             time.sleep(_POLL)
             return False
-        except OSError:  # whoever renames its folder first wins
+        except OSError:  # the first process to rename its folder wins
             has_locks = False
         return True
 

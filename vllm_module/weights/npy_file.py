@@ -1,8 +1,8 @@
-"""One tensor in a file as ``numpy.save`` writes it.
+"""Reading and writing one tensor in the format of ``numpy.save``.
 
 Layout: numpy/lib/format.py. After a signature and the header's length comes the header, a Python
-dict in text, and then the elements. Numpy always writes the dict in the same way, so it is matched
-and not evaluated.
+dict as text, and then the elements. Numpy writes the dict in one fixed form, so the text is matched
+by a pattern and never evaluated.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vllm_module.weights.header import DAMAGED, DTYPES, MAX_DIMS, DType, Entry
 from vllm_module.weights.weight_file import WeightFile
 
 _SIGNATURE = b"\x93NUMPY"
-_LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # of the header's length, by version
-_MOST_HEADER = 10_000  # bytes, as many as numpy accepts
-_ALIGNMENT = 64  # of the first element
+_LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # bytes of the header's length, by version
+_MOST_HEADER = 10_000  # bytes of the longest header accepted, as in numpy
+_ALIGNMENT = 64  # alignment of the first element, in bytes
 _DESCR = {
     "<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64", "|b1": "BOOL",
     "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8",
@@ -38,7 +38,7 @@ _HEADER = re.compile(
 
 
 class NpyFile(WeightFile):
-    """The tensor of one file, named as the file is."""
+    """The tensor of one file, under the file's name."""
 
     def _read_entries(self) -> None:
         size = self._bytes.size
@@ -72,7 +72,7 @@ class NpyFile(WeightFile):
                 f"and {size - self._start} do. {DAMAGED}"
             )
         strides = None
-        if header["fortran"] == "True" and nbytes:  # a transposed array is stored as it is
+        if header["fortran"] == "True" and nbytes:  # the bytes are those of the transposed array
             strides = tuple(accumulate(shape[:-1], mul, initial=dtype.itemsize)) if shape else None
         self.entries = {self.path.name: Entry(dtype, shape, self._start, size, strides)}
 
@@ -93,17 +93,17 @@ class NpyFile(WeightFile):
 
 
 def has_type(dtype: torch.dtype) -> bool:
-    """Whether numpy has a type for these elements."""
+    """Return whether numpy has a type for elements of ``dtype``."""
     return dtype in _OF_DTYPE
 
 
 def write_npy(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """Write a tensor in host memory as ``numpy.save`` does, elements in the order of rows."""
+    """Write a tensor in host memory in the format of ``numpy.save``, in row-major order."""
     shape = ", ".join(map(str, tensor.shape)) + ("," if tensor.dim() == 1 else "")
     header = (
         f"{{'descr': '{_OF_DTYPE[tensor.dtype]}', 'fortran_order': False, 'shape': ({shape}), }}"
     )
-    before = len(_SIGNATURE) + 4  # version and length
+    before = len(_SIGNATURE) + 4  # bytes of signature, version and length
     padding = -(before + len(header) + 1) % _ALIGNMENT
     text = f"{header}{' ' * padding}\n".encode()
     file.write(_SIGNATURE + b"\1\0" + len(text).to_bytes(2, "little") + text)

@@ -1,6 +1,6 @@
-"""Advice to the operating system about OS pages of memory, and about those of a file.
+"""Advice to the operating system about OS pages of memory and of files.
 
-It is given on Linux only; elsewhere the functions do nothing.
+Advice is given on Linux only; elsewhere the functions do nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 DONTNEED = 4
 _HUGEPAGE = 14
 _HUGE_PAGE_BYTES = 2 << 20
-# The kernel follows one piece of advice for at most a request, or its read-ahead window, of bytes.
+# For one piece of advice, the kernel reads at most a request, or its read-ahead window, of bytes.
 _ADVISED_BYTES = 512 << 10
-_SAMPLES = 16  # places of a range whose OS pages are looked up where the kernel does not count them
+_SAMPLES = 16  # positions in a range whose OS pages are checked if the kernel cannot count them
 _CACHESTAT = 451  # Linux 6.5; neither C libraries nor Python have a name for it
 # Machines where the system call has this number.
 _HAS_CACHESTAT = sys.platform == "linux" and os.uname().machine in (
@@ -42,11 +42,11 @@ def advise(address: int, length: int, advice: int) -> int:
 
 
 def cached(descriptor: int, offset: int, length: int) -> bool:
-    """Tell whether the page cache has all OS pages of a range of a file.
+    """Return whether the page cache has all OS pages of a range of a file.
 
-    The count of the kernel is exact. Where there is none (an older kernel, the file of another
-    user, overlayfs), 16 bytes are read without waiting, and the answer is a guess. On systems that
-    offer neither it is yes: nothing can be read ahead of its use there.
+    The kernel's count is exact. Without it (an older kernel, another user's file, overlayfs), 16
+    bytes are read without waiting, and the answer is a guess. On systems with neither, the answer
+    is True, because nothing can be read ahead there.
     """
     first, last = offset // mmap.PAGESIZE, (offset + length - 1) // mmap.PAGESIZE
     count = _count_cached(descriptor, offset, length)
@@ -56,7 +56,7 @@ def cached(descriptor: int, offset: int, length: int) -> bool:
 
 
 def _count_cached(descriptor: int, offset: int, length: int) -> int:
-    """Return how many OS pages of a range the page cache has, or 0 if that cannot be told."""
+    """Return how many OS pages of a range are in the page cache, or 0 if that is unknown."""
     if not _HAS_CACHESTAT:
         return 0
     counts = (ctypes.c_uint64 * 5)()
@@ -73,27 +73,28 @@ def _is_cached(descriptor: int, first: int, last: int, sample: int) -> bool:
         return os.preadv(descriptor, [bytearray(1)], page * mmap.PAGESIZE, os.RWF_NOWAIT) > 0
     except BlockingIOError:
         return False
-    except OSError:  # not on this file system
+    except OSError:  # this file system has no such count
         return True
 
 
 def read_ahead(descriptor: int, offset: int, length: int) -> None:
-    """Let the kernel begin to read the OS pages of a range of a file, and no others.
+    """Ask the kernel to start reading the OS pages of a range of a file, and no others.
 
-    It reads those that the page cache lacks. This function returns before they are read, or when
-    the disk's queue has space for them.
+    The kernel reads the pages that the page cache lacks. This function returns before they are
+    read, or when the disk's queue has space for them.
     """
     if not hasattr(os, "posix_fadvise"):
         return
     end = offset + length
-    with suppress(OSError):  # the file system takes no advice; or closed, as the next read will say
+    # The file system takes no advice; or the file is closed, and the next read raises.
+    with suppress(OSError):
         for begin in range(offset, end, _ADVISED_BYTES):
             size = min(_ADVISED_BYTES, end - begin)
             os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_WILLNEED)
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for OS pages of 2 MiB behind a new tensor in host memory that was not written to yet.
+    """Request OS pages of 2 MiB for a new tensor in host memory that was not written to yet.
 
     Faults at the first touch of each OS page take most of the time of a first load; huge pages
     avoid most of them. If the kernel refuses, the tensor has ordinary OS pages.

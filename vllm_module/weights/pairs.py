@@ -1,4 +1,4 @@
-"""The weights of a registered source as a mapping, like a checkpoint's."""
+"""Weights of a registered source as a mapping with the interface of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def open_weights(source: Source) -> OpenWeights:
 
 
 class PairsCheckpoint(Mapping[str, Handle]):
-    """The pairs of a source as a mapping that counts what is read.
+    """The pairs of a source, as a mapping that counts the bytes read.
 
-    Raises ``CheckpointFormatError`` if a name comes twice, or something is no pair of a name and a
-    tensor or handle.
+    Raises ``CheckpointFormatError`` for a name that comes twice, and for an item that is not a pair
+    of a name and a tensor or handle.
 
     Attributes:
-        load_format: as ``LoadConfig`` names it; ``None`` where the source does not say.
+        load_format: the format, as ``LoadConfig`` names it; ``None`` if the source has none.
 
     """
 
@@ -54,7 +54,7 @@ class PairsCheckpoint(Mapping[str, Handle]):
             raise
 
     def _take(self, source: str) -> None:
-        """Check and keep each pair; ``source`` is for the messages."""
+        """Check and store each pair; ``source`` is for messages."""
         pairs = self._opened
         try:
             pairs = iter(pairs.items() if isinstance(pairs, Mapping) else pairs)
@@ -81,12 +81,12 @@ class PairsCheckpoint(Mapping[str, Handle]):
             self._handles[name] = _Counted(weight, self._count)
 
     def _count(self, nbytes: int) -> None:
-        with self._lock:  # several threads read
+        with self._lock:  # several threads read at once
             self.bytes_read += nbytes
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """No files are known."""
+        """No paths: a source's files are unknown."""
         return ()
 
     @property
@@ -98,15 +98,16 @@ class PairsCheckpoint(Mapping[str, Handle]):
     def fingerprint(self) -> str:
         """A hex SHA-256 of the names, shapes and dtypes, and of the source's own fingerprint.
 
-        Where it has none, values are not compared.
+        A source without a fingerprint is compared without values.
         """
         described = sorted((n, tuple(w.shape), str(w.dtype)) for n, w in self.items())
         own = getattr(self._opened, "fingerprint", None)
-        own = own if isinstance(own, str) else None  # something else of a user's class
+        # A user's class may have another attribute of this name.
+        own = own if isinstance(own, str) else None
         return hashlib.sha256(repr((described, own)).encode()).hexdigest()
 
     def close(self) -> None:
-        """Close what the source opened, if it can be closed."""
+        """Call the source's ``close``, if it has one."""
         close = getattr(self._opened, "close", None)
         if close is not None:
             close()
@@ -160,7 +161,7 @@ class _Counted:
         return tensor
 
     def __repr__(self) -> str:
-        with suppress(Exception):  # of a user's own class
+        with suppress(Exception):  # a user's class may raise anything
             return repr(self._weight)
         return type(self._weight).__name__
 

@@ -1,4 +1,4 @@
-"""The pieces that a large weight is read in."""
+"""Cutting the read of a large weight into pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Job: TypeAlias = tuple[Handle, Destination]
 
 
 def nbytes_of(weight: Handle) -> int:
-    """Return the bytes of a weight that is not read yet."""
+    """Return the number of bytes of a weight that is not read yet."""
     return weight.shape.numel() * weight.dtype.itemsize
 
 
@@ -24,7 +24,7 @@ def cut(weight: Handle, destination: Destination) -> list[Job]:
     if (
         nbytes <= PIECE_BYTES
         or not isinstance(destination, torch.Tensor)
-        or weight.shape != destination.shape  # read_into refuses it
+        or weight.shape != destination.shape  # read_into raises for it
     ):
         return [(weight, destination)]
     dim = next(dim for dim, size in enumerate(weight.shape) if size > 1)

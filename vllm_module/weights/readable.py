@@ -1,4 +1,4 @@
-"""What a file of weights needs of the place where its bytes are."""
+"""The interface of an open file of weights, wherever its bytes are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Readable(Protocol):
 
     @property
     def path(self) -> Path:
-        """The file, or a path that stands for its URL."""
+        """Path of the file, or a path that stands for its URL."""
 
     @property
     def size(self) -> int:
@@ -26,19 +26,19 @@ class Readable(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Whether reading waits for a network, so that many ranges are best read at once."""
+        """True if reading waits for a network, so that many ranges should be requested at once."""
 
     def close(self) -> None:
         """Close the file; reading from it afterwards is a WeightReadError."""
 
     def read_bytes(self, offset: int, length: int) -> bytes:
-        """Read ``length`` bytes that are not counted as weights (the header)."""
+        """Return ``length`` bytes (of the header) without counting them in ``bytes_read``."""
 
     def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Be told the offsets and lengths that ``read_bytes`` will be asked for one by one."""
+        """Announce the offsets and lengths of coming ``read_bytes`` calls."""
 
     def check_unchanged(self) -> None:
-        """Raise WeightReadError if the file was closed or, where that is known, has changed."""
+        """Raise WeightReadError if the file was closed or, if that can be known, has changed."""
 
     def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
-        """Read each run to its address in memory, its segments one after the other without gaps."""
+        """Read each run to its address in memory; its segments are stored there without gaps."""

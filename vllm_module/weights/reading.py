@@ -20,16 +20,18 @@ from vllm_module.weights.handle import (
 from vllm_module.weights.pieces import Job, cut, nbytes_of
 from vllm_module.weights.staging import StagedReader, Staging, device_to_stage
 
-_BATCH_BYTES = 2 << 20  # smaller ones are queued together: each turn of the queue costs tens of µs
-_REMOTE_BATCH_BYTES = 32 << 20  # the same from a store, where their ranges are under way together
+# bytes: smaller weights are queued together, because each queue operation costs tens of µs.
+_BATCH_BYTES = 2 << 20
+# The same for a store, where the ranges of a batch are requested together.
+_REMOTE_BATCH_BYTES = 32 << 20
 _MAX_THREADS = 4
-# A copy to a device takes less time than reading into host memory. It was not measured; eight
+# A copy to a device takes less time than reading into host memory. This was not measured: eight
 # threads of 6 GB/s would fill a bus of 50.
 _MAX_THREADS_TO_DEVICE = 8
 
 
 def reader_threads(device: torch.device | None = None) -> int:
-    """Return how many threads read at once onto ``device``, the calling one included."""
+    """Return the number of threads, with the calling one, that read at once onto ``device``."""
     on_host = device is None or device.type == "cpu"
     return min(_MAX_THREADS if on_host else _MAX_THREADS_TO_DEVICE, os.cpu_count() or 1)
 
@@ -41,15 +43,15 @@ def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
 
 
 class Readers:
-    """Threads that read weights beside the calling one while a ``with`` block lasts.
+    """Threads that read weights, beside the calling one, while a ``with`` block lasts.
 
     They start when the first batch is queued, and all have ended when the block ends.
 
     Attributes:
-        stopped: whether reading failed; then nothing more can be read.
+        stopped: True if reading failed; then nothing more can be read.
 
     Args:
-        device: that most destinations are on. If it is a CUDA device, weights are read through
+        device: the device of most destinations. If it is a CUDA device, weights are read through
             pinned memory (see :class:`~vllm_module.weights.staging.Staging`).
 
     """
@@ -59,7 +61,7 @@ class Readers:
         self._most_threads = threads - 1
         staged = device_to_stage(device)
         self._staging = None if staged is None else Staging(staged, threads)
-        self._read_batch = self._new_reader()  # of the calling thread
+        self._read_batch = self._new_reader()  # reader of the calling thread
         self._queue: Queue[list[Job] | None] = Queue(2 * self._most_threads + 1)
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
@@ -78,18 +80,18 @@ class Readers:
             thread.join()
         if self._staging is not None:
             self._staging.close(failed=self.stopped)
-        self._errors.clear()  # of other threads that failed too: their frames keep tensors alive
+        self._errors.clear()  # drop other threads' errors too: their frames keep tensors alive
 
     def stages(self, weight: torch.Tensor, destination: Destination) -> bool:
-        """Tell whether a tensor in host memory is copied to the device as a handle is read to it.
+        """Return whether a host tensor should be copied to ``destination`` through pinned memory.
 
-        Such a tensor is to be given to :meth:`read` as a ``TensorHandle``.
+        Give such a tensor to :meth:`read` as a ``TensorHandle``.
         """
         staging = self._staging
         return staging is not None and weight.is_cpu and destination.device == staging.device.device
 
     def read(self, jobs: Iterable[tuple[Weight, Destination]]) -> None:
-        """Read each weight into its destination, with all threads; return when all are read.
+        """Read each weight into its destination with all threads; return when all are read.
 
         On a device, the caller's stream waits until they have arrived there.
 
@@ -120,7 +122,7 @@ class Readers:
             raise
         finally:
             if self._queued:
-                self._empty_queue()  # after an exception batches are left in it
+                self._empty_queue()  # batches are left in it after an exception
                 self._queue.join()
         self._raise_error()
         if self._staging is not None:
@@ -134,7 +136,7 @@ class Readers:
             thread = Thread(target=self._work, name="weight-reader", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads or memory: continue with those that run
+            except RuntimeError:  # no more threads or memory: continue with the running ones
                 self._most_threads = len(self._threads)
                 break
             self._threads.append(thread)
@@ -184,6 +186,6 @@ class Readers:
 
 
 def _batch_bytes(weight: Handle) -> int:
-    """Return from how many bytes on a batch of such weights is queued."""
+    """Return the size in bytes at which a batch of such weights is queued."""
     remote = isinstance(weight, FileHandle) and weight.file_bytes.remote
     return _REMOTE_BATCH_BYTES if remote else _BATCH_BYTES

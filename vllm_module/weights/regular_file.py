@@ -1,6 +1,6 @@
-"""Opening a file of a checkpoint safely, and holding off writers to it.
+"""Opening a checkpoint's file safely, and a lease that delays writers while it is read.
 
-Only a regular file inside of the checkpoint's folder is opened.
+Only a regular file inside the checkpoint's folder is opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError
 
-MAX_JSON_BYTES = 100_000_000  # of an index or a configuration; the same bound as for headers
+MAX_JSON_BYTES = 100_000_000  # limit for an index or a configuration, equal to that for headers
 
 # O_NONBLOCK: do not wait for the writer of a FIFO. O_NOFOLLOW: refuse a link that replaced the file
 # after the check.
@@ -42,10 +42,10 @@ _ADVICE = {
 def open_regular(path: Path, folder: Path | None) -> int:
     """Open ``path`` for reading and return the file descriptor.
 
-    ``folder`` is the checkpoint that the file belongs to. A link may lead only to a place inside of
-    it or, if it is a snapshot in the Hugging Face cache, to the cache's blobs. Without ``folder``
-    it may lead anywhere. What is not a regular file is never opened. A refusal is a
-    CheckpointFormatError.
+    ``folder`` is the checkpoint that the file belongs to. A link may lead only to a place inside it
+    or, if it is a snapshot in the Hugging Face cache, to the cache's blobs. Without ``folder``, a
+    link may lead anywhere. Raises CheckpointFormatError for links that lead elsewhere, and for
+    anything but a regular file, which is never opened.
     """
     try:
         target = Path(os.path.realpath(path, strict=True))
@@ -60,7 +60,7 @@ def open_regular(path: Path, folder: Path | None) -> int:
             try:
                 opened = os.fstat(descriptor)
                 same = os.path.samestat(os.stat(target), opened)
-                # A folder on the way may have been replaced by a link since.
+                # A folder on the path may have been replaced by a link since.
                 if not same or Path(os.path.realpath(target, strict=True)) != target:
                     raise CheckpointFormatError(
                         f"{printable(path)} was replaced while it was opened; load again when "
@@ -91,11 +91,11 @@ def open_regular(path: Path, folder: Path | None) -> int:
 
 
 def open_again(descriptor: int) -> int:
-    """Open the file of ``descriptor`` once more, so that the kernel does not read ahead of reads.
+    """Open the file of ``descriptor`` once more, for reads without the kernel's read-ahead.
 
-    An OSError if that cannot be done, such as on a system without /proc/self/fd. It is refused too
-    where more than half of the descriptors that this process may have are in use: each mapping of a
-    file takes one as well.
+    Raises OSError if that is not possible, such as on a system without /proc/self/fd, or if more
+    than half of the descriptors that this process may have are in use: each mapping of a file takes
+    one as well.
     """
     again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * again:
@@ -108,10 +108,10 @@ def open_again(descriptor: int) -> int:
 
 
 def is_there(path: Path, *, follow_links: bool = False) -> bool:
-    """Tell whether there is a file, folder or link; with ``follow_links``, what the link leads to.
+    """Return whether a file, folder or link exists; with ``follow_links``, whether its target does.
 
-    Where that cannot be found out, such as in a folder that may not be entered, it is a
-    CheckpointFormatError.
+    Raises CheckpointFormatError where that cannot be found out, such as in a folder without
+    permission.
     """
     try:
         os.stat(path, follow_symlinks=follow_links)
@@ -133,7 +133,7 @@ def refusal(path: Path, error: OSError, action: str) -> CheckpointFormatError:
 
 
 def read_file(path: Path, folder: Path | None) -> bytes:
-    """Read the whole of a small file (JSON, a template), opened as ``open_regular`` does.
+    """Return the contents of a small file (JSON, a template), opened as ``open_regular`` does.
 
     A file of more than 100 MB, or one that cannot be read, is a CheckpointFormatError.
     """
@@ -155,7 +155,7 @@ def read_file(path: Path, folder: Path | None) -> bytes:
 
 
 def _belongs(target: Path, folder: Path) -> bool:
-    """Whether ``target`` is a file of the checkpoint in ``folder``; neither path has links."""
+    """Return whether ``target`` is a file of the checkpoint ``folder``; neither path has links."""
     if target.is_relative_to(folder):
         return True
     if folder.parent.name != "snapshots":
@@ -172,20 +172,21 @@ def _belongs(target: Path, folder: Path) -> bool:
 
 
 class ReadLease:
-    """Makes programs that write to an open file wait while threads read a mapping of it.
+    """A lease on an open file: programs that write to it wait while a mapping of it is read.
 
-    Without it, another program may cut the file off, and touching an OS page of the mapping that is
-    gone is a SIGBUS, which ends the process. The lease is Linux's (``fcntl(2)``). It is refused for
-    a file of another user, on most network file systems, and while the file is open for writing.
-    When a writer begins to wait, the kernel sends SIGURG to this process.
+    Without it, another program may truncate the file, and reading an OS page of the mapping that is
+    gone raises SIGBUS, which ends the process. The lease is Linux's (``fcntl(2)``). It is refused
+    for a file of another user, on most network file systems, and while the file is open for
+    writing. When a writer begins to wait, the kernel sends SIGURG to this process.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
-        self._holders = 0  # threads: the lease belongs to the open file, not to one of them
+        # Number of threads: the lease belongs to the open file and not to a thread.
+        self._holders = 0
         self._closed = False
-        self._leased = -1  # the lease's own descriptor, while it is held
+        self._leased = -1  # the lease's own descriptor while it is held, else -1
 
     @contextmanager
     def hold(self) -> Iterator[bool]:
@@ -205,13 +206,13 @@ class ReadLease:
                     self._release()
 
     def close(self) -> None:
-        """Grant no lease from now on; call it before the descriptor is closed."""
+        """Grant no lease any more; call this before the descriptor is closed."""
         with self._lock:
             self._closed = True
 
     def _take(self) -> bool:
         try:
-            # A copy, because the file may be closed meanwhile and its number be another file's.
+            # A copy of the descriptor: the original may be closed meanwhile and its number reused.
             self._leased = os.dup(self._descriptor)
         except OSError:
             return False
@@ -234,7 +235,7 @@ class ReadLease:
             os.close(self._leased)
 
     def _may_be_shared(self) -> bool:
-        """Whether no writer waits: another holder would make it wait until the lease is broken."""
+        """Return whether no writer waits; another holder would prolong its wait."""
         with suppress(OSError):  # the file was deleted on its server
             return fcntl.fcntl(self._leased, fcntl.F_GETLEASE) == fcntl.F_RDLCK
         return False

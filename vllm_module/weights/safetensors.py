@@ -1,3 +1,5 @@
+"""The tensors of a safetensors file."""
+
 from __future__ import annotations
 
 from vllm_module.weights.header import read_header
@@ -5,7 +7,7 @@ from vllm_module.weights.weight_file import WeightFile
 
 
 class SafetensorsFile(WeightFile):
-    """The tensors of one safetensors file; ``metadata`` has its free-form texts."""
+    """The tensors of one safetensors file; ``metadata`` has its free-form strings."""
 
     def _read_entries(self) -> None:
         header = read_header(self.path, self._bytes.size, self._bytes.read_bytes)

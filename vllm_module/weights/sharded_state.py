@@ -1,7 +1,7 @@
-"""Checkpoints that hold what each rank has after loading, in files of its own, with a manifest.
+"""Checkpoints with separate files for each rank, which hold its tensors as they are in memory.
 
-The files are vLLM's ``model-rank-{rank}-part-{part}.safetensors``. Their tensors are named by the
-paths of parameters and buffers, and are as a rank holds them: cut, fused, quantized and padded.
+The files are vLLM's ``model-rank-{rank}-part-{part}.safetensors``, with a manifest. A tensor's name
+is the path of a parameter or buffer; its values are cut, fused, quantized and padded for the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile
 
 MANIFEST = "sharded_state.json"
-FORMAT_VERSION: Literal[1] = 1  # of the manifest, and of how parameters are held
+FORMAT_VERSION: Literal[1] = 1  # version of the manifest, and of the layout of parameters in memory
 # Shapes alone do not tell copies of one key-value head from two that are cut.
 _CUTTING = (
     "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads",
@@ -44,9 +44,9 @@ class _Strict(BaseModel):
 
 
 class ShardFile(_Strict):
-    """One file: its size in bytes, and a hex SHA-256 of what :meth:`WeightFile.fingerprint` reads.
+    """Size in bytes of one file, and a hex SHA-256 from :meth:`WeightFile.fingerprint`.
 
-    That is the name, the size, the whole header, and 64 bytes at 16 places of the data.
+    The hash covers the name, the size, the whole header, and 64 bytes at 16 places of the data.
     """
 
     size: Annotated[int, Field(ge=0)]
@@ -54,18 +54,18 @@ class ShardFile(_Strict):
 
 
 class Manifest(_Strict):
-    """What the files of a sharded state were written from; a load has to ask for the same.
+    """The settings that a sharded state was written with; a load must use the same ones.
 
     Attributes:
-        library_version: of the writer; for information.
-        architectures: those of config.json.
-        tensor_parallel_size: ranks.
-        enable_expert_parallel: whether each rank holds whole experts.
-        dtype: of parameters that are not quantized.
-        config: the entries of config.json by which tensors are cut and ordered.
-        quantization: how weights were quantized while they were loaded, as settings of a
-            ``QuantizationConfig``; ``"config.json"`` where that says it, ``None`` if they were not.
-        ranks: by rank, the files in the order in which they are read.
+        library_version: version of the writer; for information.
+        architectures: the entry of config.json.
+        tensor_parallel_size: number of ranks.
+        enable_expert_parallel: True if each rank holds whole experts.
+        dtype: dtype of parameters that are not quantized.
+        config: entries of config.json by which tensors are cut and ordered.
+        quantization: settings of the ``QuantizationConfig`` by which weights were quantized while
+            loading; ``"config.json"`` if that file has them, ``None`` without quantization.
+        ranks: the files of each rank, in the order of reading.
 
     """
 
@@ -80,10 +80,10 @@ class Manifest(_Strict):
     ranks: list[list[ShardFile]]
 
     def settle(self, asked: ModelConfig, config: Any) -> ModelConfig:
-        """Return ``asked`` with the dtype and quantization of the files, where it leaves them open.
+        """Return ``asked`` with the files' dtype and quantization filled in where it has none.
 
-        Raises ``UnsupportedModelError`` where it asks for others, or ``config``, that of
-        config.json, has other architectures or sizes: these would need other files.
+        Raises ``UnsupportedModelError`` if it has others, or if ``config`` (config.json) has other
+        architectures or sizes: these would need other files.
         """
         if config.architectures != self.architectures:
             raise _written("architectures", self.architectures, config.architectures)
@@ -107,13 +107,13 @@ class Manifest(_Strict):
 
 
 def cutting_entries(config: Any) -> dict[str, Any]:
-    """Return the entries of config.json by which tensors are cut and ordered, if it has them."""
+    """Return the entries of config.json, if present, by which tensors are cut and ordered."""
     entries = {name: getattr(config, name, None) for name in _CUTTING}
     return {name: value for name, value in entries.items() if value is not None}
 
 
 def quantization_settings(asked: str | QuantizationConfig | None) -> dict[str, Any] | None:
-    """Return what quantization was asked for in one spelling: the settings without defaults."""
+    """Return the requested quantization in one spelling: its settings without defaults."""
     if asked is None:
         return None
     if isinstance(asked, str):
@@ -122,7 +122,7 @@ def quantization_settings(asked: str | QuantizationConfig | None) -> dict[str, A
 
 
 def _requested(held: dict[str, Any] | None) -> Any:
-    """Return the settings of a manifest as ``ModelConfig`` takes them."""
+    """Return a manifest's settings in the form that ``ModelConfig`` takes."""
     # A name alone may be one that no QuantizationConfig has.
     return held["scheme"] if held and set(held) == {"scheme"} else held
 
@@ -135,15 +135,15 @@ def _written(setting: str, held: object, asked: object) -> UnsupportedModelError
 
 
 def shard_name(rank: int, part: int) -> str:
-    """Return the name of a file of ``rank``."""
+    """Return the file name of part ``part`` of ``rank``."""
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
 def find_manifest(folder: Path, load_format: str) -> Manifest | None:
-    """Return the manifest of ``folder``; ``None`` if it is in another format, or asked for so.
+    """Return the manifest of ``folder``; ``None`` if another format is there or requested.
 
-    A manifest that is damaged, or is not there though the format was asked for by name, is a
-    ``CheckpointFormatError``.
+    Raises ``CheckpointFormatError`` for a damaged manifest, and for a missing one if the format was
+    requested by name.
     """
     if load_format not in ("auto", "layered", "sharded_state") or not folder.is_dir():
         return None
@@ -154,7 +154,7 @@ def find_manifest(folder: Path, load_format: str) -> Manifest | None:
 
 
 def _read(folder: FolderFiles) -> bytes:
-    """Return the bytes of the manifest, which has to be there."""
+    """Return the bytes of the manifest; raise if there is none."""
     if not folder.has(MANIFEST):
         raise CheckpointFormatError(
             f"{printable(folder.path)} holds no sharded state: {MANIFEST} is not there. Check the "
@@ -191,8 +191,8 @@ def _parsed(folder: FolderFiles, data: bytes) -> Manifest:
 class ShardedState(Checkpoint):
     """The files of a sharded state. As a mapping, it has the tensors of rank 0.
 
-    The files of a rank are opened, and compared with the manifest, when they are first asked for:
-    so a rank that takes its own tensors alone opens its own files alone.
+    The files of a rank are opened, and compared with the manifest, at first use. So a rank that
+    reads only its own tensors opens only its own files.
     """
 
     def __init__(self, folder: FolderFiles) -> None:
@@ -214,7 +214,7 @@ class ShardedState(Checkpoint):
     def of_rank(self, rank: int) -> Checkpoint:
         """Return the tensors of one rank by their paths.
 
-        A file that is missing, or is not the one that was written, is a ``CheckpointFormatError``.
+        Raises ``CheckpointFormatError`` if a file is missing or is not the file that was written.
         """
         if rank not in self._of_rank:
             with ExitStack() as opened:
@@ -229,7 +229,7 @@ class ShardedState(Checkpoint):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the ranks whose files are open."""
+        """Bytes of all tensors of those ranks whose files are open."""
         return sum(each.nbytes for each in self._of_rank.values())
 
     @property
@@ -239,7 +239,7 @@ class ShardedState(Checkpoint):
 
     @property
     def fingerprint(self) -> str:
-        """A hex SHA-256 of the manifest, which has a fingerprint of each file."""
+        """A hex SHA-256 of the manifest, which has a fingerprint of every file."""
         return self._digest
 
     def close(self) -> None:

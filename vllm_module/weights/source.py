@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, or what a URL of a registered scheme leads to."""
+"""Finding a model's files: a folder, a hub id, or a URL of a registered scheme."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where a model comes from: a folder with its small files, and its weights."""
+    """The place a model comes from: a folder with its small files, and its weights."""
 
     @property
     def folder(self) -> Path:
@@ -30,8 +30,9 @@ class Source(Protocol):
         """Open the weights: pairs of name and :class:`Handle`, in any order, each name once.
 
         No handle is read before all names are known, so a source should not yield tensors that it
-        read. It is called each time the model is loaded, also by each rank, and by ``plan``. If the
-        result has a method ``close``, it is called when the handles are not needed any more.
+        has read itself. This is called each time the model is loaded, by each rank, and by
+        ``plan``. If the result has a method ``close``, it is called once the handles are no longer
+        needed.
         """
 
 
@@ -43,7 +44,7 @@ class Folder:
     load_format: str = "auto"
 
     def weights(self) -> Checkpoint:
-        """Open the files of the weights and check what they say of their tensors."""
+        """Open the files of weights and check their headers."""
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import open_checkpoint
 
@@ -55,11 +56,11 @@ class Described:
     """A folder, or one file, without configuration and tokenizer in Hugging Face's layout.
 
     Attributes:
-        path: the folder or file.
-        folder: has a ``config.json`` and the files of the tokenizer, written when the model was
-            found. It is in the system's folder for temporary files until this process ends; ranks
-            in other processes, which it starts, find it there.
-        load_format: of the weights.
+        path: the folder or file with the weights.
+        folder: a folder with ``config.json`` and tokenizer files, written when the model was found.
+            It is among the system's temporary files until this process ends; other processes that
+            it starts, such as ranks, find it there.
+        load_format: the format of the weights.
 
     """
 
@@ -68,7 +69,7 @@ class Described:
     load_format: str
 
     def weights(self) -> Checkpoint:
-        """Open the files and check what they say of their tensors."""
+        """Open the files of weights and check their headers."""
         from vllm_module.weights.checkpoint import open_checkpoint  # as in Folder
 
         return open_checkpoint(self.path, self.load_format)
@@ -78,7 +79,7 @@ Opener = Callable[[str], Source]
 
 
 class Remote:
-    """The source that ``opener`` makes of ``url``; another process opens it again.
+    """The source that ``opener`` returns for ``url``; another process opens it again.
 
     Raises ``TypeError`` if the opener returns no :class:`Source`.
     """
@@ -98,12 +99,12 @@ class Remote:
         return Remote, (self._url, self._opener)
 
 
-registered_sources: dict[str, Opener] = {}  # by scheme
+registered_sources: dict[str, Opener] = {}  # openers by scheme
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
 
 def register_source(scheme: str, opener: Opener) -> None:
-    """Give ``scheme://...`` a meaning, wherever a model is named.
+    """Register ``opener`` for URLs ``scheme://...``, wherever a model is named.
 
     Args:
         scheme: letters, digits, ``+``, ``-`` and ``.``, such as ``"s3"``.
@@ -130,12 +131,12 @@ def find_source(
 ) -> Source:
     """Return the source of ``model``: a URL, a folder, or a hub id, which is downloaded.
 
-    ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://`` are known; what was
-    registered for one of them goes before. ``load_format`` is that of ``LoadConfig``; a registered
-    opener knows its own. ``download_dir``, ``token`` and ``code`` are those of :func:`resolve`; of
-    a URL, no code is fetched. With ``"dummy"``, no weights are downloaded. Without ``described``,
-    what GGUF files or Mistral's say of configuration and tokenizer is not written to the source's
-    folder; the opened checkpoint has the configuration.
+    ``s3://``, ``gs://``, ``az://``, ``https://``, ``http://`` and ``hf://`` are built in; a
+    registered opener replaces a built-in one. ``load_format`` is that of ``LoadConfig``; a
+    registered opener ignores it. ``download_dir``, ``token`` and ``code`` are those of
+    :func:`resolve`; for a URL, no code is fetched. With ``"dummy"``, no weights are downloaded.
+    Without ``described``, configuration and tokenizer from GGUF or Mistral's files are not written
+    to the source's folder; the opened checkpoint has the configuration.
 
     Raises ``CheckpointFormatError`` if it cannot be found.
     """
@@ -157,7 +158,7 @@ def find_source(
         from vllm_module.weights.regular_file import is_there
 
         wanted: str | None = load_format
-        if load_format == "dummy":  # other files are not looked at, unless they say the config
+        if load_format == "dummy":  # other files are skipped, unless they hold the config
             wanted = None if is_there(folder / "config.json") else "auto"
         name = format_of(folder, wanted) if wanted is not None else None
         found = FORMATS[name] if name is not None else None

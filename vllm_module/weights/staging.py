@@ -1,4 +1,4 @@
-"""Reading onto a device: into pinned host memory, and from there by copies of its own streams."""
+"""Reading onto a device: into pinned host memory, and from there by asynchronous copies."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from vllm_module.weights.handle import (
 )
 from vllm_module.weights.pieces import Job, cut, nbytes_of
 
-_ALIGNMENT = 64  # bytes: where each weight in a buffer begins, so that it is copied by whole words
-_MORE_BUFFERS = 2  # than threads: they are copied while every thread reads into another one
+_ALIGNMENT = 64  # bytes between the starts of weights in a buffer, so that copies are aligned
+_MORE_BUFFERS = 2  # extra buffers: these are copied while every thread fills another one
 
 
 class CudaDevice:
-    """What staging takes from a CUDA device: pinned memory, streams and events.
+    """The CUDA calls of staging: pinned memory, streams and events.
 
     Attributes:
-        device: where destinations are.
-        caller: the stream in which the thread that opened the load works.
+        device: the device of the destinations.
+        caller: the stream of the thread that opened the load.
 
     """
 
@@ -38,69 +38,70 @@ class CudaDevice:
         self.caller = torch.cuda.current_stream(self.device)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Return host memory that the device copies while the host does other work."""
+        """Allocate pinned host memory, which the device copies while the host does other work."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def new_stream(self) -> torch.cuda.Stream:
-        """Return a stream of work, done in order and beside that of other streams."""
+        """Create a stream, whose work runs in order and beside that of other streams."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # as PyTorch has it
 
     def empty(
         self, stream: torch.cuda.Stream, shape: torch.Size, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return new memory on the device, to be used in ``stream``."""
+        """Allocate memory on the device, for use in ``stream``."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def run(self, stream: torch.cuda.Stream, work: Sequence[Callable[[], object]]) -> None:
-        """Call each function of ``work``; what they launch is done in ``stream``."""
-        # A thread's device is 0 at first. The stream alone would go back to it, and make a context.
+        """Call each function of ``work``, so that its kernels are launched in ``stream``."""
+        # A new thread's current device is 0. Entering the stream alone would restore that device at
+        # exit and create a context on it.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for each in work:
                 each()
 
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event that happens when all work so far in ``stream`` is done."""
-        # A thread that waits leaves the CPU to others.
+        """Record an event at the end of the work launched so far in ``stream``."""
+        # Blocking: a thread that waits for the event sleeps.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # as PyTorch has it
         event.record(stream)
         return event
 
 
 def device_to_stage(device: torch.device | None) -> CudaDevice | None:
-    """Return the device that weights are copied to, ``None`` if they are read into its memory."""
+    """Return the device that weights are staged to, or ``None`` if they are read directly."""
     return CudaDevice(device) if device is not None and device.type == "cuda" else None
 
 
 def staging_buffers(threads: int) -> int:
-    """Return how many pinned buffers of ``PIECE_BYTES`` so many reading threads share, at most."""
+    """Return the largest number of pinned buffers of ``PIECE_BYTES`` for so many threads."""
     return threads + _MORE_BUFFERS
 
 
 class _Buffer:
-    """Pinned memory, and the event after which nothing is copied out of it any more."""
+    """Pinned memory, and the event after the last copy out of it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.copied: Any = None  # an event, whose methods have no types
+        self.copied: Any = None  # an event (its methods have no type hints)
 
     def is_copied(self) -> bool:
-        """Tell whether nothing is copied out of it any more."""
+        """Return whether all copies out of the buffer are done."""
         return self.copied is None or bool(self.copied.query())
 
     def wait(self) -> None:
-        """Wait until nothing is copied out of it."""
+        """Wait until all copies out of the buffer are done."""
         if self.copied is not None:
             self.copied.synchronize()
 
 
 class Staging:
-    """The pinned buffers and the streams by which the threads of a load read onto a device.
+    """Pinned buffers and streams by which the threads of a load read onto a device.
 
-    There are :func:`staging_buffers` of ``PIECE_BYTES`` at most. A thread fills one and launches
-    the copies out of it; meanwhile it fills another one. A buffer is filled again once its copies
-    are done. Each thread has a stream. What a weight is copied for, such as a cast or a conversion,
-    is done in that stream too: on the device, and after the copy.
+    There are at most :func:`staging_buffers` of ``PIECE_BYTES``. A thread fills a buffer, launches
+    the copies out of it, and fills another one meanwhile. A buffer is filled again once its copies
+    are done. Each thread has a stream. The work that follows a copy, such as a cast or a
+    conversion, runs on the device in the same stream.
     """
 
     def __init__(self, device: CudaDevice, threads: int) -> None:
@@ -111,41 +112,42 @@ class Staging:
         self._streams: list[torch.cuda.Stream] = []
 
     def take(self) -> _Buffer:
-        """Return a buffer that nothing is copied out of.
+        """Return a buffer whose copies are done.
 
-        It is the one that was given back first. A new one is made where that is still copied, and
-        where there are all buffers, its copies are waited for.
+        The buffer that was given back first is taken. If its copies are not done, a new buffer is
+        allocated; if the maximum is reached, its copies are waited for.
         """
         with self._lock:
             if self._unmade and not (self._free and self._free[0].is_copied()):
                 buffer = _Buffer(self.device.pinned(pieces.PIECE_BYTES))
                 self._unmade -= 1
                 return buffer
-            buffer = self._free.popleft()  # there are more than threads, and each has one at most
+            # Each thread holds at most one buffer, and there are more buffers than threads.
+            buffer = self._free.popleft()
         buffer.wait()
         return buffer
 
     def give_back(self, buffer: _Buffer) -> None:
-        """Let the buffer be filled again once its event has happened."""
+        """Return the buffer to the pool; it is filled again once its event has happened."""
         with self._lock:
             self._free.append(buffer)
 
     def new_stream(self) -> torch.cuda.Stream:
-        """Return a stream for one thread, which the caller's stream will wait for."""
+        """Create a stream for one thread; the caller's stream will wait for it."""
         stream = self.device.new_stream()
         with self._lock:
             self._streams.append(stream)
         return stream
 
     def deliver(self) -> None:
-        """Let the caller's stream wait for everything that was read so far; the host does not."""
+        """Make the caller's stream, and not the host, wait for everything read so far."""
         for stream in self._streams:
             self.device.caller.wait_stream(stream)
 
     def close(self, *, failed: bool) -> None:
-        """Wait until the device has done everything, and raise what failed there.
+        """Wait until the device has finished, and raise its errors.
 
-        After a failure, what fails now is not raised.
+        After a failure, errors of the device are dropped.
         """
         for stream in self._streams:
             try:
@@ -156,20 +158,22 @@ class Staging:
 
 
 class StagedReader:
-    """One thread's reading onto a device."""
+    """One thread's reader of weights onto a device, through the pinned buffers."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging, self._device = staging, staging.device
         self._stream: torch.cuda.Stream | None = None
         self._buffer: _Buffer | None = None
-        self._used = 0  # bytes of the buffer
-        self._to_read: list[tuple[Handle, torch.Tensor]] = []  # into the buffer
-        self._to_launch: list[Callable[[], object]] = []  # once that is read
+        self._used = 0  # bytes used of the buffer
+        # Weights and their regions of the buffer.
+        self._to_read: list[tuple[Handle, torch.Tensor]] = []
+        # Copies and conversions to launch after reading.
+        self._to_launch: list[Callable[[], object]] = []
 
     def read(self, jobs: Iterable[Job]) -> None:
         """Read each weight, and launch its copy to its destination, or its conversion.
 
-        Destinations elsewhere are filled as ``read_together`` fills them.
+        Destinations that need no staging are filled as ``read_together`` does.
         """
         staged: list[Job] = []
         elsewhere: list[Job] = []
@@ -182,7 +186,7 @@ class StagedReader:
     def _read_staged(self, jobs: list[Job]) -> None:
         if self._stream is None:
             self._stream = self._staging.new_stream()
-        # The caller's stream has made the destinations, and has used what they held before.
+        # The caller's stream allocated the destinations, and may still use what they held before.
         self._stream.wait_stream(self._device.caller)
         try:
             for weight, destination in jobs:
@@ -199,7 +203,7 @@ class StagedReader:
             self._release()
 
     def _stage(self, weight: Handle, destination: torch.Tensor) -> None:
-        """Give a weight of at most PIECE_BYTES a place in a buffer."""
+        """Reserve space in a buffer for a weight of at most PIECE_BYTES."""
         check_destination(weight.shape, destination, weight)
         nbytes = nbytes_of(weight)
         if self._buffer is not None and self._used + nbytes > self._buffer.memory.numel():
@@ -215,14 +219,14 @@ class StagedReader:
         self._to_launch.append(copy)
 
     def _launch(self) -> None:
-        """Read what has a place in the buffer, and launch what follows on the device."""
+        """Read the weights that have space in the buffer; launch their copies and conversions."""
         assert self._stream is not None
         read_together(self._to_read)
         self._device.run(self._stream, self._to_launch)
         self._to_read, self._to_launch = [], []
 
     def _release(self) -> None:
-        """Give the buffer back; if reading failed, drop what was not done."""
+        """Give the buffer back; if reading failed, drop the work that was not launched."""
         self._to_read, self._to_launch = [], []
         buffer, self._buffer, self._used = self._buffer, None, 0
         if buffer is not None:

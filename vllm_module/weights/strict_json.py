@@ -1,3 +1,5 @@
+"""A JSON parser with limits, which refuses what checkpoints never hold."""
+
 from __future__ import annotations
 
 import json
@@ -21,10 +23,10 @@ def parse_object(
 ) -> dict[str, object]:
     """Parse a JSON object more strictly than Python's parser.
 
-    Refused are: a key that occurs twice, half of a surrogate pair, an integer of more than 308
-    digits, more values than any checkpoint has, and, unless ``constants``, NaN, Infinity and a
-    float that overflows. -0 is a float. A refusal is a CheckpointFormatError, whose message starts
-    with ``where`` and ends with ``advice``.
+    Raises CheckpointFormatError for a key that occurs twice, half of a surrogate pair, an integer
+    of more than 308 digits, more values than any checkpoint has, and, unless ``constants``, NaN,
+    Infinity and a float that overflows. The message starts with ``where`` and ends with ``advice``.
+    -0 is parsed as a float.
     """
     value = _parse(data, where, advice, constants=constants)
     if not isinstance(value, dict):
@@ -33,7 +35,7 @@ def parse_object(
 
 
 def parse_list(data: bytes, where: str, advice: str) -> list[object]:
-    """Parse a JSON list as strictly as :func:`parse_object` does an object."""
+    """Parse a JSON list with the checks of :func:`parse_object`."""
     value = _parse(data, where, advice, constants=False)
     if not isinstance(value, list):
         raise CheckpointFormatError(f"{where} is not a JSON list but {shorten(value)}. {advice}")
@@ -61,7 +63,7 @@ def _parse(data: bytes, where: str, advice: str, *, constants: bool) -> object:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = str(error)
-    if reason:  # raised outside of the except clause, because its error holds the whole text
+    if reason:  # raised here and not in the except clause, whose error holds the whole text
         raise CheckpointFormatError(f"{where} is not valid JSON: {reason}. {advice}")
     return value
 
@@ -69,14 +71,14 @@ def _parse(data: bytes, where: str, advice: str, *, constants: bool) -> object:
 def read_json(path: Path, folder: Path) -> dict[str, object]:
     """Read a JSON object, such as config.json, of the checkpoint ``folder``.
 
-    NaN and Infinity are accepted, because transformers writes them. A file that is refused, or
-    cannot be read, is a CheckpointFormatError.
+    NaN and Infinity are accepted, because transformers writes them. Raises CheckpointFormatError
+    for a file that is refused or cannot be read.
     """
     return parse_config(read_file(path, folder), path)
 
 
 def parse_config(data: bytes, path: Path) -> dict[str, object]:
-    """Parse what :func:`read_json` reads; ``path`` is for messages."""
+    """Parse the bytes of a file as :func:`read_json` does; ``path`` is for messages."""
     return parse_object(data, printable(path), "Download it again.", constants=True)
 
 

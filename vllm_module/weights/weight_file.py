@@ -1,3 +1,5 @@
+"""The base class of files of weights: tensors by name, a fingerprint, handles."""
+
 from __future__ import annotations
 
 import hashlib
@@ -21,17 +23,17 @@ if TYPE_CHECKING:
 
     from vllm_module.weights.handle import FileHandle
 
-_SAMPLES = 16  # places of the data that a fingerprint covers
-_SAMPLE_BYTES = 64  # at each of them
-_HASHED_BYTES = 1 << 20  # of the header, at a time
+_SAMPLES = 16  # number of samples of the data in a fingerprint
+_SAMPLE_BYTES = 64  # size of each sample
+_HASHED_BYTES = 1 << 20  # bytes of the header hashed at a time
 
 
 class WeightFile(Mapping[str, "FileHandle"]):
-    """The tensors of one file by name; opening it checks all that it says of them.
+    """The tensors of one file by name; opening it checks the entries of all tensors.
 
-    ``entries`` has what the file says of each tensor. ``folder`` is the checkpoint that the file
-    belongs to: a link may not lead out of it. ``file_bytes`` are its bytes where they are not on
-    this machine. A file that breaks its format is a CheckpointFormatError.
+    ``entries`` has the place, dtype and shape of each tensor. ``folder`` is the checkpoint that the
+    file belongs to; a link may not lead out of it. ``file_bytes`` has the bytes of a file that is
+    not on this machine. Raises CheckpointFormatError for a file that breaks its format.
     """
 
     entries: dict[str, Entry]
@@ -54,11 +56,11 @@ class WeightFile(Mapping[str, "FileHandle"]):
 
     @abstractmethod
     def _read_entries(self) -> None:
-        """Read ``entries``, and check them."""
+        """Read ``entries`` and check them."""
 
     @abstractmethod
     def _described(self) -> list[tuple[int, int]]:
-        """Return the bytes, from and to, that say what tensors there are."""
+        """Return the ranges of bytes (begin, end) that describe the tensors."""
 
     @property
     def nbytes(self) -> int:
@@ -71,17 +73,17 @@ class WeightFile(Mapping[str, "FileHandle"]):
         return self._bytes.bytes_read
 
     def fingerprint(self) -> bytes:
-        """Digest the file's name, size, what it says of tensors, and samples of data (SHA-256)."""
+        """Return a SHA-256 of the file's name, size, header, and samples of its data."""
         size = self._bytes.size
         digest = hashlib.sha256(os.fsencode(self.path.name))
-        digest.update(b"\0%d\0" % size)  # a name has no NUL, so it ends at the first one
+        digest.update(b"\0%d\0" % size)  # a name has no NUL, so this ends it
         spans = [
             (begin, min(begin + _HASHED_BYTES, end))
             for start, end in self._described()
             for begin in range(start, end, _HASHED_BYTES)
         ]
         start = min((entry.begin for entry in self.entries.values()), default=size)
-        last = size - _SAMPLE_BYTES  # where the last sample begins
+        last = size - _SAMPLE_BYTES  # offset of the last sample
         if last - start < _SAMPLES * _SAMPLE_BYTES:
             spans.append((start, size))
         else:
@@ -104,7 +106,7 @@ class WeightFile(Mapping[str, "FileHandle"]):
         return FileHandle(self._bytes, name, *as_torch(dtype, shape, strides), begin)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.entries  # a Mapping's own makes a handle
+        return name in self.entries  # Mapping's own __contains__ makes a handle
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -113,11 +115,11 @@ class WeightFile(Mapping[str, "FileHandle"]):
         return len(self.entries)
 
 
-@lru_cache(maxsize=256)  # tensors of the same dtype and shape have all of it in common
+@lru_cache(maxsize=256)  # tensors of equal dtype and shape share the result
 def as_torch(
     dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...] | None
 ) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    """Return the dtype and shape, as torch has them, and the strides in bytes."""
+    """Return the torch dtype, the torch shape, and the strides in bytes."""
     import torch  # here because headers are read without it
 
     if strides is None:

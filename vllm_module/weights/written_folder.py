@@ -1,4 +1,4 @@
-"""Folders that a source writes, where a checkpoint lacks the files in Hugging Face's layout."""
+"""Temporary folders for small files that a checkpoint lacks in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pathlib import Path
 from vllm_module.base.messages import printable, show_written
 from vllm_module.errors import CheckpointFormatError
 
-# What is taken from beside the weights, if it is there.
+# Files that are copied from beside the weights, if they exist.
 TAKEN = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
 
-_folders: dict[Path, int] = {}  # each with the process that made it
+_folders: dict[Path, int] = {}  # the id of the process that made each folder
 
-# Why the folder has no tokenizer, if the checkpoint says of one what cannot be used.
+# Name of a file with the reason why the folder has no tokenizer.
 NO_TOKENIZER = "no_tokenizer.txt"
 
 
 def write_folder(files: Mapping[str, bytes], what: str) -> Path:
-    """Write ``files`` to a new folder for temporary files, removed when this process ends.
+    """Write ``files`` to a new temporary folder, which is removed when this process ends.
 
-    Ranks in other processes, which this one starts, find it there. ``what`` names the model in
-    messages, of this folder too. Raises ``CheckpointFormatError`` if it cannot be written.
+    Other processes that this one starts, such as ranks, find it there. ``what`` names the model in
+    messages, also those of this folder. Raises ``CheckpointFormatError`` if it cannot be written.
     """
     folder = new_folder(what)
     for name, data in files.items():
@@ -52,13 +52,13 @@ def new_folder(what: str, owner: object = None) -> Path:
 
 
 def remove_all() -> None:
-    """Remove every such folder, before this process ends at once."""
+    """Remove every such folder; call it before this process ends without cleanup."""
     for folder in list(_folders):
         _remove(folder)
 
 
 def write_file(path: Path, data: bytes, what: str) -> None:
-    """Write a file of such a folder, and the folder that it is in. Raises as the others do."""
+    """Write a file into such a folder, making its parent folder. Raises as the others do."""
     with _refusal(what):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
@@ -77,5 +77,5 @@ def _refusal(what: str) -> Iterator[None]:
 
 def _remove(folder: Path) -> None:
     show_written(folder, None)
-    if _folders.pop(folder, None) == os.getpid():  # and this is not a fork of it
+    if _folders.pop(folder, None) == os.getpid():  # forks of the process leave the folder alone
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Models of the transformers library, loaded and run as models of ours."""
+"""Models of the transformers library, loaded and run with our layers."""

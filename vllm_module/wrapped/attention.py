@@ -1,8 +1,8 @@
-"""The function that transformers' models call for attention: our paged attention.
+"""The attention function registered with transformers, which runs our paged attention.
 
-A model looks it up by the name in its configuration. It calls it with the module that attends,
-query ``[1, heads, tokens, head_size]``, and key and value with ``kv_heads``. What is returned is
-``[1, tokens, heads, value_size]``. While the model runs, :func:`stepping` says for which tokens.
+A model looks it up by the name in its configuration. It calls it with the attention module, query
+``[1, heads, tokens, head_size]``, and key and value with ``kv_heads`` heads. The result is ``[1,
+tokens, heads, value_size]``. While the model runs, :func:`stepping` has the tokens' sequences.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from torch.nn import functional as F
 from vllm_module.layers import Attention, AttentionMetadata
 from vllm_module.wrapped.library import library
 
-NAME = "vllm_module"  # under which a model finds the function; it has no function for masks
-PROBING = "vllm_module_probing"  # the same, with the function for masks that a probe reads
-MASKED = "vllm_module_masked"  # the same, for modules that must have a mask, which is not read
-LAYERS = "paged_attention"  # the child of a module that attends: its layers, in order of its calls
+NAME = "vllm_module"  # name of the attention function; no mask function is registered for it
+PROBING = "vllm_module_probing"  # name of the same function, with a mask function for probing
+# Name of the same function, for modules that fail without a mask; the mask is a placeholder.
+MASKED = "vllm_module_masked"
+# Child of an attention module that holds our layers, in the order of its calls.
+LAYERS = "paged_attention"
 
 
 class Step(Protocol):
-    """What is done with the calls of attention of one forward pass."""
+    """A handler of the attention calls of one forward pass."""
 
     def attend(
         self,
@@ -38,16 +40,16 @@ class Step(Protocol):
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Return ``[1, tokens, heads, value_size]``."""
+        """Compute or record one call; return ``[1, tokens, heads, value_size]``."""
 
 
-# Not global: ranks may be threads.
+# A context variable, because ranks may be threads.
 _step: ContextVar[Step | None] = ContextVar("wrapped_attention_step", default=None)
 
 
 @contextmanager
 def stepping(step: Step) -> Iterator[None]:
-    """Give the calls of attention in the block to ``step``."""
+    """Handle the attention calls in the block by ``step``."""
     token = _step.set(step)
     try:
         yield
@@ -63,8 +65,9 @@ def attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention as a model of transformers asks for it."""
-    if torch.compiler.is_compiling():  # whole: inductor of torch 2.13 fails at parts of it
+    """Compute attention by the current :class:`Step`; called by models of transformers."""
+    # Disabled as a whole: inductor of torch 2.13 fails on parts of it.
+    if torch.compiler.is_compiling():
         return torch.compiler.disable(attend)(  # type: ignore[no-untyped-call]
             module, query, key, value, attention_mask, **options
         )
@@ -78,7 +81,7 @@ def attend(
 
 
 def register() -> None:
-    """Make :func:`attend` known to transformers, under its names."""
+    """Register :func:`attend` and the mask functions with transformers, under our names."""
     from vllm_module.wrapped.mask import probing_mask, standing_mask
 
     for name in (NAME, PROBING, MASKED):
@@ -93,7 +96,7 @@ class Running:
     """A forward pass of the loaded model.
 
     Args:
-        metadata: the sequences; ``None`` if the tokens are one whole sequence.
+        metadata: metadata of the sequences; ``None`` if the tokens are one whole sequence.
 
     """
 
@@ -122,6 +125,6 @@ class Running:
 
 
 def padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``tensor`` with zeros at the end of its last dimension, to be of ``size``."""
+    """Return ``tensor`` with zeros appended to its last dimension, up to ``size``."""
     missing = size - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor

@@ -1,7 +1,7 @@
-"""Build a class of transformers as its configuration says: parameters on meta, buffers real.
+"""Building a transformers model from its configuration: parameters on meta, buffers real.
 
 Buffers that are computed when the class is built, such as frequencies of rotary embeddings, are in
-no checkpoint, so they cannot be on meta. Parameters can: nothing is allocated for them.
+no checkpoint, so they cannot be on meta. Parameters can, and take no memory there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.library import library
 
-_hook_lock = threading.Lock()  # the hook belongs to the process, and ranks may be threads
+_hook_lock = threading.Lock()  # the hook is global to the process, and ranks may be threads
 
 
 def build(config: Any, architecture: str, code_class: Any = None) -> Any:
-    """Return the causal language model of ``config``, with tied weights tied.
+    """Build the causal language model of ``config``, with its tied weights tied.
 
-    ``config`` is a configuration of transformers; of a multimodal model, its text model is built.
-    ``architecture`` is the name in ``config.json``. ``code_class`` is the class that code of the
-    checkpoint defines, if it does: that is built.
+    ``config`` is a configuration of transformers; of a multimodal model, the text model is built.
+    ``architecture`` is the name in ``config.json``. ``code_class`` is the class from the
+    checkpoint's own code, if there is one; then that class is built.
 
     Raises ``UnsupportedModelError`` if transformers has no causal language model for it, if its
     code fails, or if a buffer that no checkpoint stores has no values.
@@ -36,13 +36,13 @@ def build(config: Any, architecture: str, code_class: Any = None) -> Any:
     if code_class is not None:
         return _ready(_built(code_class, config), code_class)
     text, cls = class_for(config, architecture)
-    if text is not config:  # the whole model says which weights are tied
+    if text is not config:  # tied weights are declared by the whole model
         text.tie_word_embeddings = config.tie_word_embeddings
     return _ready(_built(cls, text), cls)
 
 
 def class_for(config: Any, architecture: str) -> tuple[Any, Any]:
-    """Return the configuration of the language model in ``config``, and transformers' class of it.
+    """Return the language model's configuration in ``config``, and transformers' class for it.
 
     Raises ``UnsupportedModelError`` if there is none, or none with the name ``architecture``.
     """
@@ -62,7 +62,7 @@ def class_for(config: Any, architecture: str) -> tuple[Any, Any]:
 
 
 def _ready(model: Any, cls: Any) -> Any:
-    """Return ``model``, of ``cls``, with its dtypes and plain buffers, in evaluation mode."""
+    """Return ``model``, of ``cls``, with its final dtypes, plain buffers and in evaluation mode."""
     _keep_float32(model)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -71,13 +71,13 @@ def _ready(model: Any, cls: Any) -> Any:
                     f"{cls.__name__}: the buffer {path}.{name} has no values when the model is "
                     "built, and no checkpoint stores it"
                 )
-            if buffer is not None:  # without what torch's Buffer sets on the tensor
+            if buffer is not None:  # drop the attributes that torch's Buffer sets on the tensor
                 module._buffers[name] = buffer.detach()
     return model.eval()
 
 
 def build_whole(config: Any, architecture: str) -> Any:
-    """Return the multimodal model of ``config``, all of it on meta; ``None`` if it has no others.
+    """Build the multimodal model of ``config`` on meta; ``None`` if ``config`` is only text.
 
     Raises ``UnsupportedModelError`` if transformers has no such class, or its code fails.
     """
@@ -93,13 +93,13 @@ def build_whole(config: Any, architecture: str) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """Return the part of ``config`` that a causal language model is built from, maybe all of it."""
+    """Return the configuration of the causal language model in ``config``, perhaps all of it."""
     text = config.get_text_config(decoder=True)
     return config if text is config or _class_of(text, "") is None else text
 
 
 def _class_of(config: Any, architecture: str) -> Any:
-    """Return the class for ``config``, or the one of this name; ``None`` if there is none."""
+    """Return the class for ``config``, or the class of this name; ``None`` if there is none."""
     known = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
     try:
         cls = known[type(config)]
@@ -130,7 +130,7 @@ def _built(cls: Any, config: Any) -> Any:
 
 
 def _entry_of(entries: Mapping[str, Any], value: Any) -> str | None:
-    """Return the path of the entry that has ``value``, a string; ``None`` if none has it."""
+    """Return the path of the entry with the string ``value``; ``None`` if no entry has it."""
     for name, each in entries.items():
         if isinstance(value, str) and each == value:
             return str(name)
@@ -145,9 +145,9 @@ def _origin(cls: Any) -> str:
 
 
 def _keep_float32(model: Any) -> None:
-    """Give the tensors float32 that transformers keeps in it where the model has 16 bits.
+    """Cast the tensors to float32 that transformers keeps in float32 in a 16-bit model.
 
-    Such as the bias by which experts are chosen, which 16 bits would round.
+    An example is the bias for the choice of experts, which 16 bits would round.
     """
     plan = model._get_dtype_plan(torch.get_default_dtype())
     if not plan:
@@ -165,7 +165,7 @@ def _keep_float32(model: Any) -> None:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Put ``torch.empty`` on meta, so that a parameter to come takes no memory."""
+    """Mode in which ``torch.empty`` allocates on meta, so that new parameters take no memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,6 +1,6 @@
-"""A trial of a loaded model: two sequences in one batch against each of them alone.
+"""A test of a loaded model: two sequences in one batch, compared with each of them alone.
 
-It finds models that mix sequences, ignore positions, or keep state that is not in the KV cache.
+It finds models that mix sequences, ignore positions, or keep state outside the KV cache.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import AttentionMetadata
 from vllm_module.quantization import QuantizableKVCache
 
-_LENGTHS = 7, 5  # of the sequences
+_LENGTHS = 7, 5  # tokens of the two sequences
 _FIRST = 4  # tokens of the first sequence that the first step computes
 _PAGE = 16
 _PARTS = "the first of two sequences", "the second of two sequences", "the rest of a sequence"
 
-# Rounding differs with the shape of a product, and may send a token to another expert. So the
-# middle one of a part's tokens counts: the relative distance of its logits.
+# Rounding differs with the shape of a matmul, and may send a token to another expert. So the median
+# over a part's tokens is compared: the relative distance of the logits.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 @torch.inference_mode()
 def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
-    """Raise ``UnsupportedModelError`` unless batches give what sequences alone give.
+    """Raise ``UnsupportedModelError`` unless a batch gives the logits of its sequences alone.
 
-    The ranks of a model call it together. No layer may have a KV cache yet.
+    All ranks of a model call it together. No layer may have a KV cache yet.
     """
     device = next(model.parameters()).device
     sequences = [
@@ -44,7 +44,8 @@ def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
         )
     together = _in_steps(model, sequences, device, dtype)
     first, second = alone
-    # Rotary positions are relative, so only tokens whose keys are of an earlier step show them.
+    # Rotary positions are relative, so they show only in tokens whose keys are from an earlier
+    # step.
     expected_parts = first[:_FIRST], second, first[_FIRST:]
     for number, (expected, came) in enumerate(zip(expected_parts, together, strict=True)):
         distance = (came - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
@@ -68,7 +69,7 @@ def _logits(
 def _in_steps(
     model: Any, sequences: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return the logits of each of _PARTS: of a step of both sequences, and of one of the rest."""
+    """Return the logits of each of _PARTS, from one step of both sequences and one of the rest."""
     first, second = sequences
     rest = len(first) - _FIRST
 
@@ -104,7 +105,7 @@ def _in_steps(
 
 @contextmanager
 def _caches(model: Any, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Give each layer that attends a cache of three pages, in the block."""
+    """Give each attention layer a cache of three pages inside the block."""
     layers = [each for each in model.modules() if isinstance(each, QuantizableKVCache)]
     for layer in layers:
         tensors, heads, features = layer.token_shape

@@ -1,8 +1,8 @@
-"""Attention to chosen tokens only, where the longest sequence is so short that all are chosen.
+"""Sparse attention for sequences so short that all tokens are chosen.
 
-DeepSeek-V3.2 and others score tokens by a small module, and attend to the best ones
-(arXiv:2512.02556). Up to as many tokens, that is attention to all tokens before. Then the module
-need not run.
+DeepSeek-V3.2 and others score tokens by a small module and attend to the best ones
+(arXiv:2512.02556). For sequences up to that number of tokens, this is attention to all earlier
+tokens. Then the module need not run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from vllm_module.wrapped.probe import constants_on_meta, probe_of
 
 
 class AllTokens(StandIn):
-    """Stands for the forward pass of a module that chooses tokens."""
+    """Replacement for the forward pass of a module that chooses tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return no choice, which our attention does not read."""
+        """Return an empty choice, which our attention ignores."""
         return torch.empty(0, dtype=torch.int32)
 
 
 def choose_all(model: Any, longest: int) -> None:
-    """Let modules of ``model`` that choose tokens to attend to choose all.
+    """Replace modules of ``model`` that choose tokens to attend to; all tokens are chosen.
 
-    Raises ``UnsupportedModelError`` if they choose fewer than ``longest``, or are not found.
+    Raises ``UnsupportedModelError`` if one chooses fewer than ``longest``, or cannot be found.
     """
     outputs: dict[int, tuple[nn.Module, torch.Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""The entries of ``config.json`` for a model of transformers, which reads the file itself."""
+"""The configuration of a transformers model, whose class parses ``config.json`` itself."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_module.wrapped.build import class_for
 from vllm_module.wrapped.custom_code import CAUSAL_LM, CONFIG, class_of, needs_code
 from vllm_module.wrapped.library import library
 
-# What others here read of a configuration, where transformers' has it.
+# Entries that our code reads, by the attribute of transformers' configuration.
 _LIFTED = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
-# Entries of the file that are kept as they are.
+# Entries of the file that are kept unchanged.
 _KEPT = (
     "architectures",
     "dtype",
@@ -28,7 +28,7 @@ _KEPT = (
     "model_impl",
     "trusted_folder",
 )
-# Entries that are not the file's.
+# Entries that are not from the file.
 _OURS = frozenset(("model_impl", "trusted_folder", "max_model_len"))
 
 
@@ -43,10 +43,10 @@ _ELSEWHERE = frozenset(
 
 
 class TransformersConfig(HFConfig):
-    """A configuration that transformers checks; only what others here read is checked by us.
+    """A configuration checked by transformers; our checks cover the entries that our code reads.
 
     Attributes:
-        entries: all of the file, with overrides.
+        entries: all entries of the file, with overrides.
 
     """
 
@@ -54,22 +54,22 @@ class TransformersConfig(HFConfig):
 
     @property
     def code_class(self) -> Any:
-        """The class of the model that is code of the checkpoint; ``None`` if none is needed."""
+        """The model class from the checkpoint's own code; ``None`` if none is needed."""
         return _code_class(self.entries, self.trusted_folder)
 
     if not TYPE_CHECKING:
 
         @classmethod
         def model_validate(cls, entries: Any, **options: Any) -> Any:
-            """Read the entries of a file; not in a validator, whose errors pydantic wraps."""
+            """Parse a file's entries; no validator does this, as pydantic would wrap its errors."""
             return super().model_validate(_lifted(entries), **options)
 
 
 def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what others here read of ``entries``, and all of them."""
+    """Return the entries that our code reads, and ``entries`` itself."""
     folder = entries.get("trusted_folder")
     config = config_of(entries, folder)
-    # Imported here, too, so that ranks in other processes find the copy that transformers makes.
+    # Imported here too, so that ranks in other processes find the copy that transformers makes.
     if _code_class(entries, folder) is not None:
         text = config
     else:
@@ -78,11 +78,11 @@ def _lifted(entries: Mapping[str, Any]) -> dict[str, Any]:
     named["max_position_embeddings"] = named["max_position_embeddings"] or getattr(
         text, "max_seq_len", None
     )
-    limit = named.pop("max_position_embeddings")  # -1 says that there is none
+    limit = named.pop("max_position_embeddings")  # -1 means no limit
     if type(limit) is int and limit > 0:
         named["max_position_embeddings"] = limit
     lifted = {name: value for name, value in named.items() if type(value) is int}
-    # Models of recurrent layers have no heads, and are refused when they are built.
+    # Models without attention have no heads, and are refused when they are built.
     lifted.setdefault("num_attention_heads", 1)
     kept = {name: entries[name] for name in _KEPT if name in entries}
     kept["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
@@ -104,9 +104,9 @@ def _code_class(entries: Mapping[str, Any], folder: str | None) -> Any:
 
 
 def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
-    """Return the configuration of ``entries``, as transformers or code of the checkpoint reads it.
+    """Build the configuration object by transformers, or by the checkpoint's code.
 
-    ``folder`` is that of the checkpoint, if its code may be run.
+    ``folder`` is the checkpoint's, if its code may be run.
 
     Raises ``UnsupportedModelError`` if there is no such model type, or its class refuses one.
     """
@@ -124,7 +124,7 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
         )
     _refuse_newer_entries(entries, config_class)
     _refuse_many(entries)
-    # How its weights are quantized is read by us.
+    # The quantization of weights is read by our code.
     own = {name: each for name, each in entries.items() if name != "quantization_config"}
     try:
         return config_class.from_dict(config_class._decode_special_floats(own))
@@ -136,7 +136,7 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
 
 
 def _refuse_many(entries: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers and experts that would fill the memory with names alone."""
+    """Raise for numbers of layers and experts whose names alone would fill the memory."""
     for name, value in entries.items():
         if isinstance(value, Mapping):
             _refuse_many(value)
@@ -148,9 +148,9 @@ def _refuse_many(entries: Mapping[str, Any]) -> None:
 
 
 def _refuse_newer_entries(entries: Mapping[str, Any], config_class: Any) -> None:
-    """Refuse entries that an installed transformers would ignore, from a newer one that has them.
+    """Raise for entries written by a newer transformers that the installed one would ignore.
 
-    Files of this version or an older one have what no class reads, such as notes of a trainer.
+    Files of this version or an older one may have entries that no class reads, such as a trainer's.
     """
     written, installed = entries.get("transformers_version"), library().__version__
     if not isinstance(written, str) or _version(written) <= _version(installed):
@@ -165,7 +165,7 @@ def _refuse_newer_entries(entries: Mapping[str, Any], config_class: Any) -> None
 
 
 def _unknown(entries: Mapping[str, Any], config_class: Any) -> list[str]:
-    """Return the entries that ``config_class`` does not know, and those of the text model's."""
+    """Return the entries that ``config_class``, or that of its text model, does not know."""
     try:
         config = config_class()
         known = {*dir(config), *config_class.attribute_map, *_ELSEWHERE}
@@ -185,6 +185,6 @@ def _unknown(entries: Mapping[str, Any], config_class: Any) -> list[str]:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Return major and minor number, by which entries differ."""
+    """Return major and minor number; entries change between these."""
     found = re.match(r"(\d{1,6})\.(\d{1,6})", text)
     return tuple(map(int, found.groups())) if found else ()

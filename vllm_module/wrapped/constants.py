@@ -1,7 +1,7 @@
-"""Values of what a model computes from no weights and no tokens, while it runs on meta.
+"""Values of tensors that a model computes from neither weights nor tokens, while it runs on meta.
 
-A mask, or a bias by the distance of two tokens, is made of ``arange``, ``ones`` and buffers. These
-have values although the model runs without any.
+A mask, or a bias by the distance of two tokens, is made of ``arange``, ``ones`` and buffers. Their
+values are known, although the model runs without values.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ _META = torch.device("meta")
 _OF_A_SHAPE = frozenset(
     ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )  # functions that do not read the values of their tensor
-_WITHOUT_VALUES = frozenset(("empty", "rand", "randn"))  # parts of names of functions
-_MOST = 2**25  # elements of a tensor whose values are kept
+# Parts of function names whose results have no known values.
+_WITHOUT_VALUES = frozenset(("empty", "rand", "randn"))
+_MOST = 2**25  # elements of the largest tensor whose values are kept
 
 
 class Constants(TorchFunctionMode):
-    """Compute each operation on tensors with known values a second time, on a CPU.
+    """A mode that repeats each operation on tensors with known values on a CPU.
 
     Args:
-        values: of tensors on meta that are known from the beginning.
-        tokens: of the sequence.
+        values: values of tensors on meta that are known from the beginning.
+        tokens: length of the sequence.
 
     Attributes:
-        positions_enter: whether values that differ by the token were combined with tensors that
-            are not known, as a model does that counts positions by itself.
+        positions_enter: True if values that differ by token were combined with unknown tensors; a
+            model that counts positions itself does that.
 
     """
 
@@ -40,11 +41,11 @@ class Constants(TorchFunctionMode):
         super().__init__()
         self.tokens = tokens
         self.positions_enter = False
-        # By identity; the tensor is kept, so that no other one gets its identity.
+        # Keyed by id; the tensor is kept alive, so that its id is not reused.
         self._known = {id(key): (key, value) for key, value in values.items()}
 
     def value(self, given: Any) -> Any:
-        """Return the values of ``given``: a tensor, or a number; ``None`` if they are not known."""
+        """Return the values of a tensor, or a number unchanged; ``None`` if they are unknown."""
         if not isinstance(given, torch.Tensor) or not given.is_meta:
             return given
         return self._known.get(id(given), (None, None))[1]
@@ -52,7 +53,7 @@ class Constants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
-        if any(isinstance(each, Scores) for each in given):  # which are noted where they are used
+        if any(isinstance(each, Scores) for each in given):  # recorded where they are used
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", ""))
         if name in _OF_A_SHAPE and given[0].is_meta and self.value(given[0]) is None:
@@ -74,13 +75,13 @@ class Constants(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             output = func(*args, **kwargs)
-        except Exception:  # it needs values, which are known
+        except Exception:  # the operation needs values; they are known here
             if not given:
                 raise
             return self._computed(func, args, kwargs)
         if any(each.is_meta and each.numel() <= _MOST for each in _tensors(output)):
             self._learn(output, self._computed(func, args, kwargs))
-        elif output is None and given and given[0].is_meta:  # such as x[i] = y
+        elif output is None and given and given[0].is_meta:  # an assignment such as x[i] = y
             self._computed(func, args, kwargs)
         return output
 
@@ -100,13 +101,13 @@ class Constants(TorchFunctionMode):
                 self._known[id(each)] = each, its
 
     def _note_mixed(self, given: list[torch.Tensor], values: list[Any]) -> None:
-        """Note that tensors meet in an operation, of which some are not known."""
+        """Record that known and unknown tensors meet in an operation."""
         for tensor, value in zip(given, values, strict=True):
             if not self.positions_enter and value is not None and tensor.is_meta:
                 self.positions_enter = _differs(value, self.tokens)
 
     def _forget(self, value: torch.Tensor | None) -> None:
-        """Forget what shares memory with ``value``: it is written, and with what is not known."""
+        """Drop tensors that share memory with ``value``, which is overwritten by unknown values."""
         if value is not None:
             memory = value.untyped_storage().data_ptr()
             self._known = {
@@ -121,7 +122,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _differs(value: torch.Tensor, tokens: int) -> bool:
-    """Return whether ``value`` has a dimension of ``tokens`` along which it is not all the same."""
+    """Return whether ``value`` varies along a dimension of length ``tokens``."""
     return any(
         size == tokens and bool((value != value.narrow(dim, 0, 1)).any())
         for dim, size in enumerate(value.shape)

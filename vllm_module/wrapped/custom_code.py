@@ -1,6 +1,6 @@
-"""Classes that a checkpoint brings as Python files, which auto_map of its config.json names.
+"""Classes in Python files of a checkpoint, which ``auto_map`` in its config.json names.
 
-They are imported only from a folder whose code the user trusts, by transformers' own import.
+They are imported by transformers, and only from a folder whose code the user trusts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from vllm_module.wrapped.library import library
 
 _log = logging.getLogger(__name__)
 
-# Seconds that another process may import before the log says so, and then before it is an error.
+# Seconds to wait while another process imports: until a log message, and until an error.
 _SILENCE, _LONGEST_IMPORT = 10.0, 600.0
 CONFIG, CAUSAL_LM = "AutoConfig", "AutoModelForCausalLM"
 
 
 def needs_code(entries: Mapping[str, Any]) -> bool:
-    """Tell whether the class of ``entries`` is code of the checkpoint.
+    """Return whether the class of ``entries`` is code of the checkpoint.
 
-    It is not if transformers has the model type and a class with the name of the architecture: as
-    without trust in transformers, its own classes are taken then.
+    It is not if transformers has the model type and a class with the architecture's name. Then
+    transformers' own class is used, as transformers does without trust.
     """
     if not isinstance(entries.get("auto_map"), Mapping):
         return False
@@ -41,10 +41,10 @@ def needs_code(entries: Mapping[str, Any]) -> bool:
 
 
 def class_of(entries: Mapping[str, Any], auto_class: str, folder: str | None) -> Any:
-    """Return the class that ``auto_map`` has for ``auto_class``; ``None`` if it has none.
+    """Return the class that ``auto_map`` names for ``auto_class``; ``None`` if it names none.
 
-    Raises ``UnsupportedModelError`` if the user trusts no code (``folder`` is ``None``), before a
-    line of it is run; if it is in another repository; or if it cannot be imported.
+    Raises ``UnsupportedModelError`` if the user trusts no code (``folder`` is ``None``), before any
+    of it runs; if it is in another repository; or if it cannot be imported.
     """
     reference = entries["auto_map"].get(auto_class)
     if reference is None:
@@ -71,12 +71,12 @@ def class_of(entries: Mapping[str, Any], auto_class: str, folder: str | None) ->
 
 
 def code_file(reference: object, auto_class: str, folder: Path, named_in: str) -> Path:
-    """Return the file of ``folder`` that ``reference`` means, which is to be imported.
+    """Return the file of ``folder`` that ``reference`` names, which will be imported.
 
-    ``named_in`` is the file whose auto_map has the reference for ``auto_class``.
+    ``named_in`` is the file whose ``auto_map`` has the reference for ``auto_class``.
 
-    Raises ``UnsupportedModelError`` if it is in another repository, is not there, or it or other
-    code beside it is a link out of the checkpoint: transformers follows relative imports.
+    Raises ``UnsupportedModelError`` if the file is in another repository or missing, or if it or
+    other code beside it is a link out of the checkpoint: transformers follows relative imports.
     """
     parts = reference.split(".") if isinstance(reference, str) else ()
     if len(parts) != 2 or not all(part.isidentifier() for part in parts):
@@ -99,10 +99,10 @@ def code_file(reference: object, auto_class: str, folder: Path, named_in: str) -
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import code of checkpoints, one process at a time: transformers copies files before.
+    """Hold a lock while importing checkpoints' code, because transformers first copies its files.
 
-    Raises ``UnsupportedModelError`` if another process imports for longer than
-    ``_LONGEST_IMPORT``. After ``_SILENCE``, the log says what is waited for.
+    Raises ``UnsupportedModelError`` if another process holds it for longer than
+    ``_LONGEST_IMPORT``. After ``_SILENCE``, the log names the wait.
     """
     dynamic = library("dynamic_module_utils")
     dynamic.init_hf_modules()

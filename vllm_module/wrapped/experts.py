@@ -1,4 +1,4 @@
-"""The experts of a transformers' model: its routing and activation, our weights and products."""
+"""Experts of a transformers model, with its routing and activation and our weights and kernels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 from vllm_module.layers.fused_moe import ExpertsLinear
 from vllm_module.parameters import Dim, Experts, Slot
 
-_SMALL = {"gate_up_proj": (3, 4, 3), "down_proj": (2, 3, 2)}  # of three experts, for a trial
+# Shapes of three small experts, for a test.
+_SMALL = {"gate_up_proj": (3, 4, 3), "down_proj": (2, 3, 2)}
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Tell whether ``module`` holds experts in the form that transformers' interface expects.
+    """Return whether ``module`` holds experts in the form that transformers' interface expects.
 
-    LongCat's do not declare it, and some of them return what they are given. They are taken for
-    experts if they compute what we expect.
+    LongCat's experts do not declare that form, and some of them are the identity. They are accepted
+    if a test shows that they compute the expected values.
     """
     if isinstance(getattr(module, "identity_expert", None), nn.Identity):
         return has_identity_experts(module)
@@ -33,9 +34,10 @@ def is_experts(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def has_identity_experts(module: Any) -> bool:
-    """Tell whether the last experts of ``module`` return what they are given, and others are gated.
+    """Return whether the last experts of ``module`` are identities, and the others are gated.
 
-    It is tried with three small experts. If it is so, what the interface declares is declared.
+    Three small experts are computed for this. If they are, the attributes of transformers'
+    interface are set on ``module``.
     """
 
     def made_up(*shape: int) -> torch.Tensor:
@@ -70,20 +72,20 @@ def has_identity_experts(module: Any) -> bool:
 
 
 class RoutedOnMeta:
-    """The forward pass of ``module``, experts in another form, which does not run on meta."""
+    """Forward pass of ``module``, experts in another form; on meta it returns only a shape."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return ``[tokens, hidden]``."""
+        """Return ``[tokens, hidden]``, uninitialized on meta."""
         if hidden_states.is_meta:
             return torch.empty_like(hidden_states)
         return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Tell whether ``module`` is called as experts are, with experts and their weights."""
+    """Return whether ``module.forward`` takes a token's experts and their weights."""
     given = list(inspect.signature(type(module).forward).parameters)
     return given == ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
@@ -93,10 +95,10 @@ class WrappedExperts(vLLMModule):
 
     Args:
         experts: transformers' module, on meta; its activation is used.
-        path: of the module, for messages.
-        gate_up, down: what a checkpoint calls gate and up (or up alone), and down, of an expert;
-            empty if it stores all experts as one tensor only.
-        cut: whether each expert is cut over the tensor-parallel ranks.
+        path: the module's path, for messages.
+        gate_up, down: checkpoint names of an expert's gate and up (or up alone), and of its down;
+            empty if all experts are stored only as one tensor.
+        cut: True if each expert is cut over the tensor-parallel ranks.
 
     Attributes:
         w13, w2: the layers of gate and up, and of down.
@@ -122,7 +124,7 @@ class WrappedExperts(vLLMModule):
         first, second = getattr(experts, packed), experts.down_proj
         if first is None or second is None:
             raise UnsupportedModelError(f"{path} has no experts with weights")
-        # Experts behind those with weights return what they are given.
+        # Experts after those with weights are identities.
         count = second.shape[0]
         together = not (gate_up and down)
         self.skipped_weights = {
@@ -143,7 +145,7 @@ class WrappedExperts(vLLMModule):
         if experts.has_gate and experts.is_concatenated:
             names = gate_up if not together else ("gate", "up")
             slots = tuple(Slot(name, features // 2, size) for name in names)
-        else:  # of gate and up that alternate, each rank has whole pairs
+        else:  # gate and up alternate, so each rank has whole pairs
             slots = (Slot("" if together else gate_up[0], features, size),)
         inner = second.shape[1] if experts.is_transposed else second.shape[2]
         common: dict[str, Any] = {
@@ -166,7 +168,7 @@ class WrappedExperts(vLLMModule):
             setattr(experts, name, None)
         if any(True for _ in experts.parameters()):
             raise UnsupportedModelError(f"{path}: the activation of experts has parameters")
-        self._library = (experts,)  # no child: it holds no weights any more
+        self._library = (experts,)  # in a tuple, so that it is no child: it has no weights any more
 
     def _activated(self, y: torch.Tensor) -> torch.Tensor:
         (experts,) = self._library
@@ -175,7 +177,7 @@ class WrappedExperts(vLLMModule):
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of what each token's experts compute, ``[tokens, hidden]``.
+        """Return the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
 
         ``top_k_index`` and ``top_k_weights`` are ``[tokens, top_k]``.
         """

@@ -1,7 +1,7 @@
-"""Attention that a module of transformers computes in its forward pass: what it computes.
+"""Recognizing attention that a transformers module computes in its forward pass.
 
-On meta, the module shows what it does to the scores. What it adds to them has values if it is made
-of constants: a mask, or a bias by distance. So we know whether our attention computes the same.
+On meta, the module shows its operations on the scores. Terms that are made of constants (a mask, a
+bias by distance) have values. From these we find whether our attention computes the same.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from vllm_module.wrapped.constants import Constants
 from vllm_module.wrapped.mask import Mask, MaskRule
 from vllm_module.wrapped.scores import Noted, Products, Scores
 
-_MASKED = -9e3  # added to a score, it leaves no weight; a bias by distance is above
-_LOWEST = -6e4  # a bound of scores that changes none
-_ROWS = 64  # queries whose masks are looked at
-_ROUNDING = 2**-7  # of a bias that is kept in bfloat16, relative
+_MASKED = -9e3  # a smaller number added to a score is a mask; a bias by distance is larger
+_LOWEST = -6e4  # a lower bound of scores that has no effect
+_ROWS = 64  # number of queries whose masks are checked
+_ROUNDING = 2**-7  # relative error of a bias that is kept in bfloat16
 
 
 class Understood(NamedTuple):
-    """Attention that a module computes.
+    """Arguments by which our attention computes the same as a module's own.
 
     Attributes:
-        kinds: of what it does to the scores, in order.
-        scale: of the products.
-        window: tokens that a token attends to; ``None`` for all before it.
-        slopes: of a bias by distance, one for each head; ``None`` without.
+        kinds: kinds of its operations on the scores, in order.
+        scale: factor of the scores.
+        window: number of tokens that a token attends to; ``None`` for all before it.
+        slopes: slopes of a bias by distance, one for each head; ``None`` without a bias.
 
     """
 
@@ -41,9 +41,9 @@ class Understood(NamedTuple):
 
 
 class StandIn:
-    """What is called in place of the forward pass of ``module``, of transformers.
+    """A replacement for the forward pass of a transformers ``module``.
 
-    A model with one must get masks, whose values are not read.
+    A model with one must get masks, whose values are ignored.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -51,11 +51,11 @@ class StandIn:
 
 
 class InlineAttention(StandIn):
-    """Runs the forward pass of ``module`` with our attention in place of its own.
+    """Forward pass of ``module`` in which our attention replaces its own.
 
     Args:
-        module: of transformers.
-        calls: its attention, in order.
+        module: the module of transformers.
+        calls: its calls of attention, in order.
 
     """
 
@@ -64,8 +64,8 @@ class InlineAttention(StandIn):
         self.calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the forward pass of the module's class returns, without scores."""
-        if torch.compiler.is_compiling():  # which does not follow scores that are not computed
+        """Return the result of the module's own forward pass, with None for attention weights."""
+        if torch.compiler.is_compiling():  # torch.compile cannot trace the placeholder for scores
             return torch.compiler.disable(self.__call__)(*args, **kwargs)  # type: ignore[no-untyped-call]
         left = iter(self.calls)
 
@@ -83,7 +83,7 @@ class InlineAttention(StandIn):
 
         with Products(begin):
             output = type(self.module).forward(self.module, *args, **kwargs)
-        if isinstance(output, tuple):  # the weights of attention are nowhere
+        if isinstance(output, tuple):  # attention weights were not computed
             output = tuple(None if isinstance(each, Scores) else each for each in output)
         return output
 
@@ -112,7 +112,7 @@ def finished(
 
 
 def understood(scores: Scores, constants: Constants) -> Understood:
-    """Return what ``scores``, after the softmax, are.
+    """Return the arguments of our attention for ``scores`` after the softmax.
 
     Raises ``UnsupportedModelError`` if our attention does not compute it.
     """
@@ -139,15 +139,15 @@ def understood(scores: Scores, constants: Constants) -> Understood:
 
 
 class _Seen:
-    """What is done to the scores of some queries.
+    """Operations on the scores of some queries, collected.
 
     Attributes:
-        rows: the queries.
-        scale: of the scores.
-        bias: what is added, ``[1 or heads, 1 or rows, tokens]``.
-        kept: which scores are not masked by constants, of the same shape.
-        factors: tensors that they are multiplied by, of the same shape.
-        masks: of transformers.
+        rows: indices of the queries.
+        scale: factor of the scores.
+        bias: sum of the added terms, ``[1 or heads, 1 or rows, tokens]``.
+        kept: True for scores that no constant masks, in the same shape.
+        factors: tensors that the scores are multiplied by, in the same shape.
+        masks: masks made by transformers.
 
     """
 
@@ -205,7 +205,7 @@ class _Seen:
         self.kept = self.kept & ~masked
 
     def _fill(self, kind: str, operands: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-        if kind == "where":  # condition, scores, number; or condition, number, scores
+        if kind == "where":  # (condition, scores, number) or (condition, number, scores)
             mask, first, second = operands
             kept, number = first is None, second if first is None else first
         else:
@@ -246,19 +246,19 @@ class _Seen:
 
 
 def _slopes(bias: torch.Tensor, kept: torch.Tensor, heads: int) -> tuple[float, ...] | None:
-    """Return the slopes of ``bias``, by the position of the key; ``None`` if it has none.
+    """Return the slopes of ``bias`` by the key's position; ``None`` if there is no bias.
 
-    What is the same for all keys of a query is not in them: a softmax does not depend on it.
+    Terms that are equal for all keys of a query are left out: a softmax does not depend on them.
     """
     tokens = bias.shape[-1]
-    if bias.shape[1] == 1:  # the same for all queries: the last one has most keys
+    if bias.shape[1] == 1:  # equal for all queries: the last query has most keys
         kept = kept[:, -1:]
     weights = kept.double().expand(kept.shape[0], kept.shape[1], tokens)
     count = weights.sum(-1, keepdim=True)
     keys = torch.arange(tokens, dtype=torch.float64)
     from_mean = keys - (weights * keys).sum(-1, keepdim=True) / count
     centred = bias - (weights * bias).sum(-1, keepdim=True) / count
-    last = (weights * from_mean)[:, -1]  # the query with most keys
+    last = (weights * from_mean)[:, -1]  # slopes from the query with most keys
     slopes = (last * centred[:, -1]).sum(-1) / (last * from_mean[:, -1]).sum(-1)
     rest = (weights * (centred - slopes[:, None, None] * from_mean)).abs().amax((1, 2))
     most = (weights * bias).abs().amax((1, 2))

@@ -1,4 +1,4 @@
-"""The transformers library, which is an extra."""
+"""Importing the transformers library, which is an extra."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_module.errors import UnsupportedModelError
 def library(module: str = "") -> Any:
     """Return the transformers package, or a module of it, such as ``"masking_utils"``.
 
-    Raises ``UnsupportedModelError`` that names the extra if it is not installed, or too old.
+    Raises ``UnsupportedModelError``, which names the extra, if it is not installed or too old.
     """
     name = f"transformers.{module}" if module else "transformers"
     try:

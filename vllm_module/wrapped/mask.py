@@ -1,4 +1,4 @@
-"""What a model of transformers masks, found from the function that it makes masks by."""
+"""Finding which tokens a transformers model masks, from the function that it makes masks by."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 
 class MaskRule(NamedTuple):
-    """Which tokens a token attends to: those before it, and itself.
+    """The set of tokens that a token attends to: itself and earlier ones.
 
     Attributes:
-        window: only so many, itself included; ``None`` for all.
-        chunk: only those in the same chunk of so many positions; ``None`` for all.
+        window: number of latest tokens, itself included; ``None`` for all.
+        chunk: number of positions in a chunk; tokens attend inside their chunk. ``None``: no
+            chunks.
 
     """
 
@@ -31,10 +32,10 @@ class MaskRule(NamedTuple):
 
 
 class Mask(torch.Tensor):
-    """Stands for a mask while a model is probed, or attends in its own way; on meta.
+    """A placeholder on meta for a mask, while a model is probed or runs its own attention code.
 
     Attributes:
-        rule: what it masks; ``None`` if it is no rule that we know.
+        rule: the masking rule; ``None`` if it is none that we know.
 
     """
 
@@ -42,7 +43,7 @@ class Mask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep the rule of a mask that gets another dtype or device."""
+        """Keep the rule when a mask is cast or moved to another device."""
         kwargs = kwargs or {}
         if func is not torch.Tensor.to or not isinstance(args[0], Mask):
             parent: Any = super()
@@ -56,7 +57,7 @@ class Mask(torch.Tensor):
 
 
 def standing_mask(*, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
-    """Return a mask that is not read; called by transformers' mask interface."""
+    """Return a placeholder mask, which is ignored; called by transformers' mask interface."""
     marker = torch.empty(1, 1, q_length, kv_length, device="meta").as_subclass(Mask)
     marker.rule = MaskRule()
     return marker
@@ -71,19 +72,20 @@ def probing_mask(
     config: Any = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return the mask that stands for ``mask_function``; called by transformers' mask interface."""
+    """Return a placeholder with the rule of ``mask_function``; called by transformers."""
     marker = torch.empty(1, 1, q_length, kv_length, device="meta").as_subclass(Mask)
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        marker.rule = MaskRule(chunk=local_size)  # the function reads padding, which is on meta
+        # The function also reads padding, which is on meta.
+        marker.rule = MaskRule(chunk=local_size)
     else:
         marker.rule = rule_of(mask_function, local_size)
     return marker
 
 
 def rule_of(function: Callable[..., torch.Tensor], local_size: int | None) -> MaskRule | None:
-    """Return the rule that ``function`` agrees with, or ``None``.
+    """Return the rule that gives the values of ``function``, or ``None``.
 
-    It is called as ``function(batch, head, query, key)`` with positions near the edges of a window
+    It is called as ``function(batch, head, query, key)`` at positions near the edges of a window
     or chunk of ``local_size``.
     """
     size = local_size or 5
@@ -99,5 +101,5 @@ def rule_of(function: Callable[..., torch.Tensor], local_size: int | None) -> Ma
             len(positions), len(positions)
         )
         return next((rule for rule in rules if torch.equal(rule.attends(query, key), masked)), None)
-    except Exception:  # a function of the model's own, of any kind
+    except Exception:  # a function of the model's own may raise anything
         return None

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, as a model of ours."""
+"""Any causal language model of transformers, as a ``vLLMModule``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from vllm_module.wrapped.refusals import fix_frequencies, refuse_architecture, r
 from vllm_module.wrapped.replace import Replacing
 from vllm_module.wrapped.trunk import find_trunk, logits_of, refuse_other_logits
 
-_MEASURED = 4096  # tokens, at most, of which attention in a method of its own is measured
+# Number of tokens, at most, for which an attention method of the module's own is measured.
+_MEASURED = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -39,14 +40,14 @@ _log = logging.getLogger(__name__)
 class TransformersForCausalLM(vLLMModule):
     """A model of transformers with our linear layers, embeddings, experts and attention.
 
-    Its children are those of transformers' model, under the same names.
+    Its children are those of the transformers model, under the same names.
 
     Attributes:
-        dtype: torch's default one when it was built.
+        dtype: torch's default dtype when it was built.
         library_name: the name of transformers' class.
-        replicated: which part of the parameters each rank holds whole, by number of elements.
+        replicated: share of the parameters' elements that each rank holds whole.
 
-    Raises ``UnsupportedModelError`` for a model that would not be computed right.
+    Raises ``UnsupportedModelError`` for a model that would compute wrong values.
 
     """
 
@@ -79,13 +80,13 @@ class TransformersForCausalLM(vLLMModule):
         if found.chosen:
             choose_all(model, config.max_model_len or config.max_position_embeddings or _MEASURED)
         replacing.replace_others(calls)
-        # The replaced model, without masks, as it will run: shapes are this rank's.
+        # Probe the replaced model, without masks, as it will run: shapes are this rank's.
         held = probe_of(model)
         with _blamed_on_plan(replacing.plan.unused):
             run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
             _add_attention(calls, held.calls, held.paths, type(model).__name__)
         model.config._attn_implementation = MASKED if has_stand_in(model) else NAME
-        # Not a child: its children are this module's.
+        # In a tuple, so that it is no child: its children are this module's.
         self._library = (model,)
         self.library_name = type(model).__name__
         self.replicated = replicated_share(model)
@@ -101,7 +102,7 @@ class TransformersForCausalLM(vLLMModule):
         if ranks > 1:
             share = f"{self.replicated:.0%}"
             _log.info("each of the %d ranks holds %s of the parameters whole", ranks, share)
-            if unused := replacing.plan.unused:  # such as experts that this size of it has not
+            if unused := replacing.plan.unused:  # for example experts that this size of model lacks
                 if len(unused) == len(replacing.plan.entries):
                     raise UnsupportedModelError(
                         f"the tensor-parallel plan of {self.library_name} names nothing that it "
@@ -133,7 +134,7 @@ class TransformersForCausalLM(vLLMModule):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states ``[tokens, hidden_size]`` to logits ``[tokens, vocab_size]``.
 
-        transformers' class computes them, which may scale or cap them, from its trunk's output.
+        Transformers' class computes them from its trunk's output, and may scale or cap them.
         """
         (model,) = self._library
         return logits_of(self, model, self._trunk, hidden[None])[0]
@@ -143,23 +144,27 @@ class TransformersForCausalLM(vLLMModule):
         check(self, self.dtype, self.config.vocab_size)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load a checkpoint, whose names and layout transformers' rules say."""
+        """Load a checkpoint, with names and layout converted by transformers' rules."""
         pairs: Any = weights
         streamed = iter(pairs) is pairs
         renamed = self._renamed(pairs)
         return super().load_weights(renamed if streamed else list(renamed))
 
     def stored_names(self, given: Sequence[str]) -> Callable[[str], str | None]:
-        """Return what tells which name transformers renames, in the way of those it was given."""
+        """Return a function from a path to the checkpoint's name, for renamed tensors.
+
+        Of several names, the one most like ``given`` is returned.
+        """
         known = beginnings(given)
         return lambda name: self._names.closest(name, known)
 
     def _renamed(self, pairs: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """Yield pairs by our names, which keep those of the checkpoint for reports."""
+        """Yield pairs under our names; each keeps the checkpoint's name for reports."""
         planner = Planner.current()
         for pair in pairs:
             named = isinstance(pair, (tuple, list)) and len(pair) == 2
-            if not (named and isinstance(pair[0], str)):  # which is refused as in any model
+            # Refused by the base class, as in any model.
+            if not (named and isinstance(pair[0], str)):
                 yield pair
                 continue
             given, weight = pair
@@ -174,7 +179,7 @@ class TransformersForCausalLM(vLLMModule):
                 yield name, part
 
     def _with_attention(self, name: str) -> str:
-        """Return the path of a scale of keys or values, stored where transformers attends."""
+        """Return the path of a key or value scale, stored beside transformers' attention."""
         path, _, attr = name.rpartition(".")
         if attr not in ("k_scale", "v_scale"):
             return name
@@ -184,7 +189,7 @@ class TransformersForCausalLM(vLLMModule):
 
 @contextmanager
 def _blamed_on_plan(unused: Sequence[str]) -> Iterator[None]:
-    """Say of what fails on several ranks only that the plan is why, and what it names in vain."""
+    """If the block fails with several ranks, name the class's plan and its unused entries."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -198,7 +203,7 @@ def _blamed_on_plan(unused: Sequence[str]) -> Iterator[None]:
 
 
 def replicated_share(model: nn.Module) -> float:
-    """Return which part of the elements of all parameters this rank holds whole."""
+    """Return the share of all parameters' elements that this rank holds whole."""
     whole = total = 0
     for parameter in model.parameters():
         count = parameter.numel()
@@ -215,7 +220,7 @@ def _add_attention(
     paths: Any,
     owner: str,
 ) -> None:
-    """Give each module that attends the layers of its calls, with the heads of this rank."""
+    """Give each attention module our layers for its calls, with this rank's heads."""
     size = tensor_parallel_group().size
     if [*calls] != [paths[module] for module in held]:
         raise UnsupportedModelError(f"{owner} calls attention in another order without masks")

@@ -1,8 +1,9 @@
-"""What a checkpoint calls the tensors of a transformers' model.
+"""Mapping checkpoint names to the tensors of a transformers model.
 
-transformers publishes rules for it: some rename, others merge tensors or split one. They are read
-as declarations. What is merged is stored in slots of one parameter, which the layers declare; what
-is split is narrowed before it is read. So a rank reads its part only.
+Transformers publishes conversion rules: some rename, others merge tensors or split one. They are
+read
+as declarations. Merged tensors become slots of one parameter, which the layers declare; a tensor to
+be split is narrowed before it is read. So a rank reads only its part.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from vllm_module.weights import Weight
 from vllm_module.wrapped.library import library
 
 _MERGING = frozenset(("MergeModulelist", "Concatenate"))
-_MOST_RENAMINGS = 2  # of one name
+_MOST_RENAMINGS = 2  # limit on renamings of one name
 _SPLITTING = frozenset(("Chunk", "Split"))
 
 _COMPUTED = "transformers computes it when the model is built"
-# Buffers that older versions of transformers stored, which its loader ignores: the last component
-# of their names, and how many dimensions they have. A mask is called as a bias of one is.
+# Buffers that older versions of transformers stored and its loader ignores: last component of the
+# name and number of dimensions. A mask and a parameter may both be named "bias".
 _OLD_BUFFERS = {"inv_freq": 1, "cos_cached": 4, "sin_cached": 4, "masked_bias": 0, "bias": 4}
 _FURTHER = "layers that predict further tokens are for speculative decoding"
 
 
 class Names:
-    """The names of one model, whose modules are transformers' own yet.
+    """The names of one model, whose modules are still those of transformers.
 
     Args:
         text: a causal language model of transformers, with parameters on meta.
-        whole: the multimodal model that it is the text part of, if a checkpoint is that of one.
+        whole: the multimodal model that contains it, if the checkpoint is of that.
 
     Raises ``UnsupportedModelError`` if ``whole`` has no such part.
 
@@ -46,7 +47,7 @@ class Names:
         rules = library("core_model_loading")
         try:
             transforms = mapping.get_model_conversion_mapping(model)
-        except Exception as error:  # of a part's model_type that is no name
+        except Exception as error:  # a part's model_type may be an unknown name
             raise UnsupportedModelError(
                 f"transformers has no rules for the names of {type(model).__name__}: "
                 f"{describe_error(error)}"
@@ -61,19 +62,19 @@ class Names:
         self._ignored = [re.compile(pattern) for pattern in ignored]
         self._rename, self._convert = rules.apply_renamings, rules.apply_converters
         self._owner = type(model).__name__
-        self._parts = {"": ""}  # from the beginning of a name in the whole model to ours
+        self._parts = {"": ""}  # prefixes of names in the whole model, with ours
         if whole is not None:
             self._parts = _parts_of(text, whole)
         layers, self._further = _further_layers(text)
         self._layers = self._there(layers)
-        # Names that only our tree has: those of made-up weights, or from a trainer.
+        # Names that only our tree has: from dummy weights, or from a trainer.
         ours, theirs = _beginnings(text), _beginnings(model)
         self._ours = tuple(sorted(ours - theirs))
 
     def stored(self, path: str) -> tuple[str, ...]:
-        """Return the names that a checkpoint has in place of the parameter at ``path``.
+        """Return the names of the tensors that a checkpoint stores for the parameter at ``path``.
 
-        ``*`` stands for the number of an expert. Without a rule that merges, there are none.
+        ``*`` stands for an expert's number. The result is empty without a rule that merges.
         """
         for converter in self._converters:
             if not _kinds(converter) <= _MERGING or len(converter.target_patterns) != 1:
@@ -87,10 +88,11 @@ class Names:
         return ()
 
     def closest(self, path: str, known: Collection[str]) -> str | None:
-        """Return the name that a checkpoint may have for ``path``; ``None`` if it has this one.
+        """Return the checkpoint's likely name for ``path``; ``None`` if that is ``path`` itself.
 
-        Of those that transformers renames to ``path``, it is the most like the checkpoint's names,
-        of which ``known`` has the :func:`beginnings`. What a rule splits has no other name here.
+        Of the names that transformers renames to ``path``, this is the most similar to the
+        checkpoint's names; ``known`` has their :func:`beginnings`. Tensors made by splitting have
+        no other name.
         """
         back = [each.reverse_transform() for each in self._renamings]
         names = {path: None, self._there(path): None}
@@ -102,9 +104,9 @@ class Names:
         return best if best != path else None
 
     def of(self, name: str, weight: Weight) -> list[tuple[str, Weight]] | str:
-        """Return what the tensor ``name`` of a checkpoint is here, or why it is not loaded.
+        """Return our names and tensors for a checkpoint's tensor, or the reason why it is skipped.
 
-        Raises ``UnsupportedModelError`` if a rule applies that is no declaration.
+        Raises ``UnsupportedModelError`` if a rule applies that cannot be declared.
         """
         if self._ours and name.startswith(self._ours):
             return [(name, weight)]
@@ -114,7 +116,7 @@ class Names:
         return [(self._here(each) or each, part) for each, part in pairs]
 
     def _here(self, name: str) -> str | None:
-        """Return our name of what the whole model calls ``name``; ``None`` if it is not here."""
+        """Return our name for a name of the whole model; ``None`` if this part lacks it."""
         for there, here in self._parts.items():
             if name.startswith(there):
                 return here + name[len(there) :]
@@ -144,7 +146,7 @@ class Names:
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         kinds = _kinds(converter)
         if kinds <= _MERGING:
-            # A slot of the parameter: the layer declares the name.
+            # A slot of the parameter: the layer declares its name.
             added = len(whole) - len(target)
             return [(whole[:added] + renamed if added >= 0 else renamed[-added:], weight)]
         if kinds <= _SPLITTING and len(converter.operations) == 1:
@@ -155,7 +157,7 @@ class Names:
         )
 
     def _is_further(self, name: str) -> bool:
-        """Tell whether ``name`` is of a layer that predicts further tokens."""
+        """Return whether ``name`` belongs to a layer that predicts further tokens."""
         number = name.removeprefix(self._layers).partition(".")[0]
         return name.startswith(self._layers) and number.isdecimal() and int(number) in self._further
 
@@ -165,16 +167,16 @@ class Names:
         parts = [target.replace(first, pattern, 1) for pattern in patterns]
         sizes = [self._shapes[part][dim] for part in parts]
         if len(weight.shape) <= dim or weight.shape[dim] != sum(sizes):
-            yield from ((part, weight) for part in parts)  # which are refused for their shapes
+            yield from ((part, weight) for part in parts)  # refused later for their shapes
             return
         for part, size in zip(parts, sizes, strict=True):
             yield part, weight.narrow(dim, start, size)
             start += size
 
     def _with_prefix(self, name: str) -> str:
-        """Return ``name`` with or without the prefix of the base model, as the model has it.
+        """Return ``name`` with or without the base model's prefix, as the model has it.
 
-        transformers takes it from names of a head, too; here a name is of one place.
+        Transformers removes it also from names of the head; here a name has exactly one place.
         """
         if name in self._shapes:
             return name
@@ -185,7 +187,7 @@ class Names:
 
 
 def beginnings(names: Iterable[str]) -> set[str]:
-    """Return the beginnings of names up to each dot, and the names, with ``*`` for numbers."""
+    """Return each name and its beginnings up to each dot, with ``*`` for numbers."""
     found = set()
     for name in names:
         parts = ["*" if each.isdecimal() else each for each in name.split(".")]
@@ -194,9 +196,9 @@ def beginnings(names: Iterable[str]) -> set[str]:
 
 
 def _further_layers(text: Any) -> tuple[str, range]:
-    """Return the path of the layers of ``text``, and the numbers of those behind the last one.
+    """Return the path of the layers of ``text``, and the numbers after the last layer's.
 
-    They predict further tokens. Some checkpoints have them, and transformers does not.
+    Those layers predict further tokens. Some checkpoints have them, and transformers does not.
     """
     count = getattr(text.config, "num_nextn_predict_layers", None)
     last = getattr(text.config, "num_hidden_layers", None)
@@ -216,7 +218,7 @@ def _kinds(converter: Any) -> set[str]:
 
 
 def _parts_of(text: Any, whole: Any) -> dict[str, str]:
-    """Return where the children of ``text`` are in ``whole``: their paths there and here."""
+    """Return the paths of the children of ``text`` in ``whole``, with their paths in ``text``."""
     parts = {}
     for name, child in text.named_children():
         found = [
@@ -237,7 +239,7 @@ def _shapes(module: Any) -> list[tuple[str, Any]]:
 
 
 def _beginnings(model: Any) -> set[str]:
-    """Return the paths of the children of children of ``model``, each with a dot."""
+    """Return the paths of the grandchildren of ``model``, each with a dot."""
     return {
         f"{name}.{below}."
         for name, child in model.named_children()

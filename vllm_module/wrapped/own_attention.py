@@ -1,9 +1,9 @@
-"""Modules of transformers that compute attention themselves: let them call our attention.
+"""Replacing attention that transformers modules compute themselves with ours.
 
 Older classes do not call transformers' interface for attention. Some have a method for it,
-``_attn``. It is measured: on a few numbers, it shows its scale, and which tokens it attends to.
-Others compute it in the forward pass, which is run on meta. What is not understood is left as it
-is, and refused.
+``_attn``. It is called on a few numbers, which shows its scale and its window. Others compute
+attention in the forward pass, which is run on meta. Modules that are not understood stay unchanged,
+and the model is refused.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from vllm_module.wrapped.probe import constants_on_meta, probe_of
 from vllm_module.wrapped.scores import Noted, Products, Scores
 
 _ARGUMENTS = ["self", "query", "key", "value", "attention_mask"]
-_SIZES = 16, 64  # of heads that are tried: a scale may depend on it
-_ROUNDING = 4e-3  # relative; a scale may be kept in bfloat16
+_SIZES = 16, 64  # head sizes that are tried, because a scale may depend on them
+_ROUNDING = 4e-3  # relative error; a scale may be kept in bfloat16
 
 
 class Measured(NamedTuple):
-    """What a method ``_attn`` computes.
+    """Measured behaviour of a method ``_attn``.
 
     Attributes:
-        scales: of the scores, for heads of each of _SIZES.
-        window: tokens that the last one attends to; ``None`` for all.
-        is_causal: whether the method itself masks later tokens.
+        scales: factors of the scores, for each head size in _SIZES.
+        window: number of tokens that the last one attends to; ``None`` for all.
+        is_causal: True if the method itself masks later tokens.
 
     """
 
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     is_causal: bool
 
     def scale(self, head_size: int) -> float | None:
-        """Return the factor of the scores of heads of ``head_size``; ``None`` if not known."""
+        """Return the factor of scores for heads of ``head_size``; ``None`` if it is unknown."""
         by_size = head_size**-0.5
         expected = [size**-0.5 for size in _SIZES]
         for scale, alike in (
@@ -57,11 +57,11 @@ class Measured(NamedTuple):
 
 
 class OwnAttention:
-    """Stands for the method ``_attn`` of ``module``; ``measured`` is what it computes."""
+    """Replacement for the method ``_attn`` of ``module``, which computes ``measured``."""
 
     def __init__(self, module: nn.Module, measured: Measured) -> None:
         self.module, self.measured = module, measured
-        self.is_causal = measured.is_causal  # or by the mask that the model makes
+        self.is_causal = measured.is_causal  # else the model's mask decides
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ class OwnAttention:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Return ``[1, heads, tokens, value_size]``, and no weights."""
+        """Return ``[1, heads, tokens, value_size]``, and None for the attention weights."""
         measured = self.measured
         size = query.shape[-1]
         scale = measured.scale(size)
@@ -80,7 +80,7 @@ class OwnAttention:
                 f" expected 1, or one over the root of the head size {size}"
             )
         if isinstance(attention_mask, Mask) and attention_mask.rule == MaskRule():
-            attention_mask = None  # the window is the method's own
+            attention_mask = None  # the method has its own window
             self.is_causal = True
         query, key = query.to(value.dtype), key.to(value.dtype)
         output, _ = attend(
@@ -97,11 +97,11 @@ class OwnAttention:
 
 
 class Diverted(NamedTuple):
-    """What was found of the modules that compute attention themselves.
+    """Result of replacing attention that modules compute themselves.
 
     Attributes:
-        reason: why one is left as it is; empty if none is.
-        takes_positions: whether more than attention depends on the positions of tokens.
+        reason: why a module was left unchanged; empty if none was.
+        takes_positions: True if more than attention depends on the tokens' positions.
 
     """
 
@@ -110,10 +110,10 @@ class Diverted(NamedTuple):
 
 
 def divert(model: Any, longest: int) -> Diverted:
-    """Let the modules of ``model`` that compute attention themselves call ours.
+    """Replace the attention that modules of ``model`` compute themselves by ours.
 
-    ``longest`` is the most tokens that the model takes. No tensor of it may be on meta that the
-    methods read.
+    ``longest`` is the largest number of tokens that the model takes. Tensors that the methods read
+    may not be on meta.
     """
     if model._supports_attention_backend:
         return Diverted()
@@ -121,9 +121,9 @@ def divert(model: Any, longest: int) -> Diverted:
 
 
 def _divert_forward(model: Any, longest: int) -> Diverted:
-    """Divert modules that compute attention in the forward pass."""
+    """Replace attention that modules compute in the forward pass."""
     calls: dict[nn.Module, list[Understood]] = {}
-    multiplying: set[nn.Module] = set()  # something else
+    multiplying: set[nn.Module] = set()  # modules that multiply other activations
     running: list[nn.Module] = []
 
     def begin(query: torch.Tensor, key: torch.Tensor, notes: list[Noted]) -> Scores | None:
@@ -163,7 +163,7 @@ def _divert_forward(model: Any, longest: int) -> Diverted:
 
 
 def divert_methods(model: nn.Module, longest: int) -> bool:
-    """Divert methods ``_attn``; return whether there was one."""
+    """Replace methods ``_attn``; return whether there was one."""
     found = False
     for module in model.modules():
         method = getattr(type(module), "_attn", None)
@@ -181,14 +181,14 @@ def divert_methods(model: nn.Module, longest: int) -> bool:
 
 @torch.no_grad()
 def _measured(module: Any, longest: int) -> Measured | None:
-    """Return what the method computes; ``None`` if it is no softmax of scaled products."""
+    """Return the method's behaviour; ``None`` if it is no softmax of scaled products."""
     scales = []
     for size in _SIZES:
         first, second = (_scale(module, size, factor) for factor in (1.0, 3.0))
         if not math.isclose(first, second, rel_tol=1e-3):
-            return None  # such as capped scores
+            return None  # scores are not linear in the product: a soft cap, for example
         scales.append(first)
-    # With scores of zero, all tokens that are attended to count the same.
+    # With scores of zero, all tokens that are attended to have equal weight.
     positions = torch.arange(longest, dtype=torch.float64)
     mean, squares = _uniform(module, 1, torch.stack([positions, positions**2], -1))[0].tolist()
     window = round(2 * (longest - 1 - mean)) + 1
@@ -204,7 +204,7 @@ def _measured(module: Any, longest: int) -> Measured | None:
 
 
 def _scale(module: Any, size: int, factor: float) -> float:
-    """Return the factor of a product of query and key of ``factor``, from the weights of two."""
+    """Return the factor of a product ``factor`` of query and key, from the weights of two keys."""
     key = torch.zeros(1, 1, 2, size, dtype=torch.float32)
     key[..., 0, 0] = factor
     query = torch.zeros(1, 1, 1, size, dtype=torch.float32)
@@ -215,7 +215,7 @@ def _scale(module: Any, size: int, factor: float) -> float:
 
 
 def _uniform(module: Any, queries: int, value: torch.Tensor) -> torch.Tensor:
-    """Return the means of rows of ``value`` that the last queries attend to."""
+    """Return the means of the rows of ``value`` that the last queries attend to."""
     query = torch.zeros(1, 1, queries, _SIZES[0], dtype=torch.float32)
     key = torch.zeros(1, 1, len(value), _SIZES[0], dtype=torch.float32)
     output: torch.Tensor = module._attn(query, key, value[None, None])[0]

@@ -1,7 +1,7 @@
-"""The tensor-parallel plan of a transformers' class: which style each module or parameter has.
+"""The tensor-parallel plan of a transformers class: a style for each module or parameter.
 
-Each style is translated here, once, to a layer or parameter of ours. A style that cuts nothing on
-this rank, such as one that is about gradients, is translated to a whole copy.
+Each style is translated here to one of our layers or parameters. A style that cuts nothing on this
+rank, such as one about gradients, becomes a whole copy.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _KNOWN = (
 
 
 class Plan:
-    """Which style each module and parameter of a model has.
+    """Styles of the modules and parameters of a model.
 
     Args:
-        entries: from a path, with ``*`` for each number in it, to a style.
-        owner: the model's class, for messages.
+        entries: styles by path, with ``*`` for each number in it.
+        owner: name of the model's class, for messages.
 
     Raises ``UnsupportedModelError`` for a style that is not known.
 
@@ -65,7 +65,7 @@ class Plan:
                 )
 
     def style(self, path: str) -> str | None:
-        """Return the style of the module or parameter at ``path``; ``None`` if none is named."""
+        """Return the style of the module or parameter at ``path``; ``None`` if it has none."""
         parts = ("*" if part.isdecimal() else part for part in path.split("."))
         name = ".".join(parts)
         style = self.entries.get(name)
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def unused(self) -> list[str]:
-        """The entries that were asked for no module, sorted."""
+        """Entries that no module asked for, sorted."""
         return sorted(self.entries.keys() - self._used)
 
 
@@ -88,10 +88,10 @@ def linear_of(
     kv_heads: int | None,
     names: tuple[str, ...],
 ) -> LinearBase:
-    """Return the layer of ours for ``linear``, on ``size`` ranks.
+    """Return our layer for ``linear``, on ``size`` ranks.
 
-    ``kv_heads`` is the number of heads that its output is, if it is that of keys or values.
-    ``names`` are those of the layers that a checkpoint stores in its place.
+    ``kv_heads`` is the number of heads in its output, if that is keys or values. ``names`` are the
+    names of the layers that a checkpoint stores in its place.
     """
     inputs, outputs, bias = linear.in_features, linear.out_features, linear.bias is not None
     common: dict[str, Any] = {"bias": bias, "params_dtype": linear.weight.dtype}
@@ -123,7 +123,7 @@ def linear_of(
 def parameter_of(
     style: str, parameter: torch.Tensor, path: str, rank: int, size: int
 ) -> BasevLLMParameter:
-    """Return the typed parameter for one that a module of transformers holds itself."""
+    """Return our typed parameter for one that a transformers module holds itself."""
     dims = [Dim.whole(each) for each in parameter.shape]
     column, last = max(parameter.ndim - 2, 0), parameter.ndim - 1
     at = last if style.endswith("rowwise") else column

@@ -1,7 +1,7 @@
-"""Run a model on meta, to find how it attends before it has weights.
+"""Running a model on meta to find its attention calls before it has weights.
 
-The number of heads, their size, the scale, the window and more are arguments of the call. A model
-that asks for what :class:`~vllm_module.layers.Attention` does not compute is refused here.
+The number of heads, their size, the scale, the window and more are arguments of the call. A call
+that :class:`~vllm_module.layers.Attention` does not support is refused here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vllm_module.wrapped.constants import Constants
 from vllm_module.wrapped.inline_attention import has_stand_in
 from vllm_module.wrapped.mask import Mask, MaskRule
 
-TOKENS = 3  # of the sequence; no usual number of heads or features
+TOKENS = 3  # length of the sequence; no usual number of heads or features
 
-# Options that change nothing here. Any other one that is not None is refused.
+# Options without effect here. Any other option that is not None is refused.
 _WITHOUT_EFFECT = frozenset(
     (
         "cache_position", "input_ids", "is_causal", "labels", "logits_to_keep",
@@ -35,15 +35,15 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class Call(NamedTuple):
-    """One call of attention.
+    """Arguments of one attention call.
 
     Attributes:
-        heads, kv_heads: of query, and of key and value.
+        heads, kv_heads: number of heads of the query, and of key and value.
         head_size, value_size: features of a head of query and key, and of value.
         scale: factor of the scores.
-        rule: which tokens are attended to.
-        softcap: of the scores.
-        slopes: of a bias by distance, one for each head; ``None`` without.
+        rule: tokens that are attended to.
+        softcap: cap of the scores, or ``None``.
+        slopes: slopes of a bias by distance, one for each head; ``None`` without a bias.
 
     """
 
@@ -59,16 +59,16 @@ class Call(NamedTuple):
 
 @dataclass
 class Probe:
-    """Records the calls of one forward pass, and refuses what we do not compute.
+    """A recorder of the attention calls of one forward pass; it refuses unsupported ones.
 
     Args:
-        paths: from a module to its path, for messages.
-        tokens: of the sequence.
+        paths: paths of the modules, for messages.
+        tokens: length of the sequence.
 
     Attributes:
-        calls: by module, in order.
-        order: the modules that attend, once for each call.
-        chosen: the path of a module that attends to chosen tokens, and their indices.
+        calls: calls of each module, in order.
+        order: the calling modules, once for each call.
+        chosen: for modules that attend to chosen tokens, the path and the indices.
 
     """
 
@@ -144,7 +144,7 @@ def _refused(path: str, what: str) -> UnsupportedModelError:
 
 
 class _GroupOnMeta:
-    """A group whose collectives only have the right shapes."""
+    """A group whose collectives return tensors of the right shapes only."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -157,19 +157,19 @@ class _GroupOnMeta:
 
 
 def probe_of(model: nn.Module, tokens: int = TOKENS) -> Probe:
-    """Return a probe of ``model`` that has recorded nothing, of a sequence of ``tokens``."""
+    """Return an empty probe of ``model`` for a sequence of ``tokens``."""
     return Probe({module: path for path, module in model.named_modules()}, tokens)
 
 
 def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
-    """Run ``part`` of ``model`` on meta; ``found`` gets its calls of attention.
+    """Run ``part`` of ``model`` on meta and record its attention calls in ``found``.
 
     With ``masks``, the model makes masks.
 
-    Raises ``UnsupportedModelError`` if it fails, or for what we do not compute.
+    Raises ``UnsupportedModelError`` if it fails, or for calls that are not supported.
     """
     name = PROBING if masks else NAME
-    if has_stand_in(model):  # it may look at values of constants, such as positions
+    if has_stand_in(model):  # the module may read values of constants, such as positions
         with constants_on_meta(model, MASKED, found) as (constants, given), constants:
             part(**given)
         return
@@ -183,9 +183,9 @@ def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
 def constants_on_meta(
     model: Any, name: str, found: Probe
 ) -> Iterator[tuple[Constants, dict[str, Any]]]:
-    """Like :func:`on_meta`; return what knows constants, and what ``model`` is to be called with.
+    """Enter :func:`on_meta`; yield a mode that knows constants, and the arguments for ``model``.
 
-    The positions are known, and the tokens are not.
+    Positions have known values; tokens do not.
     """
     with on_meta(model, name, found) as values:
         ids = torch.zeros(1, found.tokens, dtype=torch.int64)
@@ -197,9 +197,9 @@ def constants_on_meta(
 
 @contextmanager
 def on_meta(model: Any, name: str, found: Probe) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Put ``model`` on meta and give calls of attention of this name to ``found``, in the block.
+    """Put ``model`` on meta and record in ``found`` the calls of attention function ``name``.
 
-    Returns the values of buffers that were computed when the model was built, by those on meta.
+    Yields the values of buffers that were computed when the model was built, by buffer on meta.
     """
     owner = type(model).__name__
     with ExitStack() as stack:
@@ -221,7 +221,7 @@ def on_meta(model: Any, name: str, found: Probe) -> Iterator[dict[torch.Tensor, 
 
 @contextmanager
 def implementation(config: Any, name: str) -> Iterator[None]:
-    """Name the attention function that the model of ``config`` calls, in the block."""
+    """Set the attention function of the model of ``config`` to ``name`` inside the block."""
     before = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -232,9 +232,9 @@ def implementation(config: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def _tensors_on_meta(model: nn.Module) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Put the buffers of ``model`` on meta, and let no rank wait for others, in the block.
+    """Put the buffers of ``model`` on meta, and replace its groups by ones that do not wait.
 
-    Returns the values of those that no checkpoint stores.
+    Yields the values of buffers that no checkpoint stores.
     """
     changed: list[tuple[dict[str, Any], str, Any]] = []
     values: dict[torch.Tensor, torch.Tensor] = {}

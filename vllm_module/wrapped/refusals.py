@@ -1,4 +1,4 @@
-"""Why a model of transformers is refused before it has memory: reasons, not names of models."""
+"""Reasons to refuse a transformers model before it has memory; none is a model's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_module.wrapped.probe import Call
 
 
 def refusal_of(entries: Mapping[str, Any]) -> str | None:
-    """Return why the wrapper refuses a model, as far as that shows before it is built.
+    """Return why the wrapper refuses a model, if its configuration shows it, else None.
 
     ``entries`` are those of ``config.json``. A model without such a reason may be refused too.
     """
@@ -38,14 +38,14 @@ def _refuse_class(cls: Any, config: Any, *, attends_across: bool = False) -> Non
 
 
 def refuse_architecture(model: Any) -> None:
-    """Raise ``UnsupportedModelError`` for a kind of model that the wrapper does not run."""
+    """Raise ``UnsupportedModelError`` for kinds of models that the wrapper does not run."""
     _refuse_class(type(model), model.config, attends_across=_has_cross_attention(model))
 
 
 def fix_frequencies(model: Any, max_model_len: int | None) -> None:
-    """Keep the frequencies of rope that depend on the longest sequence as they are for short ones.
+    """Keep rope frequencies that depend on the longest sequence fixed at those of short sequences.
 
-    Raises ``UnsupportedModelError`` if sequences of ``max_model_len`` tokens have others.
+    Raises ``UnsupportedModelError`` if sequences of ``max_model_len`` tokens use others.
     """
     for path, module in model.named_modules():
         rope = getattr(module, "rope_type", None)
@@ -60,15 +60,16 @@ def fix_frequencies(model: Any, max_model_len: int | None) -> None:
                     "the longest sequence of a batch changes the others: expected a max_model_len "
                     f"of at most {limit}, up to which it does not"
                 )
-            kinds[layer_type] = "default"  # by which transformers does not choose anew
+            # Transformers does not recompute frequencies of this type.
+            kinds[layer_type] = "default"
         if not isinstance(rope, dict) and kinds[None] != rope:
             module.rope_type = kinds[None]
 
 
 def _same_frequencies(rotary: Any, kind: str, layer_type: str | None) -> int | None:
-    """Return up to which length of a sequence the frequencies of ``rotary`` are the same.
+    """Return the sequence length up to which the frequencies of ``rotary`` do not change.
 
-    ``kind`` is the type of its rope, of layers of ``layer_type``. ``None`` if they always are.
+    ``kind`` is its type of rope, for layers of ``layer_type``. ``None`` if they never change.
     """
     if kind not in ("dynamic", "longrope"):
         return None
@@ -89,9 +90,9 @@ def _has_cross_attention(model: Any) -> bool:
 def refuse_calls(
     model: Any, calls: Mapping[str, Sequence[Call]], max_model_len: int | None, own: str
 ) -> None:
-    """Raise ``UnsupportedModelError`` for what the calls of attention show.
+    """Raise ``UnsupportedModelError`` for attention calls that cannot be replaced.
 
-    ``own`` says why attention that the model computes itself was not replaced, if it is known.
+    ``own`` is the reason why attention that the model computes itself was not replaced, if known.
     """
     name = type(model).__name__
     layers = model.config.get_text_config(decoder=True).num_hidden_layers

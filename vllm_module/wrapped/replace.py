@@ -1,4 +1,4 @@
-"""Put our typed layers and parameters in the place of transformers', by the plan of the class."""
+"""Replacing layers and parameters of transformers by our typed ones, by the plan of the class."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from vllm_module.wrapped.probe import Call
 
 
 class Replacing:
-    """What takes the place of the modules of ``model``, of transformers, on this rank.
+    """Replaces modules of a transformers ``model`` by ours, for this rank.
 
     Args:
-        model: with parameters on meta.
-        names: what a checkpoint calls its tensors.
+        model: the model, with parameters on meta.
+        names: checkpoint names of its tensors.
 
-    Raises ``UnsupportedModelError`` if the model has no plan, and there are several ranks.
+    Raises ``UnsupportedModelError`` if the model has no plan and there are several ranks.
 
     """
 
@@ -52,13 +52,13 @@ class Replacing:
                 f"transformers' {self.owner} has no tensor-parallel plan: it runs on one rank, not "
                 f"on {self.group.size}"
             )
-        # By the parameter of transformers, so that tied ones stay tied.
+        # Keyed by the parameter of transformers, so that tied parameters stay tied.
         self.holders: dict[torch.Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.holders.setdefault(parameter, []).append(name)
 
     def replace_experts(self) -> None:
-        """Replace the experts, which do not run on tensors without values."""
+        """Replace the experts, whose code fails on tensors without values."""
         for path, module in list(self.model.named_modules()):
             if is_experts(module):
                 above, _, attr = path.rpartition(".")
@@ -69,7 +69,7 @@ class Replacing:
     def replace_others(self, calls: Mapping[str, Sequence[Call]]) -> None:
         """Replace linear layers, embeddings, and parameters that the plan names.
 
-        ``calls`` are those of attention, by the path of the module.
+        ``calls`` are the attention calls, by the module's path.
 
         Raises:
             UnsupportedModelError: the plan names a module that is not there, or asks for what is
@@ -92,7 +92,7 @@ class Replacing:
                 self._cut_parameters(path, module)
 
     def _replaced(self, path: str, module: Any) -> nn.Module:
-        """Return what takes the place of ``module``: itself, if nothing does."""
+        """Return the replacement of ``module``, or ``module`` itself."""
         if type(module) is nn.Embedding and module is self.model.get_input_embeddings():
             return self._embedding(module)
         if type(module) is nn.Linear:
@@ -145,7 +145,7 @@ class Replacing:
         return _like(layer, module)
 
     def _tied(self, path: str, module: nn.Linear, others: list[str]) -> nn.Module:
-        """Return the head that shares its weight with the embedding; else the layer as it is."""
+        """Return a head that shares its weight with the embedding, or the layer unchanged."""
         embedding = self.model.get_input_embeddings()
         head = module is self.model.get_output_embeddings()
         if head and isinstance(embedding, VocabParallelEmbedding):
@@ -160,7 +160,7 @@ class Replacing:
         return module
 
     def _kv_heads(self, path: str, linear: nn.Linear, style: str | None) -> int | None:
-        """Return how many heads of keys or values are the output of ``linear``, if it is theirs."""
+        """Return the number of heads in the output of ``linear``; None unless keys or values."""
         above = path.rpartition(".")[0]
         size = self.group.size
         for call in self.calls.get(above, ()) if style == COLUMN else ():
@@ -192,20 +192,20 @@ class Replacing:
 
 
 def _summed(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Sum what ``module`` returns over its ranks; a hook after its forward pass."""
+    """Sum the output of ``module`` over its ranks; a hook after its forward pass."""
     summed: torch.Tensor = module.tp_group.all_reduce(output)
     return summed
 
 
 def _like(layer: LinearBase, linear: nn.Linear) -> LinearBase:
-    """Give ``layer`` the sizes that a model may read from the layer it replaces."""
+    """Set on ``layer`` the sizes that a model may read from the layer it replaces."""
     sizes: Any = vars(layer)
     sizes.update(in_features=linear.in_features, out_features=linear.out_features)
     return layer
 
 
 def _expert_slot(path: str, name: str) -> str:
-    """Return what an expert's layer is called in ``name``: ``"x.experts.*.up_proj.weight"``."""
+    """Return the expert's layer name in ``name``, such as ``"x.experts.*.up_proj.weight"``."""
     slot = name.removeprefix(f"{path}.*.").removesuffix(".weight")
     if name != f"{path}.*.{slot}.weight":
         raise UnsupportedModelError(
@@ -215,7 +215,7 @@ def _expert_slot(path: str, name: str) -> str:
 
 
 def _sibling_slots(path: str, stored: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the layers that are merged into the one at ``path``, beside it."""
+    """Return the names, beside ``path``, of the layers that are merged into the layer there."""
     above = path.rpartition(".")[0]
     slots = tuple(name.removeprefix(f"{above}.").removesuffix(".weight") for name in stored)
     for slot, name in zip(slots, stored, strict=True):

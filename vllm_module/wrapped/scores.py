@@ -1,8 +1,8 @@
-"""A product of queries and keys that is not computed: what a module does with it is noted.
+"""Placeholders for attention scores that record the operations on them.
 
-A module that computes attention itself multiplies queries by keys, scales and masks the scores,
-and multiplies their softmax by values. :class:`Products` gives it :class:`Scores` in place of the
-first product, and calls a function of ours in place of the last one.
+A module that computes attention itself multiplies queries by keys, scales and masks the scores, and
+multiplies their softmax by values. :class:`Products` replaces the first product by :class:`Scores`,
+and the last one by a call of our attention.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm_module.errors import UnsupportedModelError
 
 PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
 _QUERIES = frozenset(("size", "dim", "ndimension", "numel", "is_floating_point", "__len__"))
-# These keep each score in its row and column.
+# Functions that keep each score in its row and column.
 _KEEPING = frozenset(
     (
         "view", "reshape", "unsqueeze", "squeeze", "unflatten", "flatten", "contiguous", "to",
         "float", "half", "bfloat16", "type", "type_as", "clone", "detach", "dropout",
     )
 )  # fmt: skip
-# What a module may do to scores, by the names of torch's functions.
+# Operations on scores that are recorded, by the names of torch's functions.
 _NAMES = {
     "add": ("add", "__add__", "__radd__", "__iadd__", "add_"),
     "subtract": ("sub", "__sub__", "__isub__", "sub_"),
@@ -39,13 +39,13 @@ _NOTED = {name: kind for kind, names in _NAMES.items() for name in names}
 
 
 class Noted(NamedTuple):
-    """Something that was done to scores.
+    """One recorded operation on scores.
 
     Attributes:
         kind: a key of _NAMES, or ``"product"`` for a sum and a product at once.
-        operands: what it was called with; ``None`` in place of the scores.
-        shape: of the scores.
-        options: by name.
+        operands: the arguments, with ``None`` in place of the scores.
+        shape: the shape of the scores.
+        options: keyword arguments, by name.
 
     """
 
@@ -56,14 +56,15 @@ class Noted(NamedTuple):
 
 
 class Scores(torch.Tensor):
-    """Stands for scores, or their softmax; on meta, of the shape that they would have.
+    """A placeholder on meta, of the right shape, for scores or their softmax.
 
     Attributes:
         query, key: ``[1, heads, tokens, features]`` each; keys may have fewer heads.
-        notes: what was done to them in order; shared by all that come of one product.
-        noted: how many notes there were when it was made.
-        weights: whether it is the softmax.
-        finish: computes attention, from the weights and values ``[1, heads, tokens, features]``.
+        notes: operations in order; one list is shared by all tensors made from one product.
+        noted: number of notes when this tensor was made.
+        weights: True after the softmax.
+        finish: a function of the softmax and the values ``[1, heads, tokens, features]`` that
+            computes attention.
 
     """
 
@@ -76,7 +77,7 @@ class Scores(torch.Tensor):
 
     @classmethod
     def of(cls, query: Any, key: Any, finish: Any, notes: list[Noted]) -> Scores:
-        """Return the scores of ``query``, ``[..., tokens, features]``, and of ``key``."""
+        """Return placeholder scores of ``query``, ``[..., tokens, features]``, and ``key``."""
         shape = *query.shape[:-1], key.shape[-2]
         scores = torch.empty(shape, dtype=query.dtype, device="meta").as_subclass(cls)
         heads = math.prod(query.shape[:-2])
@@ -86,9 +87,9 @@ class Scores(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what ``func`` does to scores.
+        """Record the operation ``func`` on scores.
 
-        Raises ``UnsupportedModelError`` if it is no part of attention that we compute.
+        Raises ``UnsupportedModelError`` for operations that our attention does not have.
         """
         kwargs = kwargs or {}
         name = func.__name__
@@ -135,7 +136,7 @@ class Scores(torch.Tensor):
         return self._like(self)
 
     def _times(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what attention returns, in the shape of the product with ``value``."""
+        """Return the output of attention, in the shape of the product with ``value``."""
         leading = self.shape[:-2]
         output = self.finish(self, in_heads(value, math.prod(leading)))
         return output.reshape(*leading, *output.shape[-2:]).contiguous()
@@ -152,7 +153,7 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def in_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return ``[..., tokens, features]`` as ``[1, heads, tokens, features]``, or one head."""
+    """Reshape ``[..., tokens, features]`` to ``[1, heads, tokens, features]``, or to one head."""
     leading = math.prod(tensor.shape[:-2])
     if leading not in (1, heads):
         raise UnsupportedModelError(f"{heads} heads attend to {leading} of keys or values")
@@ -160,11 +161,11 @@ def in_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 class Products(TorchFunctionMode):
-    """Give what runs in it :class:`Scores` for the products of two activations.
+    """A mode in which the product of two activations becomes :class:`Scores`.
 
     Args:
-        begin: called with query and key, ``[..., tokens, features]`` each, and notes; returns
-            Scores, or ``None`` if the product is to be computed.
+        begin: a function of query and key, ``[..., tokens, features]`` each, and the notes; returns
+            Scores, or ``None`` if the product should be computed.
 
     """
 

@@ -1,7 +1,7 @@
-"""The part of a model of transformers that computes hidden states, and what it does after it.
+"""The trunk of a transformers model, which computes hidden states, and its logits.
 
-A class for causal language modelling may scale or cap logits, or normalize once more. So logits are
-computed by the class itself, with its trunk replaced by a module that returns hidden states.
+A class for causal language modelling may scale or cap logits, or normalize once more. So its own
+code computes the logits, with the trunk replaced by a module that returns given hidden states.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Trunk(NamedTuple):
     """The part of a model that computes hidden states.
 
     Attributes:
-        path: of the module.
-        output_class: of what it returns.
+        path: path of the module.
+        output_class: class of its output.
 
     """
 
@@ -30,12 +30,12 @@ class Trunk(NamedTuple):
 
 
 def find_trunk(model: Any, *, takes_positions: bool = True) -> tuple[Trunk, Probe]:
-    """Return the trunk of ``model``, and what it asks of attention.
+    """Return the trunk of ``model``, and a probe with its attention calls.
 
-    ``takes_positions`` says whether more than attention depends on the positions of tokens.
+    ``takes_positions`` is True if more than attention depends on the tokens' positions.
 
-    Raises ``UnsupportedModelError`` if the model attends outside of the first part that it calls,
-    or that part takes no positions.
+    Raises ``UnsupportedModelError`` if attention is called outside of the first module that the
+    model calls, or if that module takes no positions.
     """
     name, found = type(model).__name__, probe_of(model)
     called: list[Any] = []
@@ -95,7 +95,7 @@ def logits_of(model: nn.Module, library: Any, trunk: Trunk, hidden: torch.Tensor
 
 
 class _Given(nn.Module):
-    """Stands for a trunk: returns what it was built with."""
+    """A trunk that returns the output it was built with."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class _Given(nn.Module):
 
 
 def refuse_other_logits(text: Any, whole: Any) -> None:
-    """Raise ``UnsupportedModelError`` if ``whole`` makes logits otherwise than its model of text.
+    """Raise if the multimodal class computes other logits from hidden states than its text model.
 
-    Such as without a scale. Both are on meta; what their heads return is made up for it.
+    Scale and cap may differ. Both models are on meta; the outputs of their heads are made up.
     """
     numbers = torch.linspace(-50, 50, 8, device="cpu").expand(1, 2, 8)
     made = []
@@ -122,7 +122,7 @@ def refuse_other_logits(text: Any, whole: Any) -> None:
         try:
             ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
             made.append(copy.forward(input_ids=ids, use_cache=False).logits)
-        except Exception:  # code from outside, which may need more than this
+        except Exception:  # code from outside, which may need more arguments
             return
     if not torch.equal(*made):
         raise UnsupportedModelError(
@@ -132,7 +132,7 @@ def refuse_other_logits(text: Any, whole: Any) -> None:
 
 
 class _Output:
-    """Stands for what a trunk returns."""
+    """The output of a trunk, with hidden states only."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -141,13 +141,13 @@ class _Output:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
-        """Return nothing for what is not asked for, such as hidden states of all layers."""
+        """Return None for other outputs, such as the hidden states of all layers."""
 
 
 def _with_given(module: Any, tensors: nn.Module, path: str, given: nn.Module) -> Any:
     """Return a copy of ``module`` with ``given`` at ``path``; all else is shared.
 
-    Its children and tensors are those of ``tensors``.
+    The copy has the children and tensors of ``tensors``.
     """
     name, _, rest = path.partition(".")
     children = dict(tensors._modules)

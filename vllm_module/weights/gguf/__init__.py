@@ -1,7 +1,6 @@
-"""Models in GGUF files.
+"""Reading models in GGUF files.
 
-``header.py`` parses a file's metadata and what it says of its tensors, without torch. ``file.py``
-has the tensors by Hugging Face's names, which ``names.py`` lists. ``metadata.py`` looks keys and
+``header.py`` parses a file's metadata and its entries of tensors, without torch. ``file.py``
 tensors up; ``config.py``, ``rope.py`` and ``tokenizer.py`` turn them into Hugging Face's small
 files, and ``small_files.py`` puts those together with the files that are beside the weights.
 """

@@ -1,7 +1,7 @@
-"""The ``config.json`` that a GGUF file stands for, from its metadata and its tensors.
+"""Building ``config.json`` from the metadata and the tensors of a GGUF file.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What a tensor's shape says goes
-before what a key says of it.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Where a tensor's shape and a key
+disagree, the shape is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Entries = dict[str, Any]
 
 
 def stored_entries(files: Sequence[GGUFFile]) -> Entries:
-    """Return the entries that say how the files store weights, whoever wrote the others."""
+    """Return the entries that describe how the files store weights, whoever wrote the others."""
     types = {
         name.rpartition(".")[0]: kind
         for file in files
@@ -42,7 +42,7 @@ def stored_entries(files: Sequence[GGUFFile]) -> Entries:
 
 
 def config_of(files: Sequence[GGUFFile]) -> Entries:
-    """Return the entries of ``config.json`` that the files' metadata stands for.
+    """Return the entries of ``config.json`` that the files' metadata describes.
 
     Raises ``CheckpointFormatError`` for a key that is missing, ``UnsupportedModelError`` for
     settings that no model here has.
@@ -82,7 +82,7 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
 
 
 def _alike(value: Any) -> Any:
-    """Return one number where layers that are alike have one each."""
+    """Return the one number of a list with a number for each layer, if all are equal."""
     if isinstance(value, list) and value and all(each == value[0] for each in value):
         return value[0]
     return value
@@ -96,7 +96,7 @@ def _dtype(of: Metadata) -> str:
 
 
 def _head(of: Metadata, hidden: int, heads: Any) -> Entries:
-    """Return the size of a head, and how much of it is rotated."""
+    """Return the size of a head and the part of it that is rotated."""
     if type(heads) is not int or not 0 < heads <= hidden:
         raise CheckpointFormatError(
             f"{of.where}: {of.architecture}.attention.head_count should be a number of heads, and "
@@ -106,7 +106,8 @@ def _head(of: Metadata, hidden: int, heads: Any) -> Entries:
         return _latent_head(of, heads)
     size = of.get("attention.key_length", hidden // heads)
     rotated, values = of.get("rope.dimension_count", size), of.get("attention.value_length", size)
-    whole = ARCHITECTURES[of.architecture].rotary_pairs  # pairs of whole heads are stored
+    # Rotated pairs are stored for whole heads only.
+    whole = ARCHITECTURES[of.architecture].rotary_pairs
     if values != size or (whole and rotated != size):
         raise UnsupportedModelError(
             f"{of.where}: expected heads of one size, of which all is rotated, got key_length "
@@ -120,10 +121,10 @@ def _head(of: Metadata, hidden: int, heads: Any) -> Entries:
 
 
 def _latent_head(of: Metadata, heads: int) -> Entries:
-    """Return the sizes of heads whose keys and values are computed from one latent of a token.
+    """Return head sizes of latent attention, whose keys and values are computed from one latent.
 
-    Files whose ``attn_kv_b`` is stored apart say the sizes of a latent as those of a key and value
-    that all heads share, and those of a head in other keys.
+    In files that store ``attn_kv_b`` apart, the usual keys describe the latent as one key and value
+    shared by all heads, and other keys have the sizes of a head.
     """
     rotated = of.need("rope.dimension_count")
     size = of.get("attention.key_length_mla") or of.need("attention.key_length")
@@ -144,7 +145,7 @@ def _latent_head(of: Metadata, heads: int) -> Entries:
 
 
 def _window(of: Metadata) -> Any:
-    """Return the sliding window; converters write 0 for none."""
+    """Return the sliding window, or None; converters write 0 for none."""
     return of.get("attention.sliding_window") or None
 
 
@@ -225,10 +226,10 @@ def _glm4(of: Metadata, entries: Entries) -> Entries:
     return {"architectures": ["Glm4ForCausalLM"], "attention_bias": bias}
 
 
-# Of DeepSeek-V2, and of V3 and R1, by the number of experts: how many groups they are in, and from
-# how many a token's are chosen. Only newer files say it.
+# DeepSeek-V2, V3 and R1, by number of experts: the number of groups, and how many groups a token's
+# experts are chosen from. Only newer files have these two keys.
 _EXPERT_GROUPS = {160: (8, 3), 256: (8, 4)}
-_SIGMOID = 2  # of expert_gating_func; 1 is softmax, which older files do not say
+_SIGMOID = 2  # value of expert_gating_func; 1 is softmax, and older files lack the key
 
 
 def _deepseek2(of: Metadata, entries: Entries) -> Entries:
@@ -251,15 +252,15 @@ def _deepseek2(of: Metadata, entries: Entries) -> Entries:
         "topk_method": "noaux_tc" if corrected else greedy,
         "scoring_func": "sigmoid" if sigmoid else "softmax",
         "norm_topk_prob": of.get("expert_weights_norm", False),
-        "routed_scaling_factor": of.get("expert_weights_scale") or 1.0,  # 0 is none
+        "routed_scaling_factor": of.get("expert_weights_scale") or 1.0,  # 0 means no scale
         "num_nextn_predict_layers": 0,
     }
 
 
 def _gemma(of: Metadata, entries: Entries, largest: int) -> Entries:
-    """Return what Gemma 2 and 3 have in common; the ``largest`` has this number of layers."""
+    """Return the entries common to Gemma 2 and 3; ``largest``: the largest model's layer count."""
     heads, size = entries["num_attention_heads"], entries["head_dim"]
-    if entries["num_hidden_layers"] == largest:  # the one whose scores are scaled otherwise
+    if entries["num_hidden_layers"] == largest:  # the largest model scales its scores differently
         size = entries["hidden_size"] // heads
     return {
         "hidden_activation": "gelu_pytorch_tanh",

@@ -1,3 +1,5 @@
+"""The tensors of a GGUF file under Hugging Face's names, and opening the parts of a split one."""
+
 from __future__ import annotations
 
 import re
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from vllm_module.weights.handle import FileHandle
 
 _MOST_EXPERTS = _MOST_FACTORS = 1 << 16
-_MOST_TENSORS = 1 << 19  # of the model, in a file: one of the file may have many experts
+# Limit on tensors of the model per file: one stored tensor may hold many experts.
+_MOST_TENSORS = 1 << 19
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -40,9 +43,9 @@ class GGUFFile(WeightFile):
 
     A weight in blocks is uint8 ``[rows, blocks, bytes]``, and its name ends with its type:
     ``q_proj.weight_q4_k``. So blocks of one type are never taken for those of another. The experts
-    of a layer, which the file has as one tensor, are one tensor each. Embeddings and gates are
-    multiplied out while they are read, and norms have the 1 taken off that llama.cpp adds to
-    Gemma's. The keys of latent attention are too, because they are stored transposed.
+    of a layer, which the file stores as one tensor, become one tensor each. Embeddings, gates and
+    the keys of latent attention (stored transposed) are dequantized while they are read. The 1 that
+    llama.cpp adds to the norm weights of Gemma is subtracted.
 
     ``first`` is the first part of a split file, which has the metadata of all parts.
     """
@@ -55,20 +58,20 @@ class GGUFFile(WeightFile):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The keys and values of this file, or of the first part."""
+        """Keys and values of this file, or of the first part of a split file."""
         return (self._first or self).header.metadata
 
     def _read_entries(self) -> None:
         self.header = read_gguf_header(self.path, self._bytes.size, self._bytes.read_bytes)
         where = printable(self.path)
         named = self.metadata.get("general.architecture")
-        # Of one that is not known, tensors keep the file's names, to be listed; no model has them.
+        # Tensors of an unknown architecture keep the file's names, so that they can be listed.
         architecture = ARCHITECTURES.get(str(named), Architecture({}))
         self.entries = {}
-        self.kinds: dict[str, str] = {}  # of weights in blocks, by name
+        self.kinds: dict[str, str] = {}  # block types of weights, by name
         self.rope_tensors: dict[str, GGUFTensor] = {}
-        self._offsets: set[str] = set()  # the names of norms
-        self._turned: set[str] = set()  # and of those whose heads are stored transposed
+        self._offsets: set[str] = set()  # names of norm weights stored with 1 added
+        self._turned: set[str] = set()  # names of weights whose heads are stored transposed
         for tensor in self.header.tensors:
             if tensor.name in ROPE_TENSORS:
                 self.rope_tensors[tensor.name] = tensor
@@ -110,7 +113,7 @@ class GGUFFile(WeightFile):
         return [(0, self.header.start)]
 
     def floats(self, tensor: GGUFTensor) -> list[float]:
-        """Read a small tensor of the header."""
+        """Read a small tensor of the file."""
         import torch  # here because headers are read without it
 
         if (
@@ -156,7 +159,7 @@ def _attribute(kind: str) -> str:
 
 
 def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, Entry]]:
-    """Return the tensors of the model that a tensor of the file holds, with their names."""
+    """Return the names and entries of the model's tensors that a tensor of the file holds."""
     name, shape, (_, _, kind, begin, end) = renamed(tensor.name, architecture), tensor.shape, tensor
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)  # tools of llama.cpp drop dimensions of one
@@ -181,10 +184,10 @@ def _entries(tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, 
 
 
 def open_gguf_files(folder: FolderFiles) -> tuple[GGUFFile, ...]:
-    """Open a GGUF file, or all parts of a split one, and check what they say of their tensors.
+    """Open a GGUF file, or all parts of a split one, and check their entries of tensors.
 
-    What the user named is a file, any part of a split one, or a folder with one model. A part that
-    is missing, or is of another model, is a CheckpointFormatError.
+    The folder's user may have named a file, any part of a split one, or a folder with one model. A
+    part that is missing, or belongs to another model, is a CheckpointFormatError.
     """
     name = find_gguf(folder) if folder.named is None else folder.named
     names = [name]
@@ -210,7 +213,7 @@ def open_gguf_files(folder: FolderFiles) -> tuple[GGUFFile, ...]:
 
 
 def _check_parts(files: list[GGUFFile]) -> None:
-    """Refuse files that are not the parts of one model, each once and in order."""
+    """Raise unless the files are the parts of one model, each once and in order."""
     for number, file in enumerate(files):
         for key, expected in (("split.no", number), ("split.count", len(files))):
             got = file.header.metadata.get(key, expected if len(files) == 1 else None)
@@ -229,7 +232,7 @@ def _check_parts(files: list[GGUFFile]) -> None:
 
 
 def find_gguf(folder: FolderFiles) -> str:
-    """Return the name of the GGUF file in a folder; of the first part of a split one.
+    """Return the name of the GGUF file in a folder, or of the first part of a split one.
 
     A folder with none, or with several models, is a CheckpointFormatError.
     """

@@ -1,6 +1,6 @@
-"""The header of a GGUF file. Reading it needs no torch.
+"""Parsing the header of a GGUF file, which needs no torch.
 
-A file is ``GGUF``, a version, two counts, the metadata (keys with typed values), what it says of
+A file is ``GGUF``, a version, two counts, the metadata (keys with typed values), an entry for
 each tensor, and the data. Tensors begin at multiples of ``general.alignment``, one after another;
 offsets count from the first of these multiples after the header.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3).
@@ -24,9 +24,10 @@ FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the types whose values are stor
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4  # GGML_MAX_DIMS
 _MOST_ALIGNMENT = 1 << 20
-# Tensors, keys, and elements of an array; a byte of the file may take tens of bytes in memory.
+# Limit on tensors, on keys, and on elements of an array: one byte of the file may take tens of
+# bytes in memory.
 _MOST = 1 << 22
-_READ = 1 << 20  # bytes at a time: how long the header is, only its end tells
+_READ = 1 << 20  # bytes read at a time: the header's length is known only at its end
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"
@@ -34,7 +35,7 @@ _NUMBERS = {
 
 
 class GGUFTensor(NamedTuple):
-    """One tensor of a file: its shape as torch has it, its type, and its bytes in the file."""
+    """One tensor of a file: its shape in torch's order, its type, and its bytes in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -107,7 +108,7 @@ def _aligned(at: int, alignment: int) -> int:
 
 
 def _tensor(header: _Cursor) -> GGUFTensor:
-    """Return what the file says of its next tensor; ``begin`` is its offset in the data."""
+    """Parse the next tensor's entry; ``begin`` is its offset in the data."""
     name = header.text("the name of a tensor")
 
     def refuse(what: str, expected: str, got: object) -> NoReturn:
@@ -141,7 +142,7 @@ def _tensor(header: _Cursor) -> GGUFTensor:
 def _placed(
     header: _Cursor, tensors: list[GGUFTensor], start: int, alignment: int
 ) -> tuple[GGUFTensor, ...]:
-    """Return the tensors by where they are in the file, after checking that they fill its data."""
+    """Check that the tensors fill the data; return them with their offsets in the file."""
     placed: dict[str, GGUFTensor] = {}
     expected, previous = 0, "the header"
     for each in sorted(tensors, key=lambda tensor: tensor.begin):
@@ -171,7 +172,7 @@ def _placed(
 
 
 class _Cursor:
-    """A place in a header, whose bytes are read as they are needed."""
+    """A position in a header, whose bytes are read when they are needed."""
 
     def __init__(self, where: str, size: int, read: Callable[[int, int], bytes]) -> None:
         self.where, self.size, self.at = where, size, 0
@@ -181,12 +182,12 @@ class _Cursor:
         raise CheckpointFormatError(f"{self.where}: {problem}. {DAMAGED}")
 
     def expect_count(self, count: int, what: str) -> None:
-        """Refuse more of something than any file has."""
+        """Raise if ``count`` is more than any real file has."""
         if count > _MOST:
             self.refuse(f"it should have {count} {what}, where at most {_MOST} are accepted")
 
     def _take(self, length: int) -> int:
-        """Return where the next ``length`` bytes begin, and go behind them."""
+        """Return the position of the next ``length`` bytes, and advance past them."""
         begin, end = self.at, self.at + length
         if end > len(self._bytes):
             if end > min(self.size, MAX_HEADER_BYTES):
@@ -200,12 +201,12 @@ class _Cursor:
         return begin
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
-        """Return the next numbers, little-endian, by their codes in the module struct."""
+        """Read the next little-endian numbers; ``layout`` has their codes in the module struct."""
         layout = f"<{layout}"
         return struct.unpack_from(layout, self._bytes, self._take(struct.calcsize(layout)))
 
     def text(self, what: str) -> str:
-        """Return the next string."""
+        """Read the next string."""
         (length,) = self.numbers("Q")
         begin = self._take(length)
         try:
@@ -214,7 +215,7 @@ class _Cursor:
             self.refuse(f"{what}, at byte {begin}, is not UTF-8")
 
     def value(self, kind: int, key: str) -> Any:
-        """Return the next value of the metadata: a number, a bool, a string or a list of these."""
+        """Read the next value of the metadata: a number, a bool, a string or a list of these."""
         if kind == _STRING:
             return self.text(f"the value of {shorten(key)}")
         if kind in _NUMBERS:

@@ -1,4 +1,4 @@
-"""The keys of one architecture and the tensors of all files of a model."""
+"""Looking up metadata keys of one architecture and tensors of all files of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_module.weights.gguf.header import GGUFTensor
 
 
 class Metadata:
-    """The keys of one architecture, and the tensors of all files."""
+    """The metadata keys of one architecture, and the tensors of all files."""
 
     def __init__(self, files: Sequence[GGUFFile]) -> None:
         self.files = files
@@ -24,11 +24,11 @@ class Metadata:
         }
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a key of the architecture, or ``default`` if the file has none."""
+        """Return the value of an architecture's key, or ``default`` if the file lacks the key."""
         return self.keys.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """Return a key of the architecture that the file must have."""
+        """Return the value of an architecture's key; raise if the file lacks the key."""
         if (value := self.get(key)) is None:
             raise CheckpointFormatError(
                 f"{self.where}: the metadata has no {self.architecture}.{key}, and there is no "
@@ -37,7 +37,7 @@ class Metadata:
         return value
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """Return the shape of a tensor that the files must have, of ``dims`` dimensions."""
+        """Return a tensor's shape; raise if it is missing or has another number of dimensions."""
         if name not in self.tensors:
             raise CheckpointFormatError(
                 f"{self.where}: the tensor {name} is missing; download the model again"
@@ -51,7 +51,7 @@ class Metadata:
         return shape
 
     def factors(self, name: str) -> list[float] | None:
-        """Return the values of a tensor with factors on frequencies, if there is one."""
+        """Return the values of a tensor of frequency factors, or None if there is none."""
         for file in self.files:
             if name in file.rope_tensors:
                 return file.floats(file.rope_tensors[name])

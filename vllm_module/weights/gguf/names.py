@@ -1,7 +1,7 @@
-"""The names that llama.cpp gives to tensors, and what Hugging Face's checkpoints call them.
+"""Tables from llama.cpp's tensor names to those of Hugging Face's checkpoints.
 
-``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``. A table for each
-``general.architecture`` says what a component of a name is called. Names:
+``blk.3.attn_q.weight`` is ``model.layers.3.self_attn.q_proj.weight``. There is a table for each
+``general.architecture``. Sources:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and constants.py of gguf-py.
 """
 
@@ -27,9 +27,9 @@ _ATTENTION = {
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _DENSE = {**_ATTENTION, **_MLP}
-# A name of their own, so that a tensor in Hugging Face's order is never taken for one of these.
+# A separate name, so that a tensor in Hugging Face's order is never taken for one of these.
 _PAIRS = {"attn_q": "self_attn.q_proj_pairs", "attn_k": "self_attn.k_proj_pairs"}
-# A * stands for the number of an expert: llama.cpp stores those of a layer as one tensor.
+# A * stands for an expert's number: llama.cpp stores the experts of a layer as one tensor.
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
@@ -90,22 +90,23 @@ _GEMMA_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-# What layers of these names multiply by is looked up, or small: no module keeps it in blocks.
+# Weights that are looked up, or small: their layers cannot multiply by blocks.
 _DEQUANTIZED = {"token_embd", "ffn_gate_inp", "ffn_gate_inp_shexp", "attn_k_b"}
-# Parameters of their module, whose names end here, and what is behind them in the file.
+# Parameters that are no "weight", by the end of their name, with their suffix in the file.
 _WITHOUT_LAST = {"attn_sinks": "weight", "exp_probs_b": "bias"}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one ``general.architecture`` calls tensors, and what llama.cpp changed of them.
+    """The tensor names of one ``general.architecture``, and llama.cpp's changes of the values.
 
     Attributes:
-        layer: from the component behind ``blk.N`` to the name behind ``model.layers.N``.
-        norms_plus_one: the weights of norms are stored with 1 added to them.
-        experts_apart: experts are stored apart, gate and up too, where Hugging Face has one tensor.
-        rotary_pairs: the rows of q and k are stored as neighbours that are rotated together; their
-            names in ``layer`` end with ``_pairs``.
+        layer: dict from the component after ``blk.N`` to the name after ``model.layers.N``.
+        norms_plus_one: True if norm weights are stored with 1 added.
+        experts_apart: True if each expert is a tensor of its own in the model (gate and up too),
+            where Hugging Face's checkpoints have one tensor.
+        rotary_pairs: True if rows of q and k that are rotated together are stored as neighbours;
+            their names in ``layer`` end with ``_pairs``.
 
     """
 
@@ -130,14 +131,14 @@ ARCHITECTURES = {
     "gemma3": Architecture({**_DENSE, **_HEAD_NORMS, **_GEMMA_NORMS}, norms_plus_one=True),
 }
 
-# These are settings of the rotary embedding, which config.json has, and no weights.
+# Settings of the rotary embedding, which config.json has: these tensors are no weights.
 ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
 def architecture_of(name: object, where: str) -> Architecture:
-    """Return what the architecture of the file ``where`` calls tensors.
+    """Return the architecture that the file ``where`` names.
 
-    Raises ``UnsupportedModelError`` if it is none of those that are known.
+    Raises ``UnsupportedModelError`` if the architecture is unknown.
     """
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -148,7 +149,7 @@ def architecture_of(name: object, where: str) -> Architecture:
 
 
 def renamed(name: str, architecture: Architecture) -> str:
-    """Return what Hugging Face calls the tensor ``name``; the same name if that is not known."""
+    """Return the Hugging Face name of the tensor ``name``, or ``name`` itself if unknown."""
     *above, last = name.split(".")
     if len(above) == 1 and above[0] in _TOP:
         return f"{_TOP[above[0]]}.{last}"
@@ -159,7 +160,7 @@ def renamed(name: str, architecture: Architecture) -> str:
 
 
 def stored_name(name: str, architecture: Architecture) -> str | None:
-    """Return what a file calls the tensor that Hugging Face calls ``name``, if it has a name."""
+    """Return the name in GGUF files of the tensor that Hugging Face calls ``name``, or None."""
     of_layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     number, rest = of_layer.groups() if of_layer else ("", name)
     rest = re.sub(r"\.experts\.\d+\.", ".experts.*.", rest)
@@ -174,21 +175,21 @@ def stored_name(name: str, architecture: Architecture) -> str | None:
 
 
 def is_dequantized(name: str) -> bool:
-    """Tell whether blocks of the tensor ``name`` are multiplied out while they are read."""
+    """Return whether the tensor ``name`` is dequantized while it is read."""
     *_, component, last = ("", *name.split("."))
     return component in _DEQUANTIZED or last != "weight"
 
 
 def is_of_heads(name: str) -> bool:
-    """Tell whether the tensor ``name`` has a dimension of heads, whose rows follow each other."""
+    """Return whether the tensor ``name`` has a dimension of heads, whose rows are contiguous."""
     return name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
 
 
 def is_turned(name: str) -> bool:
-    """Tell whether the matrix of each head is stored transposed."""
+    """Return whether the tensor ``name`` stores each head's matrix transposed."""
     return name.endswith(".attn_k_b.weight")
 
 
 def is_norm(name: str) -> bool:
-    """Tell whether the tensor ``name`` is the weight of a norm."""
+    """Return whether the tensor ``name`` is the weight of a norm."""
     return name.endswith("norm.weight")

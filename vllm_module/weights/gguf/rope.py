@@ -1,4 +1,4 @@
-"""The rope scaling of ``config.json`` that keys and tensors of GGUF files stand for."""
+"""Reading the rope scaling of ``config.json`` from keys and tensors of GGUF files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.weights.gguf.file import GGUFFile
 from vllm_module.weights.gguf.metadata import Metadata
 
-# Settings of YaRN, and the entries that they become.
+# Settings of YaRN, and the entries of config.json for them.
 _YARN = {
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-# Settings that become no entry of config.json, and what they have to be.
+# Settings without an entry in config.json, and the only value accepted.
 _USUAL = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -29,11 +29,11 @@ _USUAL_WITHOUT_YARN = {
     "rope.scaling.yarn_beta_slow": 1.0,
     _LOG_MULTIPLIER: 0.0,
 }
-_WITHIN = 1e-3  # of a factor on a frequency: files hold them in float32
+_WITHIN = 1e-3  # relative difference accepted between factors: files hold float32
 
 
 def rope_scaling(of: Metadata) -> dict[str, Any] | None:
-    """Return the rope scaling, from keys or from the factors that a file has as tensors."""
+    """Return the rope scaling, from keys or from a tensor of frequency factors."""
     factor = of.get("rope.scaling.factor", of.get("rope.scale_linear"))
     kind = of.get("rope.scaling.type", "linear" if factor else "none")  # llama.cpp's default
     long, short = of.factors("rope_factors_long.weight"), of.factors("rope_factors_short.weight")
@@ -57,7 +57,7 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
                 f"{of.where}: {of.architecture}.{key} is {shorten(of.get(key))}: expected {usual:g}"
             )
     if each is not None:
-        # What Llama 3.1 computes from four settings, which files do not have, are these numbers.
+        # Llama 3.1 computes these factors from four settings, which files lack.
         if all(one == 1 for one in each):
             return None
         long = short = each
@@ -86,11 +86,12 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
             "original_max_position_embeddings": of.need("rope.scaling.original_context_length"),
         }
         scaling |= {entry: of.get(key) for key, entry in _YARN.items() if of.get(key) is not None}
-        if multiplier := of.get(_LOG_MULTIPLIER):  # of both, which are alike wherever it is written
+        # The value of mscale and mscale_all_dim, which are equal wherever the key is written.
+        if multiplier := of.get(_LOG_MULTIPLIER):
             # The converter of deepseek2 multiplies it by the 0.1 of the formula.
             mscale = multiplier * 10 if of.architecture == "deepseek2" else multiplier
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(mscale, 6))
-        # No key says it: gpt-oss was trained with bounds that are not rounded.
+        # No key has this: gpt-oss was trained with bounds that are not rounded.
         return {**scaling, "truncate": False} if of.architecture == "gpt-oss" else scaling
     raise UnsupportedModelError(
         f"{of.where}: rope.scaling.type is {shorten(kind)}: expected none, linear, yarn, or "
@@ -99,9 +100,9 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
 
 
 def check_rope_factors(files: Sequence[GGUFFile], entries: Mapping[str, Any], path: str) -> None:
-    """Refuse a ``config.json`` whose scaling is not the factors that the files have.
+    """Raise if the rope scaling of ``config.json`` gives other factors than the files have.
 
-    ``path`` is the file's, for the message. The formula is that of Llama 3.1.
+    ``path`` is the path of ``config.json``, for messages. The formula is Llama 3.1's.
     """
     factors = Metadata(files).factors("rope_freqs.weight")
     if factors is None or all(one == 1 for one in factors):
@@ -116,7 +117,7 @@ def check_rope_factors(files: Sequence[GGUFFile], entries: Mapping[str, Any], pa
             if kind == "longrope" and _same(scaling.get("long_factor") or (), factors):
                 return
         except (TypeError, ValueError, ArithmeticError):
-            pass  # an entry is no number, or none that the formula takes: it gives other factors
+            pass  # an entry is no number, or one that the formula refuses: its factors differ
     raise CheckpointFormatError(
         f"{printable(files[0].path)} has factors on the rotary frequencies (rope_freqs.weight), "
         f"from {min(factors):g} to {max(factors):g}, which rope_scaling of {path} does not give: "

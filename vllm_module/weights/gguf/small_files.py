@@ -1,4 +1,4 @@
-"""The files in Hugging Face's layout that GGUF files stand for."""
+"""Writing ``config.json`` and tokenizer files of Hugging Face's layout from GGUF files."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _opened(folder: FolderFiles, files: tuple[GGUFFile, ...]) -> Checkpoint:
 def gguf_small_files(folder: FolderFiles) -> dict[str, bytes]:
     """Return ``config.json`` and the files of the tokenizer, by name.
 
-    Those that are beside the weights go before what the metadata says. Where no tokenizer can be
-    made of it, the reason is in place of one.
+    Files beside the weights are preferred to those made from the metadata. If no tokenizer can be
+    made, the reason is stored in its place.
 
     Raises ``CheckpointFormatError`` and ``UnsupportedModelError`` for files or settings that are
     refused.
@@ -50,7 +50,8 @@ def gguf_small_files(folder: FolderFiles) -> dict[str, bytes]:
             try:
                 written |= tokenizer_files(files[0].metadata, where, taken)
             except (CheckpointFormatError, UnsupportedModelError) as error:
-                written[NO_TOKENIZER] = str(error).encode()  # tokens need none
+                # Generating from token ids needs no tokenizer.
+                written[NO_TOKENIZER] = str(error).encode()
         return written | {name: folder.read(name) for name in taken}
 
 

@@ -1,7 +1,7 @@
-"""The files of a tokenizer that the metadata of a GGUF file stands for.
+"""Writing a tokenizer's files from the metadata of a GGUF file.
 
-Keys: section Tokenizer of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. How a kind of
-tokenizer splits and decodes text is what the models' own ``tokenizer.json`` say.
+Keys: section Tokenizer of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. How each kind
+of tokenizer splits and decodes text was taken from the models' own ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-_MOST_CHARACTERS = 1024  # of a token whose merges are computed, one for each place in it
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+# Limit for a token whose merges are computed, one merge for each position in it.
+_MOST_CHARACTERS = 1024
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ADVICE = "Put the model's own tokenizer.json beside the GGUF file, or give token ids"
@@ -36,7 +37,7 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_O200K = (  # as in tiktoken's o200k_base
+_O200K = (  # pattern of tiktoken's o200k_base
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT_FORMS}"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT_FORMS}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,7 +51,7 @@ _DEEPSEEK3 = (  # one after the other: numbers, Chinese and Japanese, the rest
 _LIKE_LLAMA3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"
 )  # fmt: skip
-# What text is split by before it is encoded, by tokenizer.ggml.pre; None is GPT-2's way.
+# Patterns that split text before it is encoded, by tokenizer.ggml.pre; None is GPT-2's pattern.
 _SPLITS: Mapping[str, tuple[str, ...] | None] = {
     **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
@@ -60,18 +61,18 @@ _SPLITS: Mapping[str, tuple[str, ...] | None] = {
     "default": None,
     "gpt-2": None,
 }
-_WHOLE_FIRST = {*_LIKE_LLAMA3, "tekken"}  # a word that is a token is not built of merges
+_WHOLE_FIRST = {*_LIKE_LLAMA3, "tekken"}  # a word in the vocabulary is used whole, without merges
 
 
 def tokenizer_files(
     metadata: Mapping[str, Any], where: str, taken: Collection[str]
 ) -> dict[str, bytes]:
-    """Return the contents of tokenizer.json and tokenizer_config.json, but for those ``taken``.
+    """Return the contents of tokenizer.json and tokenizer_config.json, except those in ``taken``.
 
-    A file without a tokenizer gives neither. ``where`` is the file's, for messages.
+    The result is empty for a file without a tokenizer. ``where`` is the file's path, for messages.
 
-    Raises ``UnsupportedModelError`` for a kind of tokenizer that is not known, and
-    ``CheckpointFormatError`` for metadata that no tokenizer can be made of.
+    Raises ``UnsupportedModelError`` for an unknown kind of tokenizer, and
+    ``CheckpointFormatError`` for metadata from which no tokenizer can be made.
     """
     keys = {
         key.removeprefix("tokenizer.ggml."): value
@@ -89,7 +90,7 @@ def tokenizer_files(
         if type(token) is not int or not 0 <= token < len(tokens):
             _refuse(where, f"{key}_token_id", f"one of {len(tokens)} tokens", token)
         special[f"{name}_token"] = tokens[token]
-    # Older files do not say it, and SentencePiece's models begin with that token.
+    # Older files lack this key; models of SentencePiece begin with that token.
     adds = {
         name: keys.get(f"add_{name}_token", name == "bos" and keys["model"] == "llama")
         for name in ("bos", "eos")
@@ -178,7 +179,7 @@ def _tokenizer(
 def _add_template(
     tokenizer: Tokenizer, special: Mapping[str, str], adds: Mapping[str, Any]
 ) -> None:
-    """Let the tokenizer add the tokens that begin and end a text, as the file says."""
+    """Set the tokenizer's post-processor: it adds the tokens that begin and end a text."""
     from tokenizers.processors import TemplateProcessing
 
     begin, end = (
@@ -194,7 +195,7 @@ def _add_template(
 
 
 def _byte_level(keys: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
-    """Return a BPE tokenizer of bytes, each of which a character stands for."""
+    """Return a byte-level BPE tokenizer, in which a character stands for each byte."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = keys.get("pre", "default")
@@ -228,7 +229,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: list[str], where: str) -> Token
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that stands for each byte, as in GPT-2.
+    """Return GPT-2's character for each byte.
 
     Printable ones of Latin-1 stand for themselves; the others are the characters from 256 on.
     """
@@ -250,13 +251,13 @@ def _pairs(merges: Sequence[str], where: str) -> list[tuple[str, str]]:
 def _sentencepiece(
     keys: Mapping[str, Any], tokens: list[str], architecture: str, where: str
 ) -> Tokenizer:
-    """Return a BPE tokenizer of characters, where a character that has no token is its bytes."""
+    """Return a BPE tokenizer of characters; a character without a token becomes its bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     gemma = architecture.startswith("gemma")
     scores = keys.get("scores")
     if gemma:
-        # Runs of spaces are stored as spaces, and the order of tokens is that of merges.
+        # Runs of spaces are stored as spaces, and tokens are in the order of merges.
         tokens = [_SPACE * len(token) if token.strip(" ") == "" else token for token in tokens]
         scores = [-at for at in range(len(tokens))]
     if "merges" in keys:
@@ -298,7 +299,7 @@ def _sentencepiece(
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return the merges that a vocabulary implies: into the token of the highest score first."""
+    """Return the merges of a vocabulary; those into the token of the highest score come first."""
     number = {token: at for at, token in enumerate(tokens)}
     found = []
     for token, score in zip(tokens, scores, strict=True):

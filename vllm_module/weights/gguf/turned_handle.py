@@ -1,3 +1,5 @@
+"""A handle of a weight whose heads are stored transposed."""
+
 from __future__ import annotations
 
 import torch
@@ -9,13 +11,13 @@ from vllm_module.weights.handle import FileHandle
 class TurnedHandle(ComputedHandle):
     """A weight ``[heads * features, input]`` that is stored as ``[heads, input, features]``.
 
-    Heads that are not asked for are not read.
+    Only the heads that were kept by ``narrow`` are read.
 
     Args:
-        stored: what the file stores.
-        compute: returns the values of some of its heads, ``[heads, input, features]``.
-        shape: of all these values.
-        dtype: of the values.
+        stored: the handle of the stored tensor.
+        compute: a function from some of its heads to their values ``[heads, input, features]``.
+        shape: the shape of all these values.
+        dtype: the dtype of the values.
 
     """
 

@@ -1,1 +1,1 @@
-"""``.bin`` and ``.distcp`` checkpoints, whose pickles are parsed and never run."""
+"""Reading ``.bin`` and ``.distcp`` checkpoints, whose pickles are parsed and never run."""

@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint, as trainers write them, read by slice.
+"""Reading folders of torch.distributed.checkpoint, which trainers write, by slice.
 
-A tensor is stored in chunks, cut as the trainer's ranks held it. Each chunk is what ``torch.save``
-writes of a tensor, somewhere in a file of many; or a whole file is safetensors
+A tensor is stored in chunks, cut as the trainer's ranks held it. A chunk is one ``torch.save``
+archive inside a file of many, or the whole file is safetensors
 (``SerializationFormat.SAFETENSORS``). Layout: torch/distributed/checkpoint/filesystem.py.
 """
 
@@ -34,10 +34,10 @@ Refuse = Callable[[str], NoReturn]
 
 
 def open_dcp(files: FolderFiles) -> Checkpoint:
-    """Open the weights of a folder of torch.distributed.checkpoint, without an optimizer's state.
+    """Open the weights in a folder of torch.distributed.checkpoint, without the optimizer's state.
 
-    Raises ``CheckpointFormatError`` if ``.metadata`` is damaged, asks for more than records, or
-    does not fit the files.
+    Raises ``CheckpointFormatError`` if ``.metadata`` is damaged, names anything but the known
+    records, or does not fit the files.
     """
     return Checkpoint((_Chunked(files.path / METADATA, files.path),), "dcp")
 
@@ -51,7 +51,7 @@ class _Chunked(WeightFile):
             self._refuse(f"it has {size} bytes: expected at most {MAX_HEADER_BYTES}")
         self._tensors = read_metadata(self._bytes.read_bytes(0, size), self._refuse)
         self._files: dict[str, FileBytes] = {}
-        self._headers: dict[str, dict[str, Entry]] = {}  # of files that are safetensors
+        self._headers: dict[str, dict[str, Entry]] = {}  # headers of the files that are safetensors
         self._parts: dict[tuple[str, Chunk], FileHandle] = {}
         self.entries = {}
         try:
@@ -65,7 +65,7 @@ class _Chunked(WeightFile):
             raise
 
     def _check(self, name: str, chunk: Chunk) -> None:
-        """Open the file of a chunk, and refuse one that ends too early."""
+        """Open the file of a chunk; raise if the file ends before the chunk does."""
         if chunk.file not in self._files:
             if os.path.basename(chunk.file) != chunk.file or chunk.file in ("", ".", ".."):
                 self._refuse(
@@ -90,7 +90,7 @@ class _Chunked(WeightFile):
         return sum(file.bytes_read for file in self._files.values())
 
     def fingerprint(self) -> bytes:
-        """Digest ``.metadata``, and the names and sizes of the files (SHA-256)."""
+        """Return a SHA-256 of ``.metadata`` and of the names and sizes of the files."""
         digest = hashlib.sha256(self._bytes.read_bytes(0, self._bytes.size))
         for name, file in sorted(self._files.items()):
             digest.update(b"%s\0%d\0" % (os.fsencode(name), file.size))
@@ -105,7 +105,7 @@ class _Chunked(WeightFile):
         return _Handle(self, name, self._tensors[name])
 
     def part(self, name: str, tensor: Tensor, chunk: Chunk) -> FileHandle:
-        """Return a handle of a chunk, after checking what was saved of it."""
+        """Check what was saved for a chunk, and return a handle of it."""
         if (name, chunk) not in self._parts:
             self._parts[name, chunk] = self._part(name, tensor, chunk)
         return self._parts[name, chunk]
@@ -135,7 +135,7 @@ class _Chunked(WeightFile):
     def _part_of_safetensors(
         self, file: FileBytes, name: str, tensor: Tensor, chunk: Chunk, refuse: Refuse
     ) -> FileHandle:
-        """Return a handle of a chunk in a file whose header says where it is."""
+        """Return a handle of a chunk in a safetensors file, whose header has its place."""
         if chunk.file not in self._headers:
             self._headers[chunk.file] = read_header(file.path, file.size, file.read_bytes).entries
         entry = self._headers[chunk.file].get(tensor.key)
@@ -155,7 +155,7 @@ class _Chunked(WeightFile):
 def _compare(
     dtype: DType, shape: tuple[int, ...], tensor: Tensor, chunk: Chunk, refuse: Refuse
 ) -> None:
-    """Refuse what was saved if it is not what ``.metadata`` says of the chunk."""
+    """Raise if a saved chunk differs from its entry in ``.metadata``."""
     if (dtype, tuple(shape)) != (tensor.dtype, tuple(chunk.shape)):
         refuse(
             f"it is {dtype.name} of shape {list(shape)}, and .metadata says "
@@ -164,7 +164,7 @@ def _compare(
 
 
 class _Window:
-    """A part of a file."""
+    """A range of bytes of a file."""
 
     def __init__(self, file: FileBytes, begin: int, size: int) -> None:
         self._file, self._begin, self.size = file, begin, size
@@ -179,7 +179,7 @@ class _Window:
 
 
 class _Handle:
-    """A tensor in chunks, or a region of one: it reads from the chunks that the region touches."""
+    """A tensor in chunks, or a region of one; reading reads the chunks that the region touches."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Handle:
         region: tuple[tuple[int, int], ...] | None = None,
     ) -> None:
         self._owner, self.name, self._tensor = owner, name, tensor
-        # Of each dimension, the start and the length.
+        # Start and length in each dimension.
         self._region = region or tuple((0, size) for size in tensor.shape)
 
     @cached_property

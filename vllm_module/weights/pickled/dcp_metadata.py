@@ -1,4 +1,4 @@
-"""What the file ``.metadata`` of torch.distributed.checkpoint says, read without running it.
+"""Parsing the file ``.metadata`` of torch.distributed.checkpoint without running its pickle.
 
 It is a pickle of the classes in torch/distributed/checkpoint/metadata.py and filesystem.py. Records
 without behavior stand for these classes, and a pickle that asks for any other is refused.
@@ -24,8 +24,8 @@ from vllm_module.weights.pickled.pickle_records import (
 )
 from vllm_module.weights.pickled.saved_tensors import NAMED_DTYPES
 
-_MOST_CUT = 4  # dimensions of a tensor that are cut; a trainer's mesh has not more
-# Where trainers keep what is no weight: the last key above it contains one of these words.
+_MOST_CUT = 4  # limit on the dimensions in which a tensor is cut; a trainer's mesh has no more
+# Words of keys under which trainers keep other things than weights.
 _NOT_WEIGHTS = re.compile("optim|sched|scaler|rng|dataloader|train_state|ema", re.IGNORECASE)
 _CLASSES = frozenset(
     {
@@ -48,9 +48,9 @@ _CLASSES = frozenset(
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor: where it begins, its shape, and the bytes that hold it.
+    """A part of a tensor: its start, its shape, and the bytes that hold it.
 
-    The bytes are what ``torch.save`` wrote of it, ``length`` of them from ``begin`` on in ``file``.
+    The bytes are written by ``torch.save``: ``length`` bytes from ``begin`` on in ``file``.
     """
 
     offsets: tuple[int, ...]
@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor whose chunks cover it, each element once; ``key`` is its name in the files."""
+    """A tensor and the chunks that cover it, each element once; ``key``: its name in the files."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -70,10 +70,10 @@ class Tensor(NamedTuple):
 
 
 def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, Tensor]:
-    """Return the weights by name; the state of an optimizer is left out.
+    """Return the weights by name, without the optimizer's state.
 
     A trainer saves a dict of dicts, such as ``{"model": {...}, "optim": {...}}``. The weights are
-    the tensors of one of them, named as there. ``refuse`` is called with what is wrong.
+    the tensors of one of them, under its keys. ``refuse`` is called with a description of an error.
     """
     try:
         held = _MetadataReader().read(data)
@@ -94,7 +94,7 @@ def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, T
         if isinstance(_field(each, "chunks"), list)
     }
     weights = _weights(keys, refuse)
-    # Lists of chunks may be the same one in a hostile file, and take long for each tensor.
+    # A hostile file may use one list of chunks for many tensors, and each check takes long.
     listed = sum(len(_field(described[key], "chunks")) for key in weights.values())
     if listed > len(stored):
         refuse(f"its tensors have {listed} chunks, and {len(stored)} are stored. {DAMAGED}")
@@ -102,7 +102,7 @@ def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, T
 
 
 def _path(key: Any, paths: Any, refuse: Callable[[str], NoReturn]) -> tuple[Any, ...]:
-    """Return the keys that lead to a tensor in what the trainer saved."""
+    """Return the keys that lead to a tensor in the trainer's nested dicts."""
     path = paths.get(key) if isinstance(paths, dict) else None
     if not isinstance(path, tuple) or not path:
         return (key,)
@@ -114,7 +114,7 @@ def _path(key: Any, paths: Any, refuse: Callable[[str], NoReturn]) -> tuple[Any,
 def _weights(
     keys: Mapping[Any, tuple[Any, ...]], refuse: Callable[[str], NoReturn]
 ) -> dict[str, Any]:
-    """Return the keys of the weights by their names in the dict that holds them."""
+    """Return a dict from the weights' names in the dict that holds them to their full keys."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for key, path in keys.items():
         *above, name = path
@@ -176,11 +176,12 @@ def _tensor(
 
 
 def _cover(chunks: list[Chunk], shape: tuple[int, ...]) -> bool:
-    """Tell whether chunks, which lie inside of ``shape``, cover each element of it once.
+    """Return whether chunks, all inside ``shape``, cover each element exactly once.
 
-    Where several blocks meet, their corners cancel: each has the sign of the number of dimensions
-    in which it is an end. How often an element is covered is the sum of the signs of the corners
-    before it, so chunks cover each once if their corners are those of the whole tensor.
+    Each corner of a chunk has a sign: that of the number of dimensions in which it is an end. The
+    sum of the signs of the corners before an element is how often the element is covered. So the
+    chunks cover each element once if their corners, after cancelling, are those of the whole
+    tensor.
     """
     cut = [
         dim for dim, size in enumerate(shape) if any(chunk.shape[dim] != size for chunk in chunks)
@@ -204,7 +205,7 @@ def _cover(chunks: list[Chunk], shape: tuple[int, ...]) -> bool:
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
-    """Return sizes if ``value`` is a ``torch.Size`` of them."""
+    """Return the sizes if ``value`` is a ``torch.Size``, else None."""
     if isinstance(value, Record) and value.name == "torch.Size" and len(value.arguments) == 1:
         (value,) = value.arguments
     few = isinstance(value, tuple) and len(value) <= MAX_DIMS
@@ -216,7 +217,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _dtype(properties: Any) -> DType | None:
-    """Return the dtype, which is the first entry of a state that is a tuple."""
+    """Return the dtype in a chunk's properties, which is the first entry of the state tuple."""
     state = properties.state if isinstance(properties, Record) else None
     named = state[0] if isinstance(state, tuple) and state else _field(properties, "dtype")
     return NAMED_DTYPES.get(named.path) if isinstance(named, Name) else None
@@ -224,13 +225,13 @@ def _dtype(properties: Any) -> DType | None:
 
 class _MetadataReader(RecordReader):
     operations = PLAIN | NEWER
-    most_operations = 45_000_000  # some 112 for each chunk of a trainer's rank
+    most_operations = 45_000_000  # about 112 for each chunk of a trainer's rank
 
     def knows(self, path: str) -> bool:
         return path in _CLASSES or path in NAMED_DTYPES
 
 
 def _field(record: Any, name: str) -> Any:
-    """Return an attribute of what a record stands for, ``None`` if it has none."""
+    """Return an attribute of a record, or ``None`` if it has none."""
     state = record.state if isinstance(record, Record) else None
     return state.get(name) if isinstance(state, dict) else None

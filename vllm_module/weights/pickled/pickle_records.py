@@ -1,8 +1,8 @@
-"""Pickles, read without running them: what they ask for is kept as records.
+"""Parsing pickles without running them: calls become records.
 
-A pickle is a program for a stack. It names classes and functions and says what to call them with.
-Here a name stays a name, and a call becomes a record of its name and arguments, which the format
-that reads the pickle looks at. So nothing that a pickle names is imported or called.
+A pickle is a program for a stack. It names classes and functions and calls them with arguments.
+Here a name stays a name, and a call becomes a record of the name and the arguments, which the
+format's reader inspects. So nothing that a pickle names is imported or called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from vllm_module.base.messages import describe_error, shorten
 from vllm_module.weights.header import DAMAGED
 
-_MOST_KEY = 1 << 31  # larger integers could be chosen to have the same hash
+_MOST_KEY = 1 << 31  # larger integers can be chosen to have equal hashes
 _ATOMS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 # Operations that push their argument.
 _VALUES = frozenset({
@@ -25,22 +25,22 @@ _VALUES = frozenset({
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUTS = frozenset({"BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _GETS = frozenset({"BINGET", "LONG_BINGET"})
-# What picklers of protocol 2 write for names, numbers, strings, tuples, lists and dicts.
+# Operations that picklers of protocol 2 write for names, numbers, strings, tuples, lists, dicts.
 PLAIN = frozenset({
     "PROTO", "STOP", "MARK", "EMPTY_TUPLE", "TUPLE", *_TUPLES, "EMPTY_LIST", "APPEND", "APPENDS",
     "EMPTY_DICT", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT", *_GETS, "GLOBAL", "REDUCE",
     "BUILD", *_ATOMS, "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE",
 })  # fmt: skip
-# What those of protocol 4 write in addition, and for objects.
+# Operations that picklers of protocol 4 add, also for objects.
 NEWER = frozenset({"FRAME", "MEMOIZE", "STACK_GLOBAL", "NEWOBJ"}) | _VALUES
 
 
 class PickleError(Exception):
-    """What a pickle has that is refused, as the rest of a sentence that begins with its file."""
+    """The pickle has something that is refused; the message continues "<file> "."""
 
 
 class BrokenPickleError(PickleError):
-    """Bytes that are no pickle."""
+    """The bytes are not a pickle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,22 +52,23 @@ class Name:
 
 @dataclass(eq=False, repr=False)
 class Record:
-    """What a pickle makes by calling ``name``, and the state that it gives to that."""
+    """A call of ``name`` in a pickle, with its arguments and the state set on its result."""
 
     name: str
     arguments: tuple[Any, ...]
     state: Any = None
 
-    def __repr__(self) -> str:  # the arguments may hold each other, many times
+    # The default would print nested arguments, which may hold each other many times.
+    def __repr__(self) -> str:
         return f"<{self.name}>"
 
 
 class RecordReader:
-    """Reads a pickle; a format says in a subclass which operations and names it may have.
+    """A reader of pickles; subclasses choose the operations and names that a format may have.
 
     Attributes:
-        operations: their names in ``pickletools``.
-        most_operations: that are accepted. One of a byte may take a hundred in memory.
+        operations: accepted operations, by their names in ``pickletools``.
+        most_operations: limit on their number. One byte of operation may take a hundred in memory.
 
     """
 
@@ -75,21 +76,21 @@ class RecordReader:
     most_operations: ClassVar[int] = 6_000_000
 
     def knows(self, path: str) -> bool:
-        """Tell whether a pickle may have this name; the others are refused."""
+        """Return whether a pickle may have this name; other names are refused."""
         return False
 
     def make(self, path: str, arguments: tuple[Any, ...]) -> Any:
-        """Return what stands for a call of a name that is known."""
+        """Return the object that stands for a call of an accepted name."""
         return Record(path, arguments)
 
     def build(self, made: Any, state: Any) -> None:
-        """Give ``state`` to what :meth:`make` returned."""
+        """Set ``state`` on an object that :meth:`make` returned."""
         if not isinstance(made, Record):
             raise PickleError(f"its pickle gives a state to {type(made).__name__}")
         made.state = state
 
     def find(self, identity: Any) -> Any:
-        """Return what is stored outside of the pickle under ``identity``."""
+        """Return the object of the persistent id ``identity``, stored outside the pickle."""
         raise PickleError("its pickle asks for a persistent object")
 
     def read(self, data: bytes) -> Any:
@@ -101,13 +102,13 @@ class RecordReader:
             return self._read(data)
         except (PickleError, MemoryError):
             raise
-        except Exception as error:  # bytes that are no pickle raise errors of many kinds
+        except Exception as error:  # a damaged pickle raises errors of many kinds
             reason = describe_error(error)
             raise BrokenPickleError(f"its pickle is broken ({reason}). {DAMAGED}") from None
 
     def _read(self, data: bytes) -> Any:
         stack: list[Any] = []
-        below: list[list[Any]] = []  # the stacks under each mark
+        below: list[list[Any]] = []  # stacks below each mark
         memo: dict[int, Any] = {}
         argument: Any
 
@@ -172,7 +173,7 @@ class RecordReader:
             elif name == "BUILD":
                 state = stack.pop()
                 if type(stack[-1]) is OrderedDict and isinstance(state, dict):
-                    continue  # attributes of a state dict, such as the versions of its modules
+                    continue  # attributes of a state dict, such as module versions, are ignored
                 self.build(stack[-1], state)
             elif name == "BINPERSID":
                 stack.append(self.find(stack.pop()))
@@ -199,13 +200,13 @@ class RecordReader:
             raise PickleError("its pickle calls something that has no name")
         if called.path != "collections.OrderedDict":
             return self.make(called.path, arguments)
-        if arguments:  # each call would copy what it is given
+        if arguments:  # each call would copy its arguments
             raise PickleError("its pickle makes a collections.OrderedDict of something else")
         return OrderedDict()
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
-    """Put keys and values, one after the other, into a dict."""
+    """Store alternating keys and values in a dict."""
     if not isinstance(target, dict) or len(items) % 2:
         raise PickleError(f"its pickle sets items of {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):

@@ -1,6 +1,6 @@
-"""Tensors in the pickle of ``torch.save``, as records of where their elements lie.
+"""Tensors in the pickle of ``torch.save``, as records of the place of their elements.
 
-What each function in the pickle is called with: torch/_utils.py and torch/serialization.py.
+Arguments of the functions in the pickle: torch/_utils.py and torch/serialization.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_module.weights.header import DAMAGED, DTYPES, MAX_DIMS, Entry
 from vllm_module.weights.pickled.pickle_records import PLAIN, Name, PickleError, RecordReader
 
 NAMED_DTYPES = MappingProxyType({f"torch.{dtype.name}": dtype for dtype in DTYPES.values()})
-# Storages by the names that torch saves; those of other dtypes have no dtype here.
+# The dtype of each storage class of torch that is supported.
 _STORAGES = MappingProxyType({
     "torch.DoubleStorage": "torch.float64", "torch.FloatStorage": "torch.float32",
     "torch.HalfStorage": "torch.float16", "torch.BFloat16Storage": "torch.bfloat16",
@@ -32,12 +32,12 @@ _MOST = 1 << 63
 
 
 class _UnreadableError(Exception):
-    """Why a tensor cannot be read; it is told with the tensor's name, once that is known."""
+    """A tensor that cannot be read; the message gets the tensor's name once that is known."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """A member of the archive: the type that it was saved as, and from where to where it lies."""
+    """A member of the archive: the dtype it was saved as, and the offsets of its bytes."""
 
     type: str
     begin: int
@@ -46,16 +46,16 @@ class _Storage:
 
 @dataclass(frozen=True, eq=False)
 class SavedTensor:
-    """Where the elements of a tensor lie, or the ``problem`` for which it is refused."""
+    """The place of a tensor's elements, or the ``problem`` for which it is refused."""
 
     entry: Entry | None
     problem: str = ""
 
 
 class TensorReader(RecordReader):
-    """Reads the pickle of an archive whose members lie at ``places``, from and to.
+    """A reader of an archive's pickle; ``places`` has the begin and end of each member.
 
-    ``size`` is that of the file, where tensors without elements lie. Tensors are
+    ``size`` is the file's size, which is the offset of tensors without elements. Tensors become
     :class:`SavedTensor`.
     """
 
@@ -63,10 +63,11 @@ class TensorReader(RecordReader):
 
     def __init__(self, places: Mapping[str, tuple[int, int]], size: int) -> None:
         self._places, self._size = places, size
-        self._storages: dict[str, tuple[str, int]] = {}  # their types and numbers of elements
+        # Dtype and number of elements of each storage.
+        self._storages: dict[str, tuple[str, int]] = {}
 
     def knows(self, path: str) -> bool:
-        """Tell whether it is a storage, a dtype, or a function that rebuilds a dense tensor."""
+        """Return whether it names a storage, a dtype, or a function that builds a dense tensor."""
         return (
             path in _STORAGES
             or path.removeprefix(_REBUILD) in ("tensor", "tensor_v2", "tensor_v3", "parameter")
@@ -74,14 +75,14 @@ class TensorReader(RecordReader):
         )
 
     def find(self, identity: Any) -> _Storage | SavedTensor:
-        """Return the storage of a persistent id, or the problem of each tensor in it."""
+        """Return the storage of a persistent id, or the problem of every tensor in it."""
         try:
             return self._storage(identity)
         except _UnreadableError as error:
             return SavedTensor(None, str(error))
 
     def make(self, path: str, arguments: tuple[Any, ...]) -> SavedTensor:
-        """Return the tensor that a function of torch would rebuild."""
+        """Return the tensor that a torch function would rebuild."""
         if arguments and isinstance(arguments[0], SavedTensor) and arguments[0].problem:
             return arguments[0]
         try:
@@ -120,7 +121,7 @@ class TensorReader(RecordReader):
         return _Storage(kind.path, begin, end)
 
     def _entry(self, function: str, arguments: tuple[Any, ...]) -> Entry:
-        """Return where the elements of a tensor lie that one of torch's functions would rebuild."""
+        """Return the place of a tensor's elements, from a rebuild function's name and arguments."""
         match function, arguments:
             case "tensor", (storage, offset, shape, strides):
                 return self._of_storage(storage, offset, shape, strides)
@@ -180,7 +181,7 @@ class TensorReader(RecordReader):
                 f"its storage should have {begin + last + itemsize - storage.begin} bytes, and its "
                 f"member of the archive has {storage.end - storage.begin}. {DAMAGED}"
             )
-        reach = itemsize  # bytes that the dimensions of smaller strides cover
+        reach = itemsize  # bytes covered by the dimensions of smaller strides
         for step, size in sorted(zip(steps, shape, strict=True)):
             if size > 1 and step < reach:
                 raise _UnreadableError(

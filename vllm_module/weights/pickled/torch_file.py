@@ -1,9 +1,8 @@
-"""Files that ``torch.save`` writes: a zip archive of a pickle and the bytes of each storage.
+"""Reading ``torch.save`` files: zip archives of a pickle and the bytes of each storage.
 
-Layout: torch/serialization.py. The pickle is read without running it, and one that asks for
-anything but tensors is refused. It says which storage a tensor is in and where there; the archive
-says where the storage's bytes lie.
-Older files, which are one pickle without an archive, are refused.
+Layout: torch/serialization.py. The pickle is parsed without running it, and one with anything but
+tensors is refused. It has each tensor's storage and offset in it; the archive has the offset of the
+storage's bytes. Older files, which are one pickle without an archive, are refused.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from vllm_module.weights.pickled.saved_tensors import SavedTensor, TensorReader
 from vllm_module.weights.weight_file import WeightFile
 
 _SIGNATURE = b"PK\x03\x04"
-_MOST_LIST = 1 << 24  # bytes of an archive's list of members, some 100 for each storage
+_MOST_LIST = 1 << 24  # limit in bytes on an archive's list of members, about 100 for each storage
 _LOCAL_HEADER = 30  # bytes of a member's header before its name and extra field
-_VERSIONS = range(1, 11)  # of torch.save's archives, as torch 2.13 reads them
+_VERSIONS = range(1, 11)  # versions of torch.save's archives that torch 2.13 reads
 _ENCRYPTED = 1 << 0 | 1 << 6 | 1 << 13  # flags of a member
 _LONGEST_NUMBER = 20  # digits
 SAVE_AGAIN = (
@@ -40,17 +39,17 @@ class Bytes(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of bytes."""
 
     def read_bytes(self, offset: int, length: int) -> bytes:
-        """Read ``length`` bytes from ``offset`` on."""
+        """Return ``length`` bytes from ``offset`` on."""
 
     def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Be told the offsets and lengths that ``read_bytes`` will be asked for one by one."""
+        """Announce the offsets and lengths of coming ``read_bytes`` calls."""
 
 
 class TorchFile(WeightFile):
-    """The tensors of one file of ``torch.save``, a dict of names and tensors."""
+    """The tensors of one ``torch.save`` file, which holds a dict of names and tensors."""
 
     def _read_entries(self) -> None:
         self.entries = {}
@@ -80,16 +79,16 @@ class TorchFile(WeightFile):
 
 
 def _described(value: object) -> str:
-    """Return how a value that is no tensor is shown; what a container holds is left out."""
+    """Return a description of a value that is no tensor, without a container's contents."""
     if value is None or isinstance(value, int | float | str):
         return printable(shorten(value))
     return "a dict" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
 def unpickled(file_bytes: Bytes, refuse: Refuse) -> tuple[Any, tuple[int, int]]:
-    """Return what a file of ``torch.save`` holds, and from where to where its pickle lies.
+    """Return the object in a ``torch.save`` file, and the begin and end of its pickle.
 
-    Tensors are :class:`SavedTensor`, in storages whose members of the archive are there.
+    Tensors become :class:`SavedTensor`; each storage must be a member of the archive.
     """
     places = _members(file_bytes, refuse)
     begin, end = places["data.pkl"]
@@ -104,11 +103,11 @@ def unpickled(file_bytes: Bytes, refuse: Refuse) -> tuple[Any, tuple[int, int]]:
 
 
 class _Reader(io.RawIOBase):
-    """A file for reading that is open already."""
+    """A read-only file object over ``Bytes``."""
 
     def __init__(self, file_bytes: Bytes, most: int | None = None) -> None:
         self._bytes, self._at = file_bytes, 0
-        self._most = most  # bytes that are read at once, if they are bounded
+        self._most = most  # limit on bytes read at once, or None
 
     def readable(self) -> bool:
         return True
@@ -139,7 +138,7 @@ class _Reader(io.RawIOBase):
 
 
 def _members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
-    """Return from where to where each member of the archive lies, by its name in the one folder."""
+    """Return the begin and end of each member of the archive, by its name in the one folder."""
     first = file_bytes.read_bytes(0, min(8, file_bytes.size))
     if first == b"version ":
         refuse("it is a Git LFS pointer, not the file itself; run `git lfs pull`")
