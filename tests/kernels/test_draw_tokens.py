@@ -104,6 +104,21 @@ def test_tokens_are_those_of_the_rule(case: Any) -> None:
     assert draw_tokens(logits, rows, chosen, True, True).view(-1).tolist() == expected
 
 
+@pytest.mark.parametrize("count", [64, 65])
+def test_the_largest_nucleus_that_is_drawn_from_in_the_order_of_logits(count: int) -> None:
+    """Of 64 tokens the order is that of logits; of one more it is that of ids."""
+    logits = torch.full((1, 130), -100.0)
+    logits[0, 1 : count + 1] = 0.01 * torch.arange(count)  # the last id is the most probable
+    uniform = (0.0, 0.9)
+    chosen = torch.tensor([[1.0, 0.0, 0, 1 - 1e-9, each] for each in uniform], dtype=torch.float64)
+    x = logits[0].double().tolist()
+    expected = [by_rule(x, each) for each in chosen.tolist()]
+    assert expected[0] == (count if count <= kernel.SORTED else 1)
+    rows = torch.zeros(len(uniform), dtype=torch.int64)
+    assert launched(logits, rows, chosen) == expected
+    assert draw_tokens(logits, rows, chosen, False, True).view(-1).tolist() == expected
+
+
 def test_production_sizes_and_the_edges_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of 8192 tokens, the largest logit is found on both sides of an edge."""
     monkeypatch.undo()

@@ -254,6 +254,36 @@ def test_a_slot_that_waits_for_its_weights_has_no_nan_of_a_checkpoint(
     fresh.check_ready()
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (
+    *FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+class Held(vLLMModule):
+    """One parameter of a dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        data = torch.empty(2, dtype=dtype, device="meta")
+        self.weight = nn.Parameter(data, requires_grad=False)
+
+
+@pytest.mark.parametrize("held", DTYPES, ids=str)
+def test_a_dtype_whose_values_may_be_lost_is_refused(held: torch.dtype) -> None:
+    """Of all pairs, floats of 16 bits and more are converted, and int32 where int64 is held."""
+    for stored in DTYPES:
+        model, weight = Held(held), torch.tensor([0, 1]).to(stored)
+        floats = stored in FLOATS and held in FLOATS
+        if stored == held or floats or (stored, held) == (torch.int32, torch.int64):
+            model.load_weights({"weight": weight})
+            assert model.weight.tolist() == [0, 1]
+            continue
+        with pytest.raises(MisshapenWeightError, match=f"expected dtype {held} .*, got {stored}"):
+            model.load_weights({"weight": weight})
+
+
 class Forgotten(nn.Module):
     """A fused layer that is no vLLMModule."""
 

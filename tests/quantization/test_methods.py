@@ -17,6 +17,7 @@ from vllm_module.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
+    RMSNorm,
     RowParallelLinear,
 )
 from vllm_module.parameters import ModelWeightParameter
@@ -136,3 +137,18 @@ def test_the_largest_static_input_scale_is_used() -> None:
         layer.load_weights(tensors)
         assert layer.input_scale_for_matmul.item() == 0.5
         assert layer.row_scheme().scale.item() == 0.5
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48])
+@torch.inference_mode()
+def test_a_norm_takes_the_groups_that_a_layer_asks_it_for(group: int) -> None:
+    """Norms find scales for powers of two only; a layer with other blocks quantizes by itself."""
+    layer = RowParallelLinear(48, 8, False)
+    layer.quantize(EightBitMethod(Scheme("block", block=(8, group))))
+    rows = layer.row_scheme()
+    assert (rows is None) == (group.bit_count() != 1)
+    if rows is not None:
+        norm = RMSNorm(48)
+        norm.load_weights({"weight": torch.ones(48)})
+        quantized = norm(torch.randn(3, 48), rows=rows)
+        assert quantized.scales.shape == (3, 48 // group)

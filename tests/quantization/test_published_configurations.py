@@ -55,3 +55,27 @@ def test_what_changes_nothing(entries: dict[str, Any], plain: dict[str, Any]) ->
         method, same = given.rule_of(name)[1], expected.rule_of(name)[1]
         assert (method is None) == (name == "lm_head")
         assert str(method) == str(same)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "bits"),
+    [
+        ("+:.*up_proj", {}, 4),
+        (".*up_proj", {}, 4),
+        (".*up_proj", {"bits": 8}, 8),
+        ("+:.*up_proj", {"bits": 8}, 8),
+        (".*up_proj", False, None),
+        ("-:.*up_proj", {}, None),
+        ("-:.*up_proj", False, None),
+        ("-:.*up_proj", {"bits": 8}, None),
+    ],
+)
+def test_a_layer_of_gptqmodel_is_left_out_where_it_says_so(
+    pattern: str, changes: dict[str, int] | bool, bits: int | None
+) -> None:
+    """A pattern leaves a layer out by ``-:`` or ``false``; no changes leave the settings of all."""
+    entries = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {pattern: changes}}
+    rules = rules_for(None, entries)
+    assert rules is not None
+    found = [rules.rule_of(f"model.layers.0.mlp.{name}_proj")[1] for name in ("up", "down")]
+    assert [getattr(method, "bits", None) for method in found] == [bits, 4]

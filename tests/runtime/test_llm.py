@@ -377,6 +377,7 @@ EITHER = (
     "{% else %}{% for c in m['content'] %}<{{ c['text'] }}>{% endfor %}{% endif %}{% endfor %}"
 )
 TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+EMPTY = {"type": "text", "text": ""}
 OTHERS = [
     {"type": "input_text", "text": "a"},
     {"type": "output_text", "text": "b"},
@@ -402,6 +403,11 @@ OTHERS = [
         (EITHER, TEXTS, "string", "[a\nb]"),
         (PARTS, [*TEXTS, {"type": "text", "text": None}], "auto", "<a><b>"),
         (PARTS, tuple(TEXTS), "auto", "<a><b>"),
+        (PARTS, [EMPTY, *TEXTS, EMPTY], "auto", "<><a><b><>"),
+        (STRING, [EMPTY, TEXTS[0], EMPTY, TEXTS[1]], "auto", "<a\nb>"),  # as vLLM joins them
+        (STRING, [EMPTY], "auto", "<>"),
+        (STRING, [], "auto", "<>"),
+        (PARTS, [], "auto", ""),
         (STRING, OTHERS, "auto", "<a\nb\nc\nd>"),
         (PARTS.replace("c.text", "c.text[:1]"), "ab", "auto", "<a>"),
         (PARTS.replace("c.text", "c.text|upper"), "a", "auto", "<A>"),

@@ -244,10 +244,11 @@ def test_memory_is_counted_and_given_back() -> None:
     assert model.first.states is None
 
 
-def test_states_are_moved_in_the_order_of_the_field() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of states without their own
+def test_states_are_moved_in_the_order_of_the_field(dtype: torch.dtype) -> None:
     """To the host, on the device (all read before any is written), and from the host."""
     model = Hybrid()
-    cache = StateCache(model, 4, CPU, torch.float32, 2)
+    cache = StateCache(model, 4, CPU, dtype, 2)
     for states in cache._states:
         for slot in range(4):
             states[:, slot] = slot
@@ -261,7 +262,7 @@ def test_states_are_moved_in_the_order_of_the_field() -> None:
 
     with Allocations():
         cache.move(Moves([(1, 0)], [(0, 1), (2, 0)], [(0, 2)]))
-    assert max(read) == 2 * copy_bytes(model, torch.float32), "more than a layer's states at once"
+    assert max(read) == 2 * copy_bytes(model, dtype), "more than a layer's states at once"
     for states in cache._states:
         held = [states[:, slot].unique().tolist() for slot in range(4)]
         assert held == [[2.0], [0.0], [1.0], [3.0]]

@@ -124,6 +124,30 @@ def test_what_torch_saves_itself_is_read(tmp_path: Path) -> None:
         assert checkpoint.keys() == model.keys()
 
 
+@pytest.mark.parametrize("above", [("model",), ("app",), ("app", "model"), ("app", "policy")])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"optim": {"state": {"embed.weight": {"exp_avg": torch.ones(3)}}}},
+        {"optimizer": {"step": torch.ones(2)}, "scheduler": {"last": {"lr": torch.ones(1)}}},
+        {"train_state": {"loss": {"sum": torch.ones(())}}, "rng": {"cpu": torch.ones(4)}},
+        {"ema": {"shadow": {"embed.weight": torch.zeros(3, 2)}}},
+    ],
+)
+def test_the_weights_are_found_beside_what_a_trainer_saves(
+    tmp_path: Path, above: tuple[str, ...], others: dict[str, Any]
+) -> None:
+    """Whatever their dict is called, and however deep the others lie, the model's are given."""
+    model = {"embed.weight": torch.randn(3, 2), "head": torch.randn(2, 5)}
+    saved: dict[str, Any] = model
+    for name in reversed(above):
+        saved = {name: saved}
+    dcp.save({**saved, **others}, checkpoint_id=tmp_path, no_dist=True)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.keys() == model.keys()
+        assert all(torch.equal(checkpoint[name].read(), model[name]) for name in model)
+
+
 def write_in_safetensors(folder: Path) -> None:
     """Write a folder of two chunks, each in a file as torch's writer makes it."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat

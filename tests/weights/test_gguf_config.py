@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import gguf
 import pytest
+from transformers import DeepseekV3Config
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -111,6 +112,10 @@ TABLE = [
     *rows("qwen3moe", "expert_weights_norm", "norm_topk_prob", {
         ABSENT: True, False: False, True: True,
     }),
+    # No key has it: scores are divided by the root of this. It is the size of a head, and in the
+    # largest model of each generation (27B) hidden_size over heads, as their config.json say.
+    *rows("gemma2", "block_count", "query_pre_attn_scalar", {45: 64, 46: 32, 47: 64, 62: 64}),
+    *rows("gemma3", "block_count", "query_pre_attn_scalar", {46: 64, 61: 64, 62: 32, 63: 64}),
     *rows("gemma2", "attn_logit_softcapping", "attn_logit_softcapping", {ABSENT: 50.0, 1.0: 1.0}),
     *rows("gemma2", "final_logit_softcapping", "final_logit_softcapping", {ABSENT: 30.0, 1.0: 1.0}),
     *refused("gemma2", "attn_logit_softcapping", {0.0: "attn_logit_softcapping"}),
@@ -248,6 +253,30 @@ def test_an_optional_key_is_read_as_llama_cpp_means_it(write: Write, row: Row) -
     theirs = keys.get(row.key, keys.get(f"ggml.{row.key}"))
     if theirs == row.entry and row.value != ABSENT and not row.others:
         assert load_gguf_checkpoint(str(path))["config"][theirs] == found
+
+
+@pytest.mark.parametrize(
+    ("experts", "n_group", "topk_group"),
+    [
+        (64, 1, 1),
+        (159, 1, 1),
+        (160, 8, 3),  # https://huggingface.co/deepseek-ai/DeepSeek-V2, config.json
+        (161, 1, 1),
+        (256, DeepseekV3Config().n_group, DeepseekV3Config().topk_group),
+    ],
+)
+def test_files_that_say_no_groups_have_those_of_the_published_model(
+    tmp_path: Path, experts: int, n_group: int, topk_group: int
+) -> None:
+    """Files from before the keys are of V2-Lite, V2 and V3, told apart by the number of experts."""
+    sizes = {"n_routed_experts": experts, "moe_intermediate_size": 32, "hidden_size": 32}
+    config = {**written.CONFIGS["deepseek2"], **sizes}
+    path = written.write(tmp_path / "model.gguf", written.new_model(config))
+    source = ModelSource.find(ModelConfig(model=str(path)))
+    entries = json.loads((source.folder / "config.json").read_text())
+    assert (entries["n_group"], entries["topk_group"]) == (n_group, topk_group)
+    grouped = "greedy" if n_group == 1 else "group_limited_greedy"
+    assert entries["topk_method"] == grouped
 
 
 def test_every_optional_key_is_in_the_table(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -605,6 +605,40 @@ def test_a_scaling_that_has_no_value_is_another_one(
         find_source(str(tmp_path / "model.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("inside", "above", "accepted"),
+    [
+        ({"rope_theta": 5e5}, {}, True),
+        ({}, {"rope_theta": 5e5}, True),  # as Llama 3.1's files, by transformers 4
+        ({"rope_theta": 5e5}, {"rope_theta": 1e4}, True),
+        ({"rope_theta": 1e4}, {"rope_theta": 5e5}, False),
+        ({}, {"rope_theta": 5.1e5}, False),
+        ({}, {}, False),  # 10,000
+    ],
+)
+@pytest.mark.parametrize("entry", ["rope_scaling", "rope_parameters"])
+def test_factors_are_compared_with_the_base_wherever_it_stands(
+    tmp_path: Path, entry: str, inside: dict[str, float], above: dict[str, float], accepted: bool
+) -> None:
+    """The base of the entry goes before that of the file, and each before the default."""
+    model = written.new_model(SMALL)
+    factors = llama3_factors(5e5)
+    path = written.write(
+        tmp_path / "m.gguf", model, change=lambda w: w.add_tensor("rope_freqs.weight", factors)
+    )
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config = {name: value for name, value in config.items() if not name.startswith("rope_")}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, **above, entry: {**scaling, **inside}})
+    )
+    if accepted:
+        find_source(str(path))
+        return
+    with pytest.raises(CheckpointFormatError, match="which rope_scaling of"):
+        find_source(str(path))
+
+
 def small_file(
     path: Path, architecture: str, keys: Mapping[str, int], **tensors: tuple[int, ...]
 ) -> Path:

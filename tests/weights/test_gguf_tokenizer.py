@@ -158,6 +158,25 @@ def test_text_is_encoded_and_decoded_as_by_transformers(
     assert len(ours.encode(CORPUS[0])) < len(CORPUS[0])
 
 
+@pytest.mark.parametrize("prefix", [None, True, False])
+def test_a_space_before_a_text_is_added_as_the_file_says(
+    write: Callable[..., Path], prefix: bool | None
+) -> None:
+    """One space before a text, added or its own, is taken off again only where one is added."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        if prefix is not None:
+            writer.add_add_space_prefix(prefix)
+
+    tokenizer = Tokenizer(find_source(str(write(*KINDS["sentencepiece"], add))).folder)
+    for text in ("the module", " the module", "  the", "a"):
+        ids = tokenizer.encode(text, False)
+        spelled = "".join(tokenizer.convert_ids_to_tokens(ids)).replace("\u2581", " ")
+        added = prefix is not False
+        assert spelled == (" " if added and text[0] != " " else "") + text
+        assert tokenizer.decode(ids) == (text.removeprefix(" ") if added else text)
+
+
 # https://github.com/openai/tiktoken, tiktoken_ext/openai_public.py; transformers reads no gpt-oss.
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

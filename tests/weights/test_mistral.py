@@ -216,6 +216,34 @@ def test_quantization_of_compressed_tensors_is_passed_on(dense: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("positions", "length", "expected"),
+    [
+        (None, None, 128_000),
+        (64, None, 64),
+        (None, 32, 32),
+        (64, 32, 32),
+        (32, 64, 32),
+        (0, 64, None),
+        (64, 0, None),
+        ("64", 64, None),
+    ],
+)
+def test_the_longest_sequence_is_the_one_of_vllm(
+    tmp_path: Path, positions: Any, length: Any, expected: int | None
+) -> None:
+    """Of ``max_position_embeddings`` and ``max_seq_len``, vLLM's engine takes the smaller one."""
+    params = {name: value for name, value in PARAMS.items() if name != "max_position_embeddings"}
+    params |= {"max_position_embeddings": positions, "max_seq_len": length}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    if expected is None:
+        with pytest.raises(CheckpointFormatError, match="max_position_embeddings"):
+            ModelSource.find(ModelConfig(model=str(tmp_path)), "dummy")
+        return
+    source = ModelSource.find(ModelConfig(model=str(tmp_path)), "dummy")
+    assert source.config.max_position_embeddings == expected
+
+
+@pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
         ({"yarn": {"factor": 8}}, UnsupportedModelError, "'yarn' is .*, which no model here knows"),

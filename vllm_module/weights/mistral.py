@@ -179,8 +179,9 @@ def _config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     config |= {"hidden_act": "silu", "sliding_window": params.get("sliding_window")}
     config["rope_theta"] = params.get("rope_theta") or 10000.0
     lengths = [params[name] for name in _LENGTHS if params.get(name) is not None]
-    # Mistral's own programs use this length if a file has none.
-    config["max_position_embeddings"] = lengths[0] if lengths else 128_000
+    # Mistral's own programs use this length if a file has none. Of two, vLLM uses the smaller.
+    wrong = [each for each in lengths if type(each) is not int]  # refused with the others
+    config["max_position_embeddings"] = wrong[0] if wrong else min(lengths, default=128_000)
     if isinstance(moe := params.get("moe"), Mapping):
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         config["num_local_experts"] = moe.get("num_experts")

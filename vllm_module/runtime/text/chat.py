@@ -157,8 +157,9 @@ class ChatTemplate:
                 of these calls that are JSON text are read first.
             add_generation_prompt: end with the beginning of the assistant's message.
             content_format: what the template gets as content: ``"string"``, where texts of a list
-                are joined by line breaks; ``"openai"``, a list of such mappings; or ``"auto"``,
-                what it shows of a message that is tried first, and text if it shows both.
+                are joined by line breaks, but for empty ones; ``"openai"``, a list of such
+                mappings; or ``"auto"``, what it shows of a message that is tried first, and text if
+                it shows both.
             continue_final_message: end with the text of the last message, so that it is continued.
             variables: other variables of the template, such as ``enable_thinking``. The log has
                 those that it does not read.
@@ -244,7 +245,7 @@ def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mappin
     elif isinstance(content, (list, tuple)):
         texts = [text for text in map(_text, content) if text is not None]
         parts = [{"type": "text", "text": text} for text in texts]
-        content = parts if lists else "\n".join(texts)
+        content = parts if lists else "\n".join(filter(None, texts))  # as vLLM
     elif isinstance(content, str) and not strings and lists:
         content = [{"type": "text", "text": content}]
     message = {**message, "content": content}
