@@ -15,8 +15,9 @@ demo: .venv/demo.stamp  ## train a small checkpoint, load it, generate text, ref
 	$(BIN)/vllm-module demo
 
 # Not `python -m pytest`, which would put the root's models/ and kernels/ on sys.path.
+# Programs that tests start would compile the package anew each, where no byte code may be written.
 test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
-	$(BIN)/pytest -q -n 2 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
 laws: .venv/dev.stamp  ## check each law of loading on EXAMPLES=200 cases, and faults
 	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),200)

@@ -191,9 +191,15 @@ def test_layers_signatures_are_frozen(name: str) -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing the package imports nothing that only text, downloads or commands need."""
+    """Nothing is imported that only text, downloads or commands need, nor torch's compiler."""
     heavy = ("huggingface_hub", "rich", "tokenizers", "transformers", "typer")
-    code = f"import sys, vllm_module; print(*(name for name in {heavy} if name in sys.modules))"
+    code = f"""
+import sys, vllm_module
+print(*(name for name in {heavy} if name in sys.modules))
+from vllm_module import LLM, get_model, layers
+assert "vllm_module.kernels.matmul.gguf_codebooks" in sys.modules
+print(*(name for name in ("torch._dynamo", "transformers") if name in sys.modules))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -25,10 +25,13 @@ class Codebook(NamedTuple):
     bits: bytes
 
 
-@torch.compiler.assume_constant_result
 def codebook(name: str, device: torch.device) -> torch.Tensor:
     """Return the vectors of a codebook in their order, float32 ``[vectors, width]``."""
     return _unpacked(name, device)
+
+
+# The mark of torch.compiler.assume_constant_result, which imports all of torch's compiler.
+vars(codebook)["_dynamo_marked_constant"] = True
 
 
 @cache
