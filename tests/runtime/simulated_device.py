@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import isfunction
 from typing import Any
 from weakref import ref
 
@@ -275,7 +276,7 @@ class SimulatedDevice(TorchDispatchMode):
             return result
         self.copied_back += 1
         late = torch.full_like(result, -(2**40))
-        self._late.append((result, late))
+        self._late.append((result.clone(), late))  # what it is now, in the order of the stream
         return late
 
     def arrive(self, count: int) -> None:
@@ -294,7 +295,8 @@ class SimulatedDevice(TorchDispatchMode):
         modules = [each for key, each in sys.modules.items() if key.startswith(_KERNELS)]
         self.launched.add(name)
         names = f"{name}_triton", f"{name}_flash"
-        launch = next(vars(each)[n] for each in modules for n in names if n in vars(each))
+        found = (vars(each).get(n) for each in modules for n in names)
+        launch = next(each for each in found if isfunction(each))  # a module may have the name
         calls, self.calls = self.calls, []
         try:
             with self:

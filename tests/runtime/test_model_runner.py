@@ -59,7 +59,9 @@ class Beside:
         self.device.copies.clear()
         expected = self.plain.run(step)
         with self.device.present():
-            close(self.graphs.run(step).memory, expected)
+            logits = self.graphs.run(step)
+            close(logits.memory, expected)
+            check_first_tokens(self.graphs, self.device, logits.contiguous())
         for theirs, ours in self.stored:
             close(ours, theirs)
         ((_, is_pinned),) = self.device.copies
@@ -84,6 +86,17 @@ class Beside:
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare logits of up to about 20, from products with different numbers of rows."""
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def check_first_tokens(graphs: ModelRunner, device: Any, logits: Any) -> None:
+    """Compare tokens with those of the logits alone; a graph has chosen them, if it has logits."""
+    decoded = graphs._decoded.untyped_storage().data_ptr()
+    device.operators.clear()
+    first = graphs.first_tokens(logits)
+    chosen = device.operators["draw_tokens"] == 0
+    assert chosen == (logits.untyped_storage().data_ptr() == decoded)
+    assert torch.equal(first.memory, logits.memory.argmax(-1))
+    assert torch.equal(graphs.first_tokens(logits[1:]).memory, first.memory[1:])
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +153,36 @@ def test_a_replayed_graph_gives_the_logits_of_a_step_without_graphs(beside, step
         assert beside.check(step) == (listed <= SEQUENCES)
         step.new_pages = []  # every rank has kept them
         assert beside.check(step) == 1
+
+
+def of_other_rows(self: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
+    return self._first[: len(logits)]
+
+
+def of_the_step_before(self: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
+    vars(self)["shown"], shown = self._first.clone(), vars(self).get("shown", self._first)
+    return shown[-len(logits) :]
+
+
+def of_the_largest_graph(self: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
+    return self._firsts[SEQUENCES][-len(logits) :]
+
+
+@pytest.mark.parametrize("fault", [of_other_rows, of_the_step_before, of_the_largest_graph])
+def test_wrong_first_tokens_are_found(beside, monkeypatch, fault) -> None:
+    """Such as tokens of other rows, of the step before, or of a graph of another size."""
+    beside.fill(3)
+    tables = [[0], [1], [2], [3]]
+    steps = [laid_out([3] * 4, [0, 1, 2, 3], ids, tables) for ids in ([0, 1, 2, 3], [9] * 4)]
+
+    def check() -> None:
+        for step in (*steps, *steps):
+            beside.check(step)
+
+    check()
+    monkeypatch.setattr(ModelRunner, "first_tokens", fault)
+    with pytest.raises(AssertionError):
+        check()
 
 
 @pytest.mark.parametrize("count", [3, 9])
@@ -202,7 +245,7 @@ class Stub:
         return ids.unsqueeze(-1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+        return hidden.float()
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,37 @@ def test_sampling_launches_little(
         assert launches_of(device, kernels) <= most
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_greedy_step_is_one_graph_and_two_copies(
+    folders: Any, monkeypatch: pytest.MonkeyPatch, in_graph: bool, overlapped: bool
+) -> None:
+    """Launches outside of the graph that the sampler would make: four less than without its tokens.
+
+    What is left are the copy of the step's numbers and that of the tokens. A step that is launched
+    early takes its tokens from the device, in two launches.
+    """
+    with on_device() as device:
+        kernels = counted(device, monkeypatch)
+        with LLM(
+            folders("qwen3"), skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4,
+            dtype="float32", block_size=32, device="cuda", async_scheduling=overlapped,
+        ) as llm:  # fmt: skip
+            if not in_graph:
+                llm.engine.first_tokens = sampler.first_tokens
+            for index, prompt in enumerate(PROMPTS):
+                llm.engine.add(str(index), prompt, GREEDY)
+            for _ in range(3):
+                llm.engine.step()
+            graphs = llm.executor.worker.runner._graphs.values()
+            replays = sum(graph.replays for graph in graphs)
+            device.operators.clear()
+            kernels.clear()
+            llm.engine.step()
+            assert sum(graph.replays for graph in graphs) == replays + 1
+    assert launches_of(device, kernels) == 2 + 2 * overlapped + (0 if in_graph else 4)
+
+
 def later(function: Any) -> Any:
     """Return a fault of a layer's forward pass: ``function`` is called with its hidden states."""
 

@@ -503,3 +503,20 @@ def test_no_token_is_read_before_the_next_step_is_launched(
         # Sampling sends nothing if all take the most probable token.
         assert len(each.device.copies) == (16 if asked is not MIXED else 32)
         assert sum(graph.replays for graph in each.runner._graphs.values()) == 15
+
+
+def test_steps_of_one_sequence_keep_their_logits(model: vLLMModule) -> None:
+    """After a step that failed, each sequence's graph writes where that of the one before wrote."""
+    plain, real = (Real(model, False) for _ in range(2))
+    asked = [{"temperature": 0}, {"temperature": 0}, {"seed": 1}]
+    execute, calls = real.execute, []
+
+    def failing(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(len(inputs.context_lens))
+        if len(calls) == 4:
+            raise RuntimeError("no memory")
+        return execute(inputs, sampled)
+
+    real.engine.execute = failing
+    assert real.serve(asked) == plain.serve(asked)
+    assert calls[:8] == [3, 3, 3, 3, 1, 1, 1, 3]

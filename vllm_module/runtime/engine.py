@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,13 @@ from vllm_module.runtime.launched import Execute, Launched
 from vllm_module.runtime.metrics import Totals
 from vllm_module.runtime.sampling.bad_words import completing_tokens, encode_bad_words
 from vllm_module.runtime.sampling.row import Row
-from vllm_module.runtime.sampling.sampler import LogitsError, Sampled, prompt_logprobs, sample
+from vllm_module.runtime.sampling.sampler import (
+    LogitsError,
+    Sampled,
+    first_tokens,
+    prompt_logprobs,
+    sample,
+)
 from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -53,6 +59,8 @@ class Engine:
         stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
         eos_token_id: the one of them that is no ``stop_reason``; the others are.
         repeatable: whether ``execute`` can be called again after it has raised.
+        first_tokens: returns the most probable token of each row of logits that ``execute`` has
+            returned.
         wait: waits for the device, which may still compute what ``execute`` has returned.
         async_scheduling: whether a step is launched before the tokens of the one before are read.
         stream: of a GPU, for all that the engine launches, in whichever thread it is called.
@@ -74,12 +82,14 @@ class Engine:
         eos_token_id: int | None = None,
         *,
         repeatable: bool = True,
+        first_tokens: Callable[[torch.Tensor], torch.Tensor] = first_tokens,
         wait: Wait = synchronize,
         async_scheduling: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.execute = execute
         self.repeatable = repeatable
+        self.first_tokens = first_tokens
         self.wait = wait
         self.async_scheduling = async_scheduling
         self.stream = stream
@@ -210,6 +220,8 @@ class Engine:
                 if len(step.scheduled) == 1:
                     raise error
                 if (alone := self._launch_alone(sequence, end)) is not None:
+                    assert alone.logits is not None
+                    alone.logits = alone.logits.clone()  # the next graph writes where these are
                     computed.append(alone)
             except Exception as again:
                 failed[sequence.request] = again
@@ -294,7 +306,7 @@ class Engine:
         """Have the next token of each complete sequence chosen."""
         assert launched.logits is not None
         rows = [self._row(sequence) for sequence in launched.complete]
-        launched.sampled = sample(launched.logits, rows, self.token_counts)
+        launched.sampled = sample(launched.logits, rows, self.token_counts, self.first_tokens)
         launched.logits = None  # the next step's take this memory
         return launched.sampled
 

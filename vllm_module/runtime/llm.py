@@ -268,6 +268,7 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
             end_tokens | ({eos} if eos is not None else set()),
             eos,
             repeatable=self.executor.size == 1,
+            first_tokens=worker.first_tokens,
             wait=self.executor.wait,
             async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
             stream=torch.cuda.current_stream(worker.device) if on_gpu else None,

@@ -12,9 +12,11 @@ from vllm_module.base.messages import shorten
 from vllm_module.build.registry import blamed_on
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
 from vllm_module.runtime.pieces import Pieces, captured_sizes
 from vllm_module.runtime.ranks.packing import ALIGNMENT, pack, unpack
+from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
 
 _NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step of no tokens
@@ -25,8 +27,9 @@ class ModelRunner:
 
     The block tables stay on the device. A step's other numbers come in one buffer, by one copy.
 
-    On a GPU, steps that only decode replay CUDA graphs of the model and its logits, which
-    :meth:`capture` records for some batch sizes. The next such step overwrites the logits. A batch
+    On a GPU, steps that only decode replay CUDA graphs of the model, its logits and their first
+    tokens, which :meth:`capture` records for some batch sizes. The next such step overwrites logits
+    and tokens. A batch
     is padded to the next of these sizes with sequences of no tokens: context 0, and cache slot -1,
     where nothing is stored. Other steps of few tokens replay graphs of what is between attention
     layers, unless torch.compile fuses that.
@@ -66,6 +69,8 @@ class ModelRunner:
         self._decoded: torch.Tensor | None = (
             None  # logits of the last graph, which all graphs share
         )
+        self._firsts: dict[int, torch.Tensor] = {}  # by size, the first token of each row
+        self._first = torch.empty(0)  # those of the last graph
         self._sizes: list[int] = []  # of graphs, ascending
         self._pieces = Pieces(device, [])
         self._compiled = compiled
@@ -98,10 +103,11 @@ class ModelRunner:
             self._tables.view(-1).index_copy_(0, entries, pages)
         if sampled is not None:
             ids = step[0]
-            ids.copy_(sampled.index_select(0, ids).clamp_(min=0))
+            torch.clamp(sampled.index_select(0, ids), min=0, out=ids)
         if size is not None:
             self._graphs[size].replay()
             assert self._decoded is not None
+            self._first = self._firsts[size]
             logits = self._decoded[:count]
             return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
         tables = self._tables_of(inputs, step[-1])
@@ -115,6 +121,19 @@ class ModelRunner:
         hidden = self._compute(step, tables, longest, fresh=fresh)
         self._check(hidden, count)
         return self._logits(hidden, rows)
+
+    def first_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return each row's first token as the sampler does; a graph has chosen those of its rows.
+
+        Args:
+            logits: of the last step, or some of its rows.
+
+        """
+        decoded = self._decoded
+        if decoded is None or not _shares_memory(logits, decoded):
+            return first_tokens(logits)
+        row = logits.storage_offset() // decoded.shape[1]
+        return self._first[row : row + len(logits)]
 
     @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int) -> None:
@@ -148,6 +167,7 @@ class ModelRunner:
         # No part of a step that replays a graph has more numbers.
         longest = [(torch.int64, range(most + 1)) for _ in self._parts(_NOTHING, most, most)]
         self._static = torch.zeros_like(pack(longest), device=self.device)
+        plain = plain_rows(most, self.device)
         for size in (most, *reversed(sizes)):
             parts = self._parts(_NOTHING, size, size)
             packed = pack(parts)
@@ -156,11 +176,14 @@ class ModelRunner:
             # This compiles kernels and allocates the libraries' workspaces.
             logits = self._decode(step)
             if self._decoded is None:
-                self._decoded = torch.empty_like(logits)
+                self._decoded = torch.empty(logits.shape, dtype=logits.dtype, device=self.device)
+            choose = self._decoded[:size], plain[0][:size], plain[1][:size], False, False
+            draw_tokens(*choose)
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool, stream):
                 self._decoded[:size].copy_(self._decode(step))
+                self._firsts[size] = draw_tokens(*choose).view(-1)
             self._graphs[size] = graph
         self._sizes = sorted(self._graphs)
 
@@ -256,6 +279,10 @@ def _metadata(
     _, _, slot_mapping, context_lens, query_start_loc, slots = step[:6]
     places = slot_mapping, tables, context_lens, query_start_loc
     return AttentionMetadata(*places, max_query_len, fresh=fresh, state_slots=slots)
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def described_result(value: object) -> str:

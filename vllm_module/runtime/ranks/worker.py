@@ -213,6 +213,11 @@ class Worker:
             )
         return logits
 
+    def first_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the first token of each row of logits that :meth:`run` returned last."""
+        assert self.runner is not None
+        return self.runner.first_tokens(logits)
+
     def embed(self, inputs: EmbeddingInputs) -> torch.Tensor:
         """Return the embeddings of a batch, float32 ``[sequences, hidden_size]``."""
         return embed(self.model, self.device, inputs)

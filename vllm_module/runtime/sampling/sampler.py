@@ -8,7 +8,7 @@ nothing waits for the device before the results are read.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -100,7 +100,12 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = None) -> Sampled:
+def sample(
+    logits: Tensor,
+    rows: Sequence[Row],
+    counts: TokenCounts | None = None,
+    first: Callable[[Tensor], Tensor] | None = None,
+) -> Sampled:
     """Have the device choose the next token of each row as its :class:`SamplingParams` say.
 
     Args:
@@ -108,6 +113,7 @@ def sample(logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = Non
             converted to float32, and probabilities computed in float64.
         rows: one for each row of ``logits``.
         counts: what earlier calls have counted for rows with a key; brought up to date.
+        first: returns what :func:`first_tokens` does; by default that function.
 
     Raises:
         ValueError: ``logits`` has another shape or dtype, a token id is outside of the
@@ -124,7 +130,7 @@ def sample(logits: Tensor, rows: Sequence[Row], counts: TokenCounts | None = Non
         return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
     logits = _contiguous(logits)
     if all(row.plain for row in rows):
-        return Sampled(first_tokens(logits))
+        return Sampled((first or first_tokens)(logits))
     vocab = shape[1]
     # A CPU draws in groups; a GPU all rows at once, and those that nothing adjusts with others.
     groups = ops.group_rows(rows, vocab) if logits.is_cpu else []
@@ -183,10 +189,13 @@ def first_tokens(logits: Tensor) -> Tensor:
         x = Logits.of(logits, FIRST)
         finite = x.maxima.amax(-1, keepdim=True).isfinite()
         return torch.where(finite, first_ids(x), -1).view(-1)
-    count = len(logits)
-    greedy = torch.zeros(count, 5, dtype=torch.float64, device=logits.device)
-    places = torch.arange(count, device=logits.device)
-    return draw_tokens(logits, places, greedy, False, False).view(-1)
+    return draw_tokens(logits, *plain_rows(len(logits), logits.device), False, False).view(-1)
+
+
+def plain_rows(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the first ``count`` rows, and the settings that take each one's first token."""
+    settings = torch.zeros(count, 5, dtype=torch.float64, device=device)
+    return torch.arange(count, device=device), settings
 
 
 @torch.inference_mode()
