@@ -17,7 +17,7 @@ from vllm_module.cli.commands.load import load
 from vllm_module.cli.commands.plan import plan
 from vllm_module.cli.commands.shard import shard
 from vllm_module.cli.demo.command import demo
-from vllm_module.cli.options import UsageError
+from vllm_module.cli.options import UsageError, expanded
 from vllm_module.cli.output import describe_refusal, error_text, is_refusal
 from vllm_module.cli.ranks import is_first_rank
 from vllm_module.cli.streams import OK, REFUSED, USAGE, OutputError, complain
@@ -46,7 +46,7 @@ app = typer.Typer(
     "141 pipe closed.",
 )
 for command, example in EXAMPLES.items():
-    app.command(epilog=f"Example: {example}")(command)
+    app.command(epilog=f"Example: {example}")(expanded(command))
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from enum import Enum
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
     from vllm_module.config import ModelConfig
 
+TIMEOUT = 1800.0  # as in LoadConfig, which help does not import
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's copy of it
 
 
@@ -95,6 +100,12 @@ def _there(source: str) -> str:
     return source
 
 
+def _check_timeout(seconds: float) -> float:
+    if math.isnan(seconds):
+        raise typer.BadParameter("nan is no number of seconds")
+    return seconds
+
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -105,74 +116,10 @@ Source = Annotated[
         show_default=False,
     ),
 ]
-SizeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--tp",
-        min=1,
-        metavar="N",
-        help="Tensor-parallel size: the number of ranks that share the model.",
-    ),
-]
-DTypeOption = Annotated[
-    DType,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        help=f"Dtype of the parameters: {_listed(DType)}; auto takes the checkpoint's.",
-    ),
-]
-QuantizationOption = Annotated[
-    Quantization | None,
-    typer.Option(
-        "--quantization",
-        metavar="SCHEME",
-        help=f"Quantize linear layers while loading: {_listed(_SCHEMES)}; fp8 is "
-        "fp8_per_tensor. A quantized checkpoint needs no option: its config.json names the format. "
-        f"For one, fp8, bitsandbytes, {_listed(_FORMATS)} refuse any other format.",
-    ),
-]
-LoadFormatOption = Annotated[
-    LoadFormat,
-    typer.Option(
-        "--load-format",
-        metavar="FORMAT",
-        help=f"Format of the weights: {_listed(LoadFormat)}; auto takes the first that there is, "
-        "and dummy makes values up and reads only config.json.",
-    ),
-]
-ModelCodeOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--model-code",
-        metavar="FILE",
-        help="A Python file with models of your own: the file is run, and its classes are used "
-        "for the architectures of their names.",
-        show_default=False,
-    ),
-]
-DownloadDirOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--download-dir",
-        metavar="DIR",
-        help="Keep here what is fetched: models of the hub, instead of in its cache, and weights "
-        "of URLs, which are not kept without it.",
-        show_default=False,
-    ),
-]
 OutOption = Annotated[
     Path,
     typer.Option(
         "--out", metavar="DIR", help="The folder to write: new, or empty.", show_default=False
-    ),
-]
-DeviceOption = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="DEVICE",
-        help="cpu, cuda, cuda:1 …; auto takes CUDA if there is a CUDA device.",
     ),
 ]
 AllOption = Annotated[
@@ -180,41 +127,6 @@ AllOption = Annotated[
     typer.Option("--all", help="Print a line for each tensor; default: one line for all layers."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
-
-_RECOMMENDED = "; default: generation_config.json's, or"
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        help=f"0 takes the most probable token; higher values draw more evenly{_RECOMMENDED} 0.",
-    ),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        help="Draw from the most probable tokens that together have probability P"
-        f"{_RECOMMENDED} 1.",
-    ),
-]
-TopKOption = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        help=f"Draw from the K most probable tokens; 0 takes all tokens{_RECOMMENDED} 0.",
-    ),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option("--seed", metavar="S", help="Draw the same tokens each time for the same S."),
-]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
-]
 LengthOption = Annotated[
     int | None,
     typer.Option(
@@ -234,33 +146,210 @@ CacheDTypeOption = Annotated[
 ]
 
 
-ModelImplOption = Annotated[
-    ModelImpl,
-    typer.Option(
-        "--model-impl",
-        metavar="WHOSE",
-        help=f"Whose model is built: {_listed(ModelImpl)}; auto takes ours where there is one.",
-    ),
-]
+_SIZE = typer.Option(
+    min=1,
+    metavar="N",
+    help="Tensor-parallel size: the number of ranks that share the model.",
+)
+_RECOMMENDED = "; default: generation_config.json's, or"
 
 
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run Python files of the checkpoint where no other code defines its model or its "
-        "tokenizer. Read them first: they can do anything.",
-    ),
-]
+@dataclass(frozen=True)
+class Options:
+    """Options that several commands take. Each field declares one of them; see :func:`expanded`."""
+
+    def entries(self) -> dict[str, Any]:
+        """Return the values by name, as settings of an engine or a model take them."""
+        return {
+            name: value.value if isinstance(value, Enum) else value
+            for name, value in vars(self).items()
+        }
 
 
-ExpertParallelOption = Annotated[
-    bool,
-    typer.Option(
-        "--enable-expert-parallel",
-        help="Let each rank hold whole experts, not a part of every expert.",
-    ),
-]
+@dataclass(frozen=True)
+class RankOptions(Options):
+    """The ranks that share a model; without ``tp``, one or torchrun's."""
+
+    tp: Annotated[int | None, _SIZE] = None
+    enable_expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--enable-expert-parallel",
+            help="Let each rank hold whole experts, not a part of every expert.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class SimulatedRankOptions(RankOptions):
+    """The ranks of a command that runs in one process."""
+
+    tp: Annotated[int, _SIZE] = 1
+
+
+@dataclass(frozen=True)
+class DTypeOptions(Options):
+    """The dtype of parameters."""
+
+    dtype: Annotated[
+        DType,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"Dtype of the parameters: {_listed(DType)}; auto takes the checkpoint's.",
+        ),
+    ] = DType.auto
+
+
+@dataclass(frozen=True)
+class PrecisionOptions(DTypeOptions):
+    """The dtype of parameters, and how they are quantized."""
+
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option(
+            metavar="SCHEME",
+            help=f"Quantize linear layers while loading: {_listed(_SCHEMES)}; fp8 is "
+            "fp8_per_tensor. A quantized checkpoint needs no option: its config.json names the "
+            f"format. For one, fp8, bitsandbytes, {_listed(_FORMATS)} refuse any other format.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class WeightOptions(Options):
+    """How the weights of a checkpoint are found and read."""
+
+    load_format: Annotated[
+        LoadFormat,
+        typer.Option(
+            metavar="FORMAT",
+            help=f"Format of the weights: {_listed(LoadFormat)}; auto takes the first that there "
+            "is, and dummy makes values up and reads only config.json.",
+        ),
+    ] = LoadFormat.auto
+    model_code: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A Python file with models of your own: the file is run, and its classes are used "
+            "for the architectures of their names.",
+            show_default=False,
+        ),
+    ] = None
+    download_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep here what is fetched: models of the hub, instead of in its cache, and "
+            "weights of URLs, which are not kept without it.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ModelOptions(WeightOptions):
+    """How a checkpoint becomes a model."""
+
+    model_impl: Annotated[
+        ModelImpl,
+        typer.Option(
+            metavar="WHOSE",
+            help=f"Whose model is built: {_listed(ModelImpl)}; auto takes ours where there is one.",
+        ),
+    ] = ModelImpl.auto
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Run Python files of the checkpoint where no other code defines its model or its "
+            "tokenizer. Read them first: they can do anything.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class DeviceOptions(Options):
+    """The device of each rank, and how long ranks wait for each other."""
+
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="DEVICE",
+            help="cpu, cuda, cuda:1 …; auto takes CUDA if there is a CUDA device.",
+        ),
+    ] = "auto"
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            max=31_536_000,  # a year: the system's clocks hold no number of seconds
+            callback=_check_timeout,
+            metavar="SECONDS",
+            help="Under torchrun: how long ranks wait for each other to finish loading.",
+        ),
+    ] = TIMEOUT
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Options):
+    """How tokens are chosen; what is not given is the checkpoint's recommendation."""
+
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="T",
+            help="0 takes the most probable token; higher values draw more evenly"
+            f"{_RECOMMENDED} 0.",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            help="Draw from the most probable tokens that together have probability P"
+            f"{_RECOMMENDED} 1.",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help=f"Draw from the K most probable tokens; 0 takes all tokens{_RECOMMENDED} 0.",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="S", help="Draw the same tokens each time for the same S."),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Stop before this text; may be repeated."),
+    ] = None
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` as typer reads it: with the fields of :class:`Options` as parameters."""
+    groups: dict[str, type[Options]] = {}
+    parameters: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        group = parameter.annotation
+        if isinstance(group, type) and issubclass(group, Options):
+            groups[parameter.name] = group
+            parameters += signature(group, eval_str=True).parameters.values()
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{each.name: given.pop(each.name) for each in fields(group)})
+        command(**given)
+
+    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # functions may have it
+    run.__annotations__ = {}
+    return run
 
 
 def check_out(out: Path) -> None:
@@ -275,28 +364,16 @@ def check_out(out: Path) -> None:
 
 def model_config(
     source: str,
-    dtype: DType,
-    quantization: Quantization | None,
-    model_code: Path | None,
-    enable_expert_parallel: bool,
-    download_dir: Path | None,
-    model_impl: ModelImpl,
-    trust_remote_code: bool,
+    precision: PrecisionOptions,
+    model: ModelOptions,
+    enable_expert_parallel: bool = False,
 ) -> ModelConfig:
     """Return the configuration of a model from the options that describe it."""
     from vllm_module.config import ModelConfig
 
-    entries: dict[str, Any] = {
-        "model": source,
-        "dtype": dtype.value,
-        "quantization": quantization and quantization.value,
-        "model_code": model_code,
-        "enable_expert_parallel": enable_expert_parallel,
-        "download_dir": download_dir and str(download_dir),
-        "model_impl": model_impl.value,
-        "trust_remote_code": trust_remote_code,
-    }
-    return ModelConfig(**entries)
+    entries = precision.entries() | model.entries()
+    del entries["load_format"]
+    return ModelConfig(model=source, enable_expert_parallel=enable_expert_parallel, **entries)
 
 
 def torch_device(name: str) -> torch.device:

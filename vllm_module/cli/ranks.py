@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -21,26 +20,6 @@ if TYPE_CHECKING:
     from vllm_module.config import ModelConfig
 
 T = TypeVar("T")
-TIMEOUT = 1800.0  # as in LoadConfig, which help does not import
-
-
-def _check_timeout(seconds: float) -> float:
-    if math.isnan(seconds):
-        raise typer.BadParameter("nan is no number of seconds")
-    return seconds
-
-
-TimeoutOption = Annotated[
-    float,
-    typer.Option(
-        "--timeout",
-        min=0.1,
-        max=31_536_000,  # a year: the system's clocks hold no number of seconds
-        callback=_check_timeout,
-        metavar="SECONDS",
-        help="Under torchrun: how long ranks wait for each other to finish loading.",
-    ),
-]
 
 
 def under_torchrun() -> bool:

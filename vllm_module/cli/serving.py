@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from vllm_module.cli.options import DType, Quantization, torch_device
+from vllm_module.cli.options import (
+    DeviceOptions,
+    DTypeOptions,
+    ModelOptions,
+    RankOptions,
+    SamplingOptions,
+    torch_device,
+)
 from vllm_module.cli.output import REFUSALS, CommandError, announce, console, working
 from vllm_module.cli.ranks import is_first_rank, tensor_parallel_size, under_torchrun
 from vllm_module.errors import RankError
@@ -24,12 +31,10 @@ if TYPE_CHECKING:
 @contextmanager
 def serving(
     source: str,
-    dtype: DType,
-    quantization: Quantization | None,
-    device: str,
-    tp: int | None,
-    timeout: float,
-    max_model_len: int | None,
+    ranks: RankOptions,
+    precision: DTypeOptions,
+    model: ModelOptions,
+    devices: DeviceOptions,
     **engine: Any,
 ) -> Iterator[LLM]:
     """Load a checkpoint into an engine, and close the engine at the end of the block.
@@ -37,9 +42,9 @@ def serving(
     Under torchrun, only rank 0 gets to the block. The other ranks run the model until rank 0
     closes the engine, and then exit from the command.
     """
-    size = tensor_parallel_size(tp)
+    size = tensor_parallel_size(ranks.tp)
     with working("importing torch") if is_first_rank() else nullcontext():
-        torch_device(device)  # a usage error if there is no such device
+        torch_device(devices.device)  # a usage error if there is no such device
         # Imported here because usage errors and help need no torch.
         from vllm_module.config import LoadConfig
         from vllm_module.runtime.llm import LLM
@@ -47,16 +52,16 @@ def serving(
     terminal = console(stderr=True).is_terminal
     if terminal and size > 1 and not under_torchrun():
         announce(f"starting {size} processes")
-    load_config = LoadConfig(timeout=timeout, show_progress=terminal)
+    load_config = LoadConfig(timeout=devices.timeout, show_progress=terminal)
     try:
         llm = LLM(
             source,
-            dtype=dtype.value,
-            quantization=quantization and quantization.value,
-            max_model_len=max_model_len,
-            device=device,
+            device=devices.device,
             load_config=load_config,
             tensor_parallel_size=size,
+            enable_expert_parallel=ranks.enable_expert_parallel,
+            **precision.entries(),
+            **model.entries(),
             **engine,
         )
     except SystemExit:  # raised by LLM on the other ranks, when the engine has closed
@@ -88,10 +93,11 @@ def _refuse(error: BaseException) -> NoReturn:
     raise CommandError(str(error)) from error
 
 
-def sampling(**options: Any) -> dict[str, Any]:
+def given_params(sampling: SamplingOptions, max_tokens: int | None) -> dict[str, Any]:
     """Return the options that were given; raise a usage error for an invalid value."""
     from vllm_module.runtime.sampling_params import SamplingParams
 
+    options = {**sampling.entries(), "max_tokens": max_tokens}
     given = {name: value for name, value in options.items() if value is not None}
     for text in given.get("stop", ()):
         check_text(text, "--stop")

@@ -16,21 +16,12 @@ from vllm_module.base.messages import printable
 from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
-    DeviceOption,
-    DownloadDirOption,
-    DType,
-    DTypeOption,
-    ExpertParallelOption,
+    DeviceOptions,
     JsonOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
-    QuantizationOption,
-    SizeOption,
+    ModelOptions,
+    PrecisionOptions,
+    RankOptions,
     Source,
-    TrustOption,
 )
 from vllm_module.cli.output import (
     CommandError,
@@ -42,7 +33,7 @@ from vllm_module.cli.output import (
     working,
 )
 from vllm_module.cli.pictures.plots import check_plot, plot_levels
-from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
+from vllm_module.cli.ranks import is_first_rank
 from vllm_module.cli.serving import built_as, serving
 
 if TYPE_CHECKING:
@@ -55,6 +46,7 @@ if TYPE_CHECKING:
 
 def bench(
     source: Source,
+    *,
     input_len: Annotated[
         int, typer.Option("--input-len", min=1, metavar="N", help="Tokens in each prompt.")
     ] = 128,
@@ -76,18 +68,11 @@ def bench(
     seed: Annotated[
         int, typer.Option("--seed", metavar="S", help="Seed of the random prompts.")
     ] = 0,
-    tp: SizeOption = None,
-    enable_expert_parallel: ExpertParallelOption = False,
-    dtype: DTypeOption = DType.auto,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
+    ranks: RankOptions,
+    precision: PrecisionOptions,
+    model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
-    device: DeviceOption = "auto",
-    timeout: TimeoutOption = TIMEOUT,
+    devices: DeviceOptions,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -117,20 +102,12 @@ def bench(
         announce(f"loading {printable(source)}")
     with serving(
         source,
-        dtype,
-        quantization,
-        device,
-        tp,
-        timeout,
-        None,
+        ranks,
+        precision,
+        model,
+        devices,
         kv_cache_dtype=kv_cache_dtype.value,
         max_num_seqs=concurrency,
-        load_format=load_format.value,
-        model_code=model_code,
-        download_dir=download_dir,
-        enable_expert_parallel=enable_expert_parallel,
-        model_impl=model_impl.value,
-        trust_remote_code=trust_remote_code,
     ) as llm:
         results = measure(llm, input_len, output_len, num_prompts, concurrency, seed)
         if plot is not None:

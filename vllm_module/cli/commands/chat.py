@@ -13,30 +13,17 @@ import typer
 from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
-    DeviceOption,
-    DownloadDirOption,
-    DType,
-    DTypeOption,
-    ExpertParallelOption,
+    DeviceOptions,
     LengthOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
-    QuantizationOption,
-    SeedOption,
-    SizeOption,
+    ModelOptions,
+    PrecisionOptions,
+    RankOptions,
+    SamplingOptions,
     Source,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    TrustOption,
 )
 from vllm_module.cli.output import announce, error_text
-from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
-from vllm_module.cli.serving import check_text, sampling, sampling_params, serving
+from vllm_module.cli.ranks import is_first_rank
+from vllm_module.cli.serving import check_text, given_params, sampling_params, serving
 from vllm_module.cli.streams import complain
 from vllm_module.errors import WeightLoadError
 
@@ -56,14 +43,14 @@ _HINT = "/help lists the commands; a message that begins with a slash needs a sp
 
 def chat(
     source: Source,
+    *,
     system: Annotated[
         str | None,
         typer.Option(
             "--system", metavar="TEXT", help="Instructions for the model, before the first message."
         ),
     ] = None,
-    tp: SizeOption = None,
-    enable_expert_parallel: ExpertParallelOption = False,
+    ranks: RankOptions,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -74,22 +61,12 @@ def chat(
             "generation_config.json's, or 1024.",
         ),
     ] = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    seed: SeedOption = None,
-    stop: StopOption = None,
-    dtype: DTypeOption = DType.auto,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
+    sampling: SamplingOptions,
+    precision: PrecisionOptions,
+    model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
-    device: DeviceOption = "auto",
-    timeout: TimeoutOption = TIMEOUT,
+    devices: DeviceOptions,
 ) -> None:
     """Chat with a model.
 
@@ -98,14 +75,7 @@ def chat(
     being printed. If standard input is not a terminal, each of its lines is a message or a command,
     and the exit code is 1 if one is refused.
     """
-    given = sampling(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        max_tokens=max_new_tokens,
-    )
+    given = given_params(sampling, max_new_tokens)
     system_messages = (
         [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
     )
@@ -114,33 +84,24 @@ def chat(
         from vllm_module.runtime.text.chat import ChatTemplate
         from vllm_module.weights.source import Folder, find_source
 
-        directory = None if download_dir is None else str(download_dir)
-        if model_code is not None:  # which may register the source
-            load_model_code(model_code)
+        if model.model_code is not None:  # which may register the source
+            load_model_code(model.model_code)
         found = find_source(
             source,
-            load_format=load_format.value,
-            download_dir=directory,
-            code=trust_remote_code,
+            load_format=model.load_format.value,
+            download_dir=model.download_dir,
+            code=model.trust_remote_code,
         )
         ChatTemplate(found.folder)
         source = str(found.folder) if isinstance(found, Folder) else source
-    cache = kv_cache_dtype.value
     with serving(
         source,
-        dtype,
-        quantization,
-        device,
-        tp,
-        timeout,
-        max_model_len,
-        kv_cache_dtype=cache,
-        load_format=load_format.value,
-        model_code=model_code,
-        download_dir=download_dir,
-        enable_expert_parallel=enable_expert_parallel,
-        model_impl=model_impl.value,
-        trust_remote_code=trust_remote_code,
+        ranks,
+        precision,
+        model,
+        devices,
+        max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype.value,
     ) as llm:
         params = sampling_params(llm, given, max_tokens=1024)
         refused = _converse(llm, params, system_messages)

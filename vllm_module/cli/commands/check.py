@@ -7,21 +7,13 @@ import typer
 
 from vllm_module.base.messages import printable
 from vllm_module.cli.options import (
-    DeviceOption,
-    DownloadDirOption,
-    DType,
-    DTypeOption,
-    ExpertParallelOption,
+    DeviceOptions,
+    DTypeOptions,
     JsonOption,
     LengthOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
-    SizeOption,
+    ModelOptions,
+    RankOptions,
     Source,
-    TrustOption,
 )
 from vllm_module.cli.output import (
     CommandError,
@@ -31,7 +23,7 @@ from vllm_module.cli.output import (
     print_text,
     working,
 )
-from vllm_module.cli.ranks import TIMEOUT, TimeoutOption, is_first_rank
+from vllm_module.cli.ranks import is_first_rank
 from vllm_module.cli.serving import built_as, check_text, serving
 
 PROMPTS = "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,"
@@ -39,12 +31,12 @@ PROMPTS = "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,"
 
 def check(
     source: Source,
+    *,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated."),
     ] = None,
-    tp: SizeOption = None,
-    enable_expert_parallel: ExpertParallelOption = False,
+    ranks: RankOptions,
     tokens: Annotated[
         int,
         typer.Option("--tokens", min=1, metavar="K", help="Tokens to generate for each prompt."),
@@ -60,15 +52,10 @@ def check(
             show_default=False,
         ),
     ] = None,
-    dtype: DTypeOption = DType.auto,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
+    dtype: DTypeOptions,
+    model: ModelOptions,
     max_model_len: LengthOption = None,
-    device: DeviceOption = "auto",
-    timeout: TimeoutOption = TIMEOUT,
+    devices: DeviceOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Compare tokens with transformers'.
@@ -94,18 +81,11 @@ def check(
     texts = [check_text(text, "--prompt") for text in prompts or PROMPTS]
     with serving(
         source,
+        ranks,
         dtype,
-        None,
-        device,
-        tp,
-        timeout,
-        max_model_len,
-        load_format=load_format.value,
-        model_code=model_code,
-        download_dir=download_dir,
-        model_impl=model_impl.value,
-        trust_remote_code=trust_remote_code,
-        enable_expert_parallel=enable_expert_parallel,
+        model,
+        devices,
+        max_model_len=max_model_len,
     ) as llm:
         from vllm_module.cli.comparison import TOLERANCES, compare, generated, transformers_model
         from vllm_module.cli.implementation import impl_of
@@ -128,9 +108,9 @@ def check(
     passes = TOLERANCES.get(model_dtype, 1e-3) if tolerance is None else tolerance
     with (
         working("loading by transformers"),
-        transformers_model(folder, model_dtype, model_device, trust_remote_code) as model,
+        transformers_model(folder, model_dtype, model_device, model.trust_remote_code) as peer,
     ):
-        found = [compare(model, output) for output in outputs]
+        found = [compare(peer, output) for output in outputs]
     agrees = [each.agrees(passes) for each in found]
     if as_json:
         print_json(
@@ -161,8 +141,8 @@ def check(
         )
     else:
         out = console()
-        ranks = plural(size, "rank")
-        head = f"{architecture} in {dtype_name(model_dtype)} on {model_device}, on {ranks}"
+        num_ranks = plural(size, "rank")
+        head = f"{architecture} in {dtype_name(model_dtype)} on {model_device}, on {num_ranks}"
         print_text(out, f"{printable(head)}, against transformers {version}", "bold")
         print_text(out, f"model_impl: {impl}")
         if no_text:

@@ -5,18 +5,12 @@ from typing import Annotated, Any
 import typer
 
 from vllm_module.cli.options import (
-    DownloadDirOption,
-    DType,
     JsonOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
+    ModelOptions,
     OutOption,
+    PrecisionOptions,
     Quantization,
     Source,
-    TrustOption,
     check_out,
     model_config,
 )
@@ -25,6 +19,7 @@ from vllm_module.cli.output import console, plural, print_json, print_text, size
 
 def convert(
     source: Source,
+    *,
     quantization: Annotated[
         Quantization,
         typer.Option(
@@ -54,11 +49,7 @@ def convert(
             help="Inputs that share a scale with int4_per_group; a multiple of 8.",
         ),
     ] = 128,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
+    model: ModelOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Write a quantized checkpoint.
@@ -70,16 +61,7 @@ def convert(
     written); bytes_read; bytes_written.
     """
     check_out(out)
-    config = model_config(
-        source,
-        DType.auto,
-        quantization,
-        model_code,
-        False,
-        download_dir,
-        model_impl,
-        trust_remote_code,
-    )
+    config = model_config(source, PrecisionOptions(quantization=quantization), model)
     if group_size < 1 or group_size % 8:
         problem = f"expected a multiple of 8, got {group_size}"
         raise typer.BadParameter(problem, param_hint="--group-size")
@@ -101,7 +83,7 @@ def convert(
             converted = write_converted(
                 config,
                 out,
-                load_format=load_format.value,
+                load_format=model.load_format.value,
                 on_tensors=lambda nbytes: show(f"wrote {size(nbytes)}"),
             )
     report = converted.report

@@ -11,32 +11,18 @@ import typer
 from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
-    DeviceOption,
-    DownloadDirOption,
-    DType,
-    DTypeOption,
-    ExpertParallelOption,
+    DeviceOptions,
     JsonOption,
     LengthOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
-    QuantizationOption,
-    SeedOption,
-    SizeOption,
+    ModelOptions,
+    PrecisionOptions,
+    RankOptions,
+    SamplingOptions,
     Source,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    TrustOption,
     UsageError,
 )
 from vllm_module.cli.output import console, error_text, plural, print_json, working
-from vllm_module.cli.ranks import TIMEOUT, TimeoutOption
-from vllm_module.cli.serving import built_as, check_text, sampling, sampling_params, serving
+from vllm_module.cli.serving import built_as, check_text, given_params, sampling_params, serving
 from vllm_module.cli.streams import complain
 from vllm_module.errors import CheckpointFormatError
 
@@ -48,6 +34,7 @@ if TYPE_CHECKING:
 
 def generate(
     source: Source,
+    *,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated."),
@@ -58,8 +45,7 @@ def generate(
             "--prompt-ids", metavar="1,2,3", help="Token ids to continue; may be repeated."
         ),
     ] = None,
-    tp: SizeOption = None,
-    enable_expert_parallel: ExpertParallelOption = False,
+    ranks: RankOptions,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -70,22 +56,12 @@ def generate(
             "generation_config.json's, or 64.",
         ),
     ] = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    seed: SeedOption = None,
-    stop: StopOption = None,
-    dtype: DTypeOption = DType.auto,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
+    sampling: SamplingOptions,
+    precision: PrecisionOptions,
+    model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
-    device: DeviceOption = "auto",
-    timeout: TimeoutOption = TIMEOUT,
+    devices: DeviceOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Continue prompts.
@@ -105,30 +81,15 @@ def generate(
         raise UsageError("give --prompt or --prompt-ids, and not both")
     completions = [Completion(check_text(text, "--prompt"), []) for text in prompts or ()]
     completions += [Completion(None, _parse_ids(ids)) for ids in prompt_ids or ()]
-    given = sampling(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        max_tokens=max_new_tokens,
-    )
-    cache = kv_cache_dtype.value
+    given = given_params(sampling, max_new_tokens)
     with serving(
         source,
-        dtype,
-        quantization,
-        device,
-        tp,
-        timeout,
-        max_model_len,
-        kv_cache_dtype=cache,
-        load_format=load_format.value,
-        model_code=model_code,
-        download_dir=download_dir,
-        enable_expert_parallel=enable_expert_parallel,
-        model_impl=model_impl.value,
-        trust_remote_code=trust_remote_code,
+        ranks,
+        precision,
+        model,
+        devices,
+        max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype.value,
     ) as llm:
         for completion in completions if prompts else ():
             if llm.tokenizer is None:

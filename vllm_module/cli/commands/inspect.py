@@ -14,11 +14,9 @@ from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
 from vllm_module.cli.options import (
     AllOption,
-    DownloadDirOption,
     JsonOption,
     LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
+    WeightOptions,
 )
 from vllm_module.cli.output import (
     by_number,
@@ -77,9 +75,8 @@ def inspect(
             show_default=False,
         ),
     ],
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
+    *,
+    weights: WeightOptions,
     every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,19 +90,21 @@ def inspect(
     tensors (name, dtype, shape, bytes, file and byte_range in the file, or null); files and dtypes
     (tensors and bytes of each); total (tensors, elements, bytes).
     """
-    if load_format is LoadFormat.dummy:
+    if weights.load_format is LoadFormat.dummy:
         raise typer.BadParameter(
             "dummy weights are not stored: plan lists those of a model", param_hint="--load-format"
         )
-    if model_code is not None:
+    if weights.model_code is not None:
         from vllm_module.build.registry import load_model_code
 
-        load_model_code(model_code)
+        load_model_code(weights.model_code)
     from vllm_module.weights.source import find_source
 
-    directory = None if download_dir is None else str(download_dir)
     found = find_source(  # a download draws its own bars
-        source, load_format=load_format.value, download_dir=directory, described=False
+        source,
+        load_format=weights.load_format.value,
+        download_dir=weights.download_dir,
+        described=False,
     )
     path: Path = getattr(found, "path", found.folder)
     with working("reading headers"):

@@ -9,29 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_module.cli.options import (
-    DeviceOption,
-    DownloadDirOption,
-    DType,
-    DTypeOption,
-    ExpertParallelOption,
+    DeviceOptions,
     JsonOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
-    QuantizationOption,
-    SizeOption,
+    ModelOptions,
+    PrecisionOptions,
+    RankOptions,
     Source,
-    TrustOption,
     model_config,
     torch_device,
 )
 from vllm_module.cli.output import console, print_json, print_table, print_text, working, writing
 from vllm_module.cli.pictures.plots import check_plot, plot_memory
 from vllm_module.cli.ranks import (
-    TIMEOUT,
-    TimeoutOption,
     find_alike,
     is_first_rank,
     on_every_rank,
@@ -55,21 +44,15 @@ if TYPE_CHECKING:
 
 def load(
     source: Source,
-    tp: SizeOption = None,
-    enable_expert_parallel: ExpertParallelOption = False,
+    *,
+    ranks: RankOptions,
     rank: Annotated[
         int | None,
         typer.Option("--rank", min=0, metavar="R", help="Load only this rank; not with torchrun."),
     ] = None,
-    dtype: DTypeOption = DType.auto,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
-    device: DeviceOption = "auto",
-    timeout: TimeoutOption = TIMEOUT,
+    precision: PrecisionOptions,
+    model: ModelOptions,
+    devices: DeviceOptions,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -95,18 +78,18 @@ def load(
     replicated: the share of the parameters that it holds whole); report (loaded: parameter to its
     checkpoint names; skipped: name to rule).
     """
-    tp_size = tensor_parallel_size(tp)
+    tp_size = tensor_parallel_size(ranks.tp)
     if rank is not None and (under_torchrun() or rank >= tp_size):
-        ranks = (
+        reason = (
             "torchrun chooses the ranks"
             if under_torchrun()
             else f"the ranks are 0 to {tp_size - 1}"
         )
-        raise typer.BadParameter(f"cannot load rank {rank}; {ranks}", param_hint="--rank")
+        raise typer.BadParameter(f"cannot load rank {rank}; {reason}", param_hint="--rank")
     if plot is not None:
         check_plot(plot)
     with working("importing torch") if is_first_rank() else nullcontext():
-        asked_device = torch_device(device)
+        asked_device = torch_device(devices.device)
         # Imported here because usage errors and help need no torch.
         from vllm_module.build.model_source import ModelSource
         from vllm_module.cli.implementation import impl_line, impl_of
@@ -117,23 +100,15 @@ def load(
     records = trace is not None or plot is not None
     traces: list[RankTrace] = []
     target = rank_device(asked_device)
-    config = model_config(
-        source,
-        dtype,
-        quantization,
-        model_code,
-        enable_expert_parallel,
-        download_dir,
-        model_impl,
-        trust_remote_code,
-    )
+    load_format = model.load_format.value
+    config = model_config(source, precision, model, ranks.enable_expert_parallel)
     if under_torchrun():
         with process_group(target):
             model_source, report, loads, traces = _load_own_rank(
-                config, load_format.value, target, timeout, records
+                config, load_format, target, devices.timeout, records
             )
     else:
-        model_source = ModelSource.find(config, load_format.value)
+        model_source = ModelSource.find(config, load_format)
         loads = []
         for each in range(tp_size) if rank is None else (rank,):
             traces += [RankTrace(each)] if records else []

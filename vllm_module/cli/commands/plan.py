@@ -13,20 +13,11 @@ from vllm_module.cli.options import (
     AllOption,
     CacheDType,
     CacheDTypeOption,
-    DownloadDirOption,
-    DType,
-    DTypeOption,
-    ExpertParallelOption,
     JsonOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
-    QuantizationOption,
-    SizeOption,
+    ModelOptions,
+    PrecisionOptions,
+    SimulatedRankOptions,
     Source,
-    TrustOption,
     model_config,
 )
 from vllm_module.cli.output import (
@@ -46,8 +37,8 @@ if TYPE_CHECKING:
 @paused_gc()
 def plan(
     source: Source,
-    tp: SizeOption = 1,
-    enable_expert_parallel: ExpertParallelOption = False,
+    *,
+    ranks: SimulatedRankOptions,
     expert_parallel_size: Annotated[
         int | None,
         typer.Option(
@@ -58,13 +49,8 @@ def plan(
             help="Spread whole experts over N ranks, of which each --tp share all other layers.",
         ),
     ] = None,
-    dtype: DTypeOption = DType.auto,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
+    precision: PrecisionOptions,
+    model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     context_len: Annotated[
         int | None,
@@ -110,31 +96,22 @@ def plan(
     bytes, pieces, shape, of, dtype, parameter, slot, quantized, tied_to); skipped (name to rule);
     missing, unexpected, duplicated and misshapen (lists of [name, detail]).
     """
-    assert tp is not None
     memory_bytes = None if memory is None else parse_size(memory)
-    if expert_parallel_size is not None and expert_parallel_size % tp:
+    if expert_parallel_size is not None and expert_parallel_size % ranks.tp:
         raise typer.BadParameter(
-            f"expected a multiple of --tp {tp}, got {expert_parallel_size}",
+            f"expected a multiple of --tp {ranks.tp}, got {expert_parallel_size}",
             param_hint="--expert-parallel-size",
         )
-    ep = expert_parallel_size or (tp if enable_expert_parallel else 1)
-    config = model_config(
-        source,
-        dtype,
-        quantization,
-        model_code,
-        ep == tp > 1,
-        download_dir,
-        model_impl,
-        trust_remote_code,
-    )
+    ep = expert_parallel_size or (ranks.tp if ranks.enable_expert_parallel else 1)
+    config = model_config(source, precision, model, ep == ranks.tp > 1)
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.
         from vllm_module.build.model_source import ModelSource
         from vllm_module.cli.model_plan import print_plan
-    model_source = ModelSource.find(config, load_format.value)  # a download draws its own bars
+    # A download draws its own bars.
+    model_source = ModelSource.find(config, model.load_format.value)
     with working("reading headers") as show:
-        plan = plan_ranks(model_source, tp, ep, kv_cache_dtype, context_len, show)
+        plan = plan_ranks(model_source, ranks.tp, ep, kv_cache_dtype, context_len, show)
     plan = replace(plan, memory=memory, memory_bytes=memory_bytes)
     if html is not None:
         from vllm_module.cli.pictures.plan_page import plan_page

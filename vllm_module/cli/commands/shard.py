@@ -1,21 +1,12 @@
 from __future__ import annotations
 
 from vllm_module.cli.options import (
-    DownloadDirOption,
-    DType,
-    DTypeOption,
-    ExpertParallelOption,
     JsonOption,
-    LoadFormat,
-    LoadFormatOption,
-    ModelCodeOption,
-    ModelImpl,
-    ModelImplOption,
+    ModelOptions,
     OutOption,
-    QuantizationOption,
-    SizeOption,
+    PrecisionOptions,
+    SimulatedRankOptions,
     Source,
-    TrustOption,
     check_out,
     model_config,
 )
@@ -24,16 +15,11 @@ from vllm_module.cli.output import console, print_json, print_table, size, worki
 
 def shard(
     source: Source,
+    *,
     out: OutOption,
-    tp: SizeOption = 1,
-    enable_expert_parallel: ExpertParallelOption = False,
-    dtype: DTypeOption = DType.auto,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = LoadFormat.auto,
-    model_code: ModelCodeOption = None,
-    download_dir: DownloadDirOption = None,
-    model_impl: ModelImplOption = ModelImpl.auto,
-    trust_remote_code: TrustOption = False,
+    ranks: SimulatedRankOptions,
+    precision: PrecisionOptions,
+    model: ModelOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Write what each rank holds after loading.
@@ -44,18 +30,8 @@ def shard(
     JSON keys: out; tensor_parallel_size; dtype; quantization (settings, config.json where that says
     it, or null); ranks (rank, bytes, files).
     """
-    assert tp is not None
     check_out(out)
-    config = model_config(
-        source,
-        dtype,
-        quantization,
-        model_code,
-        enable_expert_parallel,
-        download_dir,
-        model_impl,
-        trust_remote_code,
-    )
+    config = model_config(source, precision, model, ranks.enable_expert_parallel)
     nbytes: list[int] = []
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.
@@ -64,12 +40,14 @@ def shard(
 
         def written(rank: int, of_rank: int) -> None:
             nbytes.append(of_rank)
-            show(f"wrote rank {rank} of {tp}")
+            show(f"wrote rank {rank} of {ranks.tp}")
 
         show("loading rank 0")
         with writing(out):
-            manifest = write_ranks(config, tp, out, load_format=load_format.value, on_rank=written)
-    ranks = [
+            manifest = write_ranks(
+                config, ranks.tp, out, load_format=model.load_format.value, on_rank=written
+            )
+    written_ranks = [
         {
             "rank": rank,
             "bytes": of_rank,
@@ -81,10 +59,10 @@ def shard(
         print_json(
             {
                 "out": str(out),
-                "tensor_parallel_size": tp,
+                "tensor_parallel_size": ranks.tp,
                 "dtype": manifest.dtype,
                 "quantization": manifest.quantization,
-                "ranks": ranks,
+                "ranks": written_ranks,
             }
         )
         return
