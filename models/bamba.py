@@ -14,12 +14,11 @@ from vllm_module.hf_config import ConvKernel, Count, Positive, Size, TimeStepLim
 from vllm_module.layers import (
     AttentionMetadata,
     Mamba2Mixer,
+    Positions,
     RMSNorm,
     RotaryEmbedding,
     layer_kind,
-    rows_for,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
 
@@ -93,6 +92,10 @@ class BambaConfig(LlamaConfig):
 
 
 class BambaDecoderLayer(vLLMModule):
+    sole_readers = {
+        "input_layernorm": ("mamba", "self_attn"), "pre_ff_layernorm": "feed_forward",
+    }  # fmt: skip
+
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -122,19 +125,18 @@ class BambaDecoderLayer(vLLMModule):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
         if self.self_attn is None:
-            x, residual = rows_for(self.mamba, self.input_layernorm, x, residual)
-            x = self.mamba(x, metadata)
+            hidden_states = self.mamba(hidden_states, metadata)
         else:
-            x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
-            x = self.self_attn(x, cos_sin, metadata)
-        x, residual = rows_for(self.feed_forward, self.pre_ff_layernorm, x, residual)
-        return self.feed_forward(x), residual
+            hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states, residual = self.pre_ff_layernorm(hidden_states, residual)
+        return self.feed_forward(hidden_states), residual
 
 
 class BambaModel(DecoderModel):

@@ -12,10 +12,10 @@ from vllm_module.layers import (
     AttentionMetadata,
     LayerNorm,
     PerHeadLayerNorm,
+    Positions,
     RotaryEmbedding,
     layer_sliding_window,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
 
@@ -39,18 +39,10 @@ class CohereLayerNorm(LayerNorm):
 class CohereAttention(LlamaAttention):
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)
-        self.use_qk_norm = config.use_qk_norm
-        if self.use_qk_norm:
+        if config.use_qk_norm:
             q, k, _ = self.qkv_proj.output.slots
             self.q_norm = PerHeadLayerNorm(q, self.head_dim, config.rms_norm_eps)
             self.k_norm = PerHeadLayerNorm(k, self.head_dim, config.rms_norm_eps)
-
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.use_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return super().rotate(q, k, cos_sin)
 
 
 class CohereDecoderLayer(vLLMModule):
@@ -64,13 +56,13 @@ class CohereDecoderLayer(vLLMModule):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        return self.self_attn(x, cos_sin, metadata) + self.mlp(x), residual
+        x, residual = self.input_layernorm(hidden_states, residual)
+        return self.self_attn(positions, x, metadata) + self.mlp(x), residual
 
 
 class CohereModel(DecoderModel):
@@ -98,12 +90,15 @@ class Cohere2Attention(CohereAttention):
     def sliding_window(config: Any, layer_idx: int) -> int | None:
         return layer_sliding_window(config, layer_idx)
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.attn.sliding_window is None:  # a layer that attends to all tokens has no positions
-            return q, k
-        return super().rotate(q, k, cos_sin)
+    def forward(
+        self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
+    ) -> torch.Tensor:
+        if self.attn.sliding_window is not None:
+            return super().forward(positions, hidden_states, metadata)
+        # A layer that attends to all tokens has no positions.
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.qkv_proj.heads, dim=-2)
+        return self.o_proj(self.attn(q, k, v, metadata))
 
 
 class Cohere2DecoderLayer(CohereDecoderLayer):

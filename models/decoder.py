@@ -17,22 +17,22 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import (
     AttentionMetadata,
     ParallelLMHead,
+    Positions,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
-    rows_for,
 )
-from vllm_module.layers.rotary import CosSin
 
 
 class DecoderLayer(vLLMModule):
     """Attention and an MLP, with a norm before each.
 
-    ``x`` and ``residual`` are ``[tokens, hidden_size]``. Their sum is the hidden state. It is
-    computed by the next norm, so that one kernel adds and normalizes.
+    ``hidden_states`` and ``residual`` are ``[tokens, hidden_size]``. The next norm adds them, so
+    that one kernel adds and normalizes.
     """
 
+    sole_readers = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
     norm_class: type[nn.Module] = RMSNorm  # built from (hidden_size, eps), called like RMSNorm
     attention_class: type[nn.Module]  # built from (config, rotary_emb, layer_idx)
     mlp_class: type[nn.Module]  # built from (config)
@@ -50,15 +50,15 @@ class DecoderLayer(vLLMModule):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
-        x = self.self_attn(x, cos_sin, metadata)
-        x, residual = rows_for(self.mlp, self.post_attention_layernorm, x, residual)
-        return self.mlp(x), residual
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
 
 
 class DecoderModel(vLLMModule):
@@ -73,17 +73,13 @@ class DecoderModel(vLLMModule):
         super().__init__()
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        rotary_embs = []
-        self.layers = nn.ModuleList()
-        for layer_idx, rotary_emb in enumerate(
-            RotaryEmbedding.of_layers(config, self.is_neox_style)
-        ):
-            rotary_embs.append(rotary_emb)
-            self.layers.append(self.layer_class(config, rotary_emb, layer_idx))
         # One that all layers share, or one for each layer type.
-        self.rotary_emb, *others = different = list(dict.fromkeys(rotary_embs))
-        self.other_rotary_embs = nn.ModuleList(others)
-        self.rotary_index = [different.index(each) for each in rotary_embs]  # of each layer
+        rotary_embs = list(RotaryEmbedding.of_layers(config, self.is_neox_style))
+        self.layers = nn.ModuleList(
+            self.layer_class(config, rotary_emb, layer_idx)
+            for layer_idx, rotary_emb in enumerate(rotary_embs)
+        )
+        self.rotary_emb = rotary_embs[0]  # where a checkpoint may have its frequencies
         norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.add_module(self.final_norm, norm)
 
@@ -96,14 +92,13 @@ class DecoderModel(vLLMModule):
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
-        x = self.embed_input_ids(input_ids)
-        residual = torch.zeros_like(x)
-        rotary_embs = (self.rotary_emb, *self.other_rotary_embs)
-        cos_sins = [rotary_emb.cos_sin(positions) for rotary_emb in rotary_embs]
-        for layer, index in zip(self.layers, self.rotary_index, strict=True):
-            x, residual = layer(x, residual, cos_sins[index], metadata)
-        x, _ = getattr(self, self.final_norm)(x, residual)
-        return x
+        hidden_states = self.embed_input_ids(input_ids)
+        residual = torch.zeros_like(hidden_states)
+        shared = Positions(positions)
+        for layer in self.layers:
+            hidden_states, residual = layer(shared, hidden_states, residual, metadata)
+        hidden_states, _ = getattr(self, self.final_norm)(hidden_states, residual)
+        return hidden_states
 
 
 class DecoderForCausalLM(vLLMModule):

@@ -13,19 +13,16 @@ from vllm_module.layers import (
     AttentionMetadata,
     ColumnParallelLinear,
     FusedMoE,
-    LatentRotation,
     MergedReplicatedLinear,
     MLAAttention,
+    Positions,
     ReplicatedLinear,
     RMSNorm,
     RotaryEmbedding,
     Router,
     RowParallelLinear,
     add_up_projections,
-    read_by,
-    rows_for,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaConfig, LlamaMLP
 
@@ -55,6 +52,11 @@ class DeepseekV2Config(LlamaConfig):
 
 
 class DeepseekV2Attention(vLLMModule):
+    sole_readers = {  # without qkv_a_proj, two projections read hidden_states
+        "hidden_states": "qkv_a_proj", "q_a_layernorm": "q_b_proj", "kv_a_layernorm": "attn",
+        "rotary_emb": "attn",
+    }  # fmt: skip
+
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
@@ -78,20 +80,20 @@ class DeepseekV2Attention(vLLMModule):
         self.attn.scale *= rotary_emb.score_scaling
         self.o_proj = RowParallelLinear(heads * v, hidden, bias=bias)
 
-    @read_by("qkv_a_proj")
     def forward(
-        self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
+        self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
         if self.q_a_layernorm is None:
-            q, kv = self.q_proj(x), self.kv_a_proj_with_mqa(x)
+            q, kv = self.q_proj(hidden_states), self.kv_a_proj_with_mqa(hidden_states)
         else:
-            q, kv = self.qkv_a_proj(x).split(self.qkv_a_proj.output_sizes, dim=-1)
-            q = self.q_b_proj(rows_for(self.q_b_proj, self.q_a_layernorm, q))
+            q, kv = self.qkv_a_proj(hidden_states).split(self.qkv_a_proj.output_sizes, dim=-1)
+            q = self.q_b_proj(self.q_a_layernorm(q))
         q_nope, q_pe = q.unflatten(-1, (-1, sum(self.q_sizes))).split(self.q_sizes, dim=-1)
         kv_c, k_pe = kv.split(self.kv_sizes, dim=-1)
-        rotate = LatentRotation(self.rotary_emb, cos_sin, self.kv_a_layernorm)
-        parts = q_nope, q_pe, kv_c, k_pe, *(part for up in self.up for part in up.absorbed())
-        return self.o_proj(self.attn(*parts, metadata, rotate))
+        q_pe, k_pe = self.rotary_emb(positions, q_pe, k_pe.unsqueeze(1))
+        absorbed = (part for up in self.up for part in up.absorbed())
+        kv_c = self.kv_a_layernorm(kv_c)
+        return self.o_proj(self.attn(q_nope, q_pe, kv_c, k_pe, *absorbed, metadata))
 
 
 class DeepseekV2MoE(vLLMModule):
@@ -126,10 +128,8 @@ class DeepseekV2DecoderLayer(DecoderLayer):
     mlp_class = LlamaMLP
 
     def new_mlp(self, config: Any, layer_idx: int) -> nn.Module:
-        sparse = (
-            layer_idx >= config.first_k_dense_replace and layer_idx % config.moe_layer_freq == 0
-        )
-        return DeepseekV2MoE(config) if sparse else self.mlp_class(config)
+        dense = layer_idx < config.first_k_dense_replace or layer_idx % config.moe_layer_freq != 0
+        return self.mlp_class(config) if dense else DeepseekV2MoE(config)
 
 
 class DeepseekV2Model(DecoderModel):

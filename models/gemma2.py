@@ -9,12 +9,11 @@ import torch
 from vllm_module.hf_config import HFConfig, Positive, Size
 from vllm_module.layers import (
     AttentionMetadata,
+    Positions,
     RMSNorm,
     RotaryEmbedding,
     layer_sliding_window,
-    rows_for,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.llama import (
     LlamaAttention,
     LlamaConfig,
@@ -58,6 +57,7 @@ class Gemma2Attention(LlamaAttention):
 class Gemma2DecoderLayer(LlamaDecoderLayer):
     norm_class = Gemma2RMSNorm
     attention_class = Gemma2Attention
+    sole_readers = {"input_layernorm": "self_attn", "pre_feedforward_layernorm": "mlp"}
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)
@@ -67,15 +67,16 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, cos_sin, metadata))
-        x, residual = rows_for(self.mlp, self.pre_feedforward_layernorm, x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states, residual = self.pre_feedforward_layernorm(hidden_states, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden_states)), residual
 
 
 class Gemma2Model(LlamaModel):

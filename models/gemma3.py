@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm_module.hf_config import Positive, Size
@@ -31,9 +30,6 @@ class Gemma3Attention(Gemma2Attention):
         super().__init__(config, rotary_emb, layer_idx)
         self.q_norm = Gemma2RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = Gemma2RMSNorm(self.head_dim, config.rms_norm_eps)
-
-    def norms(self) -> Sequence[Any]:
-        return self.q_norm, self.k_norm
 
 
 class Gemma3DecoderLayer(Gemma2DecoderLayer):

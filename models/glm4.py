@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from vllm_module.hf_config import Positive, Size
-from vllm_module.layers import AttentionMetadata, RotaryEmbedding, rows_for
-from vllm_module.layers.rotary import CosSin
+from vllm_module.layers import AttentionMetadata, Positions, RotaryEmbedding
 from vllm_module.models.llama import (
     LlamaAttention,
     LlamaConfig,
@@ -53,6 +52,8 @@ class GlmForCausalLM(LlamaForCausalLM):
 
 
 class Glm4DecoderLayer(GlmDecoderLayer):
+    sole_readers = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
+
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -61,15 +62,16 @@ class Glm4DecoderLayer(GlmDecoderLayer):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
-        x = self.post_self_attn_layernorm(self.self_attn(x, cos_sin, metadata))
-        x, residual = rows_for(self.mlp, self.post_attention_layernorm, x, residual)
-        return self.post_mlp_layernorm(self.mlp(x)), residual
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states = self.post_self_attn_layernorm(hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.post_mlp_layernorm(self.mlp(hidden_states)), residual
 
 
 class Glm4Model(GlmModel):

@@ -11,15 +11,12 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.hf_config import NumExperts, Positive, Size
 from vllm_module.layers import (
-    AttentionMetadata,
     FusedMoE,
     RotaryEmbedding,
     Router,
     SwigluOAIAndMul,
     layer_sliding_window,
-    read_by,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig
 from vllm_module.parameters import ColumnvLLMParameter, Dim
@@ -54,14 +51,6 @@ class GptOssAttention(LlamaAttention):
             tp_size=group.size,
             dtype=torch.get_default_dtype(),
         )
-
-    @read_by("qkv_proj")
-    def forward(
-        self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
-    ) -> torch.Tensor:
-        qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
-        return self.o_proj(self.attn(q, k, v, metadata, self.sinks, self.rotation(cos_sin)))
 
 
 class GptOssMLP(vLLMModule):

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from vllm_module.hf_config import Positive
-from vllm_module.layers import AttentionMetadata, RotaryEmbedding, rows_for
-from vllm_module.layers.rotary import CosSin
+from vllm_module.layers import AttentionMetadata, Positions, RotaryEmbedding
 from vllm_module.models.llama import (
     LlamaAttention,
     LlamaConfig,
@@ -33,6 +32,7 @@ class GraniteAttention(LlamaAttention):
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
     attention_class = GraniteAttention
+    sole_readers = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)
@@ -40,15 +40,16 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
-        x = self.self_attn(x, cos_sin, metadata) * self.residual_multiplier
-        x, residual = rows_for(self.mlp, self.post_attention_layernorm, x, residual)
-        return self.mlp(x) * self.residual_multiplier, residual
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states = hidden_states * self.residual_multiplier
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states) * self.residual_multiplier, residual
 
 
 class GraniteModel(LlamaModel):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import HFConfig, Positive, Size
@@ -13,16 +14,12 @@ from vllm_module.layers import (
     Attention,
     AttentionMetadata,
     MergedColumnParallelLinear,
+    Positions,
     QKVParallelLinear,
     RotaryEmbedding,
-    Rotation,
     RowParallelLinear,
     get_act_and_mul,
-    read_by,
-    rows_for,
 )
-from vllm_module.layers.rotary import CosSin
-from vllm_module.layers.rotation import Rotate
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 
 
@@ -36,6 +33,10 @@ class LlamaConfig(HFConfig):
 
 
 class LlamaAttention(vLLMModule):
+    sole_readers = {
+        "hidden_states": "qkv_proj", "q_norm": "rotary_emb", "k_norm": "rotary_emb",
+        "rotary_emb": "attn",
+    }  # fmt: skip
     qkv_names: Sequence[str] | None = ("q_proj", "k_proj", "v_proj")  # None: stored as one tensor
 
     @staticmethod
@@ -58,6 +59,9 @@ class LlamaAttention(vLLMModule):
             config.hidden_size, self.head_dim, heads, kv_heads, self.qkv_bias(config),
             shard_names=self.qkv_names, stored_rotary_pairs=config.stored_rotary_pairs,
         )  # fmt: skip
+        self.q_norm: nn.Module | None = None  # of each head of q; a subclass sets both norms
+        self.k_norm: nn.Module | None = None
+        self.sinks: nn.Parameter | None = None  # as of Attention
         self.rotary_emb = rotary_emb
         self.attn = Attention(
             self.qkv_proj.num_heads, self.head_dim, num_kv_heads=self.qkv_proj.num_kv_heads,
@@ -66,32 +70,19 @@ class LlamaAttention(vLLMModule):
         bias = self.output_bias(config)
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, bias)
 
-    @read_by("qkv_proj")
     def forward(
-        self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
+        self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
-        qkv_proj = self.qkv_proj
-        q, k, v = qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(qkv_proj.heads, dim=-2)
-        return self.o_proj(self.attn(q, k, v, metadata, rotate=self.rotation(cos_sin)))
-
-    def norms(self) -> Sequence[Any]:
-        """Return the norms of each head of q and of k, if the model has them."""
-        return ()
-
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize and rotate q and k, ``[tokens, heads, head_dim]``; an override may do more."""
-        return Rotation(self.rotary_emb, cos_sin, *self.norms())(q, k)
-
-    def rotation(self, cos_sin: CosSin) -> Rotate:
-        """Return what ``attn`` does to q and k first: ``rotate``, unless a kernel can do it."""
-        if type(self).rotate is not LlamaAttention.rotate:
-            return lambda q, k: self.rotate(q, k, cos_sin)
-        return Rotation(self.rotary_emb, cos_sin, *self.norms())
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.qkv_proj.heads, dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(self.attn(q, k, v, metadata, self.sinks))
 
 
 class LlamaMLP(vLLMModule):
+    sole_readers = {"x": "gate_up_proj", "act_fn": "down_proj"}
     gate_up_names: Sequence[str] | None = ("gate_proj", "up_proj")  # None: stored as one tensor
 
     def __init__(
@@ -106,9 +97,8 @@ class LlamaMLP(vLLMModule):
         self.act_fn = get_act_and_mul(config.hidden_act)
         self.down_proj = RowParallelLinear(inner, hidden, bias, reduce_results=reduce_results)
 
-    @read_by("gate_up_proj")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(rows_for(self.down_proj, self.act_fn, self.gate_up_proj(x)))
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(DecoderLayer):

@@ -11,12 +11,11 @@ from vllm_module.hf_config import NumExperts, Positive, Size
 from vllm_module.layers import (
     AttentionMetadata,
     FusedMoE,
+    Positions,
     RMSNorm,
     RotaryEmbedding,
     Router,
-    rows_for,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import MistralAttention, MistralConfig
 
@@ -47,6 +46,7 @@ class MixtralSparseMoeBlock(vLLMModule):
 
 
 class MixtralDecoderLayer(vLLMModule):
+    sole_readers = {"input_layernorm": "self_attn"}
     weight_aliases = {"mlp": "block_sparse_moe"}  # where transformers 5 saves packed experts
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
@@ -58,15 +58,15 @@ class MixtralDecoderLayer(vLLMModule):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
-        x = self.self_attn(x, cos_sin, metadata)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.block_sparse_moe(x), residual
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.block_sparse_moe(hidden_states), residual
 
 
 class MixtralModel(DecoderModel):

@@ -8,8 +8,13 @@ import torch
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Positive
-from vllm_module.layers import AttentionMetadata, RMSNorm, RotaryEmbedding, ShardedRMSNorm
-from vllm_module.layers.rotary import CosSin
+from vllm_module.layers import (
+    AttentionMetadata,
+    Positions,
+    RMSNorm,
+    RotaryEmbedding,
+    ShardedRMSNorm,
+)
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
 
@@ -19,17 +24,22 @@ class Olmo2Config(LlamaConfig):
 
 
 class Olmo2Attention(LlamaAttention):
+    sole_readers = {"hidden_states": "qkv_proj", "rotary_emb": "attn"}
+
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)
         q, k, _ = self.qkv_proj.output.slots
         self.q_norm = ShardedRMSNorm(q, config.rms_norm_eps)
         self.k_norm = ShardedRMSNorm(k, config.rms_norm_eps)
 
-    def rotate(
-        self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed_q, normed_k = self.q_norm(q.flatten(-2)), self.k_norm(k.flatten(-2))
-        return super().rotate(normed_q.view(q.shape), normed_k.view(k.shape), cos_sin)
+    def forward(
+        self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
+    ) -> torch.Tensor:
+        q, k, v = self.qkv_proj(hidden_states).split(self.qkv_proj.output_sizes, dim=-1)
+        parts = self.q_norm(q), self.k_norm(k), v
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(self.attn(q, k, v, metadata))
 
 
 class Olmo2DecoderLayer(vLLMModule):
@@ -42,14 +52,15 @@ class Olmo2DecoderLayer(vLLMModule):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x + residual
-        x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, metadata))
-        return self.post_feedforward_layernorm(self.mlp(x)), x
+        residual = hidden_states + residual
+        hidden_states = self.self_attn(positions, residual, metadata)
+        residual = residual + self.post_attention_layernorm(hidden_states)
+        return self.post_feedforward_layernorm(self.mlp(residual)), residual
 
 
 class Olmo2Model(DecoderModel):

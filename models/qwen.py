@@ -16,6 +16,7 @@ from vllm_module.layers import (
     Attention,
     AttentionMetadata,
     MergedColumnParallelLinear,
+    Positions,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
@@ -23,7 +24,6 @@ from vllm_module.layers import (
     SiluAndMul,
     VocabParallelEmbedding,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.gpt2 import GPT2Block, GPT2LMHeadModel
 from vllm_module.rope_parameters import rope_parameters
 
@@ -84,13 +84,13 @@ class QWenAttention(vLLMModule):
     def forward(
         self,
         x: torch.Tensor,
-        cos_sin: CosSin,
+        positions: Positions,
         logn: torch.Tensor | None,
         metadata: AttentionMetadata | None,
     ) -> torch.Tensor:
         qkv = self.c_attn(x).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
-        q, k = self.rotary_emb(q, k, cos_sin)
+        q, k = self.rotary_emb(positions, q, k)
         q = q if logn is None else q * logn
         return self.c_proj(self.attn(q, k, v, metadata))
 
@@ -133,12 +133,12 @@ class QWenModel(vLLMModule):
     ) -> torch.Tensor:
         x = self.wte(input_ids)
         residual = torch.zeros_like(x)
-        cos_sin, logn = self.rotary_emb.cos_sin(positions), None
+        shared, logn = Positions(positions), None
         if self.logn_length is not None:
             logn = (positions + 1).float().log() / math.log(self.logn_length)
             logn = logn.clamp(min=1).to(x.dtype).view(-1, 1, 1)
         for block in self.h:
-            x, residual = block(x, residual, cos_sin, logn, metadata)
+            x, residual = block(x, residual, shared, logn, metadata)
         return self.ln_f(x, residual)[0]
 
 

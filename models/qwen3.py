@@ -11,15 +11,13 @@ from vllm_module.hf_config import Size
 from vllm_module.layers import (
     Attention,
     AttentionMetadata,
+    Positions,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
-    Rotation,
     RowParallelLinear,
     layer_sliding_window,
-    read_by,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaMLP
 from vllm_module.models.qwen2 import Qwen2Config
@@ -30,6 +28,11 @@ class Qwen3Config(Qwen2Config):
 
 
 class Qwen3Attention(vLLMModule):
+    sole_readers = {
+        "hidden_states": "qkv_proj", "q_norm": "rotary_emb", "k_norm": "rotary_emb",
+        "rotary_emb": "attn",
+    }  # fmt: skip
+
     @staticmethod
     def sliding_window(config: Any, layer_idx: int) -> int | None:
         return layer_sliding_window(config, layer_idx)
@@ -52,14 +55,13 @@ class Qwen3Attention(vLLMModule):
         )
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, bias=bias)
 
-    @read_by("qkv_proj")
     def forward(
-        self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
+        self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
-        qkv_proj = self.qkv_proj
-        q, k, v = qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(qkv_proj.heads, dim=-2)
-        rotate = Rotation(self.rotary_emb, cos_sin, self.q_norm, self.k_norm)
-        return self.o_proj(self.attn(q, k, v, metadata, rotate=rotate))
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.qkv_proj.heads, dim=-2)
+        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        return self.o_proj(self.attn(q, k, v, metadata))
 
 
 class Qwen3DecoderLayer(DecoderLayer):

@@ -13,16 +13,13 @@ from vllm_module.layers import (
     Attention,
     AttentionMetadata,
     GatedDeltaNet,
+    Positions,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
-    Rotation,
     RowParallelLinear,
     layer_kind,
-    read_by,
-    rows_for,
 )
-from vllm_module.layers.rotary import CosSin
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import LlamaMLP
 from vllm_module.models.qwen2_moe import Qwen2MoeSparseMoeBlock
@@ -54,6 +51,11 @@ class Qwen3NextRMSNorm(RMSNorm):
 
 
 class Qwen3NextAttention(vLLMModule):
+    sole_readers = {
+        "hidden_states": "qkv_proj", "q_norm": "rotary_emb", "k_norm": "rotary_emb",
+        "rotary_emb": "attn",
+    }  # fmt: skip
+
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
@@ -75,19 +77,20 @@ class Qwen3NextAttention(vLLMModule):
         )
         self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=bias)
 
-    @read_by("qkv_proj")
     def forward(
-        self, x: torch.Tensor, cos_sin: CosSin, metadata: AttentionMetadata | None
+        self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
     ) -> torch.Tensor:
-        qkv_proj = self.qkv_proj
-        q, k, v = qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(qkv_proj.heads, dim=-2)
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.qkv_proj.heads, dim=-2)
         q, gate = q.unflatten(-2, (-1, 2)).unbind(-2)
-        rotate = Rotation(self.rotary_emb, cos_sin, self.q_norm, self.k_norm)
-        y = self.attn(q, k, v, metadata, rotate=rotate)
-        return self.o_proj(y * torch.sigmoid(gate.flatten(-2)))
+        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        o = self.attn(q, k, v, metadata)
+        return self.o_proj(o * torch.sigmoid(gate.flatten(-2)))
 
 
 class Qwen3NextDecoderLayer(vLLMModule):
+    sole_readers = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
+
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -112,19 +115,18 @@ class Qwen3NextDecoderLayer(vLLMModule):
 
     def forward(
         self,
-        x: torch.Tensor,
+        positions: Positions,
+        hidden_states: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: CosSin,
         metadata: AttentionMetadata | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
         if self.self_attn is None:
-            x, residual = self.input_layernorm(x, residual)
-            x = self.linear_attn(x, metadata)
+            hidden_states = self.linear_attn(hidden_states, metadata)
         else:
-            x, residual = rows_for(self.self_attn, self.input_layernorm, x, residual)
-            x = self.self_attn(x, cos_sin, metadata)
-        x, residual = rows_for(self.mlp, self.post_attention_layernorm, x, residual)
-        return self.mlp(x), residual
+            hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
 
 
 class Qwen3NextModel(DecoderModel):

@@ -115,7 +115,6 @@ GatedDeltaNet(hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, c
 GatedRMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
 GeluAndMul(approximate='none')
 GroupedGatedRMSNorm(hidden_size, groups, eps, norm_before_gate=False)
-LatentRotation(rotary_emb, cos_sin, kv_norm)
 LayerNorm(hidden_size, eps=1e-05, bias=True, params_dtype=None)
 MLAAttention(num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, scale=None)
 MLAHeadProjection(kv_lora_rank, num_heads, head_dim, transposed_product=False, params_dtype=None)
@@ -128,6 +127,7 @@ MergedReplicatedLinear(input_size, output_sizes, bias=True, skip_bias_add=False,
     *, shard_names)
 ParallelLMHead(num_embeddings, embedding_dim, bias=False, params_dtype=None, padding_size=64)
 PerHeadLayerNorm(slot, head_size, eps=1e-05, params_dtype=None)
+Positions(tensor)
 QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True,
     skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'),
     stored_rotary_pairs=False, groups=None)
@@ -135,7 +135,6 @@ RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
 RecurrentLayer()
 ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None, *,
     output=None)
-Rotation(rotary_emb, cos_sin, q_norm=None, k_norm=None)
 RotaryEmbedding(head_size, max_position, base=10000.0, scaling=None, rotary_dim=None,
     is_neox_style=True, max_model_len=None)
 Router(hidden_size, num_experts, bias=False, params_dtype=None, *, e_score_correction_bias=False)
@@ -146,12 +145,11 @@ SiluAndMul()
 SwigluOAIAndMul(alpha=1.702, limit=7.0)
 VocabParallelEmbedding(num_embeddings, embedding_dim, params_dtype=None, padding_size=64)
 add_up_projections(module, kv_lora_rank, num_heads, qk_nope_head_dim, v_head_dim, *, apart)
+fuse(model)
 get_act(name)
 get_act_and_mul(name)
 layer_kind(config, layer)
 layer_sliding_window(config, layer)
-read_by(layer)
-rows_for(reader, module, *args)
 """
 
 

@@ -142,8 +142,7 @@ class Attend(vLLMModule):
             q, k = q.unflatten(-1, heads), k.unflatten(-1, heads)
         elif self.norm == "each head":
             q, k = self.q_norm(q), self.k_norm(k)
-        cos_sin = self.rotary_emb.cos_sin(torch.arange(len(x)))
-        q, k = self.rotary_emb(q, k, cos_sin)
+        q, k = self.rotary_emb(torch.arange(len(x)), q, k)
         return self.o_proj(self.attn(q, k, v))
 
 

@@ -54,14 +54,14 @@ def heads(layer: Any) -> tuple[Any, ...]:
 def latents(layer: Any) -> tuple[Any, ...]:
     """Return queries and latents of heads with 3 features without positions, and values of 5."""
     n, rank, rope = layer.num_heads, layer.kv_lora_rank, layer.token_shape[-1] - layer.kv_lora_rank
-    shapes = (TOKENS, n, 3), (TOKENS, n, rope), (TOKENS, rank), (TOKENS, rope)
+    shapes = (TOKENS, n, 3), (TOKENS, n, rope), (TOKENS, rank), (TOKENS, 1, rope)
     absorbed = (n, 3, rank), (n, rank, 5)
     return tuple(numbers(str(i), *shape) for i, shape in enumerate((*shapes, *absorbed)))
 
 
 def rotated(layer: Any) -> tuple[Any, ...]:
-    positions = layer.cos_sin(torch.arange(TOKENS) * 5)
-    return *(numbers(name, TOKENS, 2, layer.head_size) for name in "qk"), positions
+    queries_and_keys = (numbers(name, TOKENS, 2, layer.head_size) for name in "qk")
+    return torch.arange(TOKENS) * 5, *queries_and_keys
 
 
 def routed(layer: Any) -> tuple[Any, ...]:

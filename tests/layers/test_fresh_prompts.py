@@ -10,7 +10,7 @@ import torch
 
 from vllm_module.kernels.attention.fresh_attention import KERNEL
 from vllm_module.kernels.choices import trying
-from vllm_module.layers import Attention, AttentionMetadata, RMSNorm, RotaryEmbedding, Rotation
+from vllm_module.layers import Attention, AttentionMetadata, RMSNorm, RotaryEmbedding, fuse
 from vllm_module.layers import attention as module
 
 LENGTHS, PAGE, SIZE = [5, 1, 6], 4, 8
@@ -60,6 +60,19 @@ def norm() -> RMSNorm:
     return made
 
 
+class Rotating(torch.nn.Module):
+    sole_readers = {"q_norm": "rotary_emb", "k_norm": "rotary_emb", "rotary_emb": "attn"}
+
+    def __init__(self, attn: Attention) -> None:
+        super().__init__()
+        self.attn, self.rotary_emb = attn, RotaryEmbedding(SIZE, 64)
+        self.q_norm, self.k_norm = norm(), norm()
+
+    def forward(self, q: Any, k: Any, v: Any, metadata: AttentionMetadata) -> torch.Tensor:
+        q, k = self.rotary_emb(torch.arange(TOKENS), self.q_norm(q), self.k_norm(k))
+        return self.attn(q, k, v, metadata)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
@@ -69,16 +82,13 @@ def test_torch_gives_what_the_pages_give(
     """The output is the same up to rounding, and the cache holds the same bits."""
     layer = Attention(4, SIZE, num_kv_heads=2, sliding_window=window)
     given = torch.randn(TOKENS, 8, SIZE)
-    rotation = None
-    if rotated:
-        rotary_emb = RotaryEmbedding(SIZE, 64)
-        rotation = Rotation(rotary_emb, rotary_emb.cos_sin(torch.arange(TOKENS)), norm(), norm())
+    module = fuse(Rotating(layer)) if rotated else layer
     results, caches = [], []
     for choice, fresh in (("pages", True), ("torch", False), ("torch", True)):
         layer.kv_cache = torch.full((2, 7, PAGE, 2, SIZE), torch.nan)
         q, k, v = given.clone().split([4, 2, 2], 1)
         with torch.inference_mode(inference), torch.no_grad(), trying({KERNEL: choice}):
-            results.append(layer(q, k, v, metadata(fresh), rotate=rotation))
+            results.append(module(q, k, v, metadata(fresh)))
         caches.append(layer.kv_cache)
     assert called == ["paged_attention", "paged_attention", "fresh_attention"]
     assert torch.equal(results[0], results[1])

@@ -22,7 +22,6 @@ from vllm_module.layers import (
     get_act_and_mul,
     layer_sliding_window,
 )
-from vllm_module.layers.rotary import CosSin
 
 
 class SelfAttention(vLLMModule):
@@ -41,10 +40,10 @@ class SelfAttention(vLLMModule):
         )
         self.o_proj = RowParallelLinear(heads * size, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv_proj(x).split(self.qkv_proj.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.attn.head_size)) for part in qkv)
-        q, k = self.rotary_emb(q, k, cos_sin)
+        q, k = self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q, k, v))
 
 
@@ -72,10 +71,10 @@ class DecoderLayer(vLLMModule):
             setattr(self, f"{name}_layernorm", norm)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, cos_sin: CosSin
+        self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, cos_sin))
+        x = self.post_attention_layernorm(self.self_attn(positions, x))
         x, residual = self.pre_feedforward_layernorm(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
@@ -95,9 +94,8 @@ class Gemma2Model(vLLMModule):
         x = self.embed_tokens(input_ids)
         x = x * x.shape[-1] ** 0.5
         residual = torch.zeros_like(x)
-        cos_sin = self.rotary_emb.cos_sin(positions)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos_sin)
+            x, residual = layer(positions, x, residual)
         return self.norm(x, residual)[0]
 
 

@@ -18,7 +18,7 @@ def test_gradients_go_through_every_layer_that_has_an_operator() -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, 8)) for part in (x + residual).split(16, dim=-1))
         q, k = norm(q), norm(k, v)[0]
-        q, k = rotary(q, k, rotary.cos_sin(positions))
+        q, k = rotary(positions, q, k)
         y = attention(q, k, v)
         return (silu(y).sum() + gelu(y * 2).sum()) + (x * mixed).sum()
 

@@ -20,7 +20,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
-from vllm_module.layers import RotaryEmbedding
+from vllm_module.layers import Positions, RotaryEmbedding
 
 SHARE = "partial_rotary_factor"
 LLAMA3 = {
@@ -100,7 +100,7 @@ def assert_rotates_alike(config: LlamaConfig, positions: torch.Tensor) -> None:
     expected = apply_rotary_pos_emb(
         q[None], k[None], *expected_cos_sin(config, positions), unsqueeze_dim=2
     )
-    got = rotary(q, k, rotary.cos_sin(positions))
+    got = rotary(positions, q, k)
     assert got[0] is q
     assert got[1] is k
     for x, rotated in zip(got, expected, strict=True):
@@ -257,7 +257,7 @@ def test_neighbours_rotate_in_pairs(share: float) -> None:
         x[None, ..., :width], x[None, ..., :width], cos, sin, unsqueeze_dim=2
     )
     expected = torch.cat((rotated[0], x[..., width:]), -1)
-    for got in rotary(x.clone(), x.clone(), rotary.cos_sin(positions)):
+    for got in rotary(positions, x.clone(), x.clone()):
         assert_close(got, expected, positions)
         assert torch.equal(got[..., width:], x[..., width:])
 
@@ -268,20 +268,20 @@ def test_any_positions_in_any_order() -> None:
     positions = torch.tensor([95, 0, 3, 3, 40])
     q, k = torch.randn(96, 2, 32), torch.randn(96, 1, 32)
     some = q[positions], k[positions]
-    whole = rotary(q, k, rotary.cos_sin(torch.arange(96)))
-    for got, of_whole in zip(rotary(*some, rotary.cos_sin(positions)), whole, strict=True):
+    whole = rotary(torch.arange(96), q, k)
+    for got, of_whole in zip(rotary(positions, *some), whole, strict=True):
         assert torch.equal(got, of_whole[positions])
 
 
 def test_a_compiler_rotates_copies() -> None:
     """Inductor of torch 2.13 fails at writes to views of one tensor: copies are rotated."""
     rotary = ours(config_of(SCALINGS["yarn"]))
-    cos_sin = rotary.cos_sin(torch.arange(5))
+    positions = Positions(torch.arange(5))
     fused = torch.randn(5, 3, 32)
     before = fused.clone()
 
     def rotated(fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary(*fused.split((2, 1), dim=1), cos_sin)
+        return rotary(positions, *fused.split((2, 1), dim=1))
 
     copies = torch.compile(rotated, backend="eager")(fused)
     assert torch.equal(fused, before)
@@ -294,9 +294,9 @@ def test_sixteen_bits_are_rotated_in_float32(dtype: torch.dtype) -> None:
     """16-bit queries and keys are rotated in float32 and rounded once to their dtype."""
     rotary = ours(config_of(SCALINGS["yarn"], 0.5))
     x = torch.randn(2, 96, 2, 32).to(dtype)
-    cos_sin = rotary.cos_sin(torch.arange(96))
-    expected = rotary(*x.float(), cos_sin)
-    for got, wide in zip(rotary(*x, cos_sin), expected, strict=True):
+    positions = torch.arange(96)
+    expected = rotary(positions, *x.float())
+    for got, wide in zip(rotary(positions, *x), expected, strict=True):
         assert got.dtype == dtype
         assert torch.equal(got, wide.to(dtype))
 

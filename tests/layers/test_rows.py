@@ -6,6 +6,7 @@ definition written out.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from functools import wraps
@@ -32,12 +33,10 @@ from vllm_module.layers import (
     RowParallelLinear,
     SiluAndMul,
     SwigluOAIAndMul,
-    read_by,
-    rows,
-    rows_for,
+    fuse,
 )
-from vllm_module.layers.plain import is_plain
-from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, Scheme
+from vllm_module.layers.fusion import is_plain
+from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer, Scheme, rows
 from vllm_module.quantization.rows import QuantizedRows
 from vllm_module.testing.checkpoints import random_weights
 
@@ -85,6 +84,24 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(EightBitMethod, "apply", quantizing)
     monkeypatch.setattr(rows, "quantizes_inputs", lambda x: x.dtype != torch.float64)
+
+
+class Writing(nn.Module):
+    """A module that returns what its child would give to the reader."""
+
+    sole_readers = {"module": "reader"}
+
+    def __init__(self, reader: nn.Module, module: nn.Module) -> None:
+        super().__init__()
+        self.reader, self.module = reader, module
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.module(*args)
+
+
+def rows_for(reader: nn.Module, module: nn.Module, *args: torch.Tensor) -> Any:
+    """Return what ``module`` returns where nothing but ``reader`` reads it."""
+    return fuse(Writing(reader, module))(*args)
 
 
 pytestmark = pytest.mark.usefixtures("_as_on_a_gpu")
@@ -163,14 +180,32 @@ def test_a_product_of_quantized_rows(scheme: Scheme, writer: str) -> None:
 class Reading(vLLMModule):
     """A module that hands its input to one layer, as an MLP does."""
 
+    sole_readers = {"x": "layer"}
+
     def __init__(self, layer: nn.Module | None = None) -> None:
         super().__init__()
         self.layer = linear() if layer is None else layer
         unguard(self)
 
-    @read_by("layer")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
+
+
+class Halving(Reading):
+    """A module with a method of its own that a subclass may override."""
+
+    sole_readers = {"x": "layer"}
+
+    def forward(self, x: Any) -> torch.Tensor:
+        return self.layer(self.given(x))
+
+    def given(self, x: Any) -> Any:
+        return x
+
+
+class Halved(Halving):
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
 
 
 class ReadingTwice(Reading):
@@ -246,14 +281,29 @@ def replaced(module: Any) -> Any:
     return module
 
 
+def given_another() -> Any:
+    class Given(Reading):
+        sole_readers = {"x": "layer"}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * 2)
+
+    Given.forward = doubled  # type: ignore[method-assign]
+    return Given()
+
+
 class Layerless(Reading):
     """A module that in some configurations has other layers."""
+
+    sole_readers = {"x": "missing"}
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.other = None, self.layer
 
-    @read_by("missing")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.other(x)
 
@@ -284,6 +334,8 @@ TENSORS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "a module with a wrapped forward": lambda: (Wrapped(),),
     "a module that reads twice": lambda: (ReadingTwice(),),
     "a module with a hook": lambda: (watched(Reading(), "register_forward_pre_hook"),),
+    "a module with a method that does more": lambda: (Halved(),),
+    "a module whose class was given another forward": lambda: (given_another(),),
     "a compiled module": lambda: (Compiled(),),
     "a module with a forward of its own": lambda: (replaced(Reading()),),
     "a module whose layer has a hook": lambda: (
@@ -371,7 +423,7 @@ def test_a_hook_of_all_modules_sees_tensors(kind: str) -> None:
     with register(lambda _, args, *rest: seen.extend(args)):
         given, _ = rows_for(reader, module, *args_of(module))
         reader(given)
-    assert len(seen) == (0 if "backward" in kind else 4)
+    assert len(seen) == (0 if "backward" in kind else 6)
     assert all(type(each) is torch.Tensor for each in (given, *seen))
 
 
@@ -414,6 +466,8 @@ def test_a_scale_that_is_updated() -> None:
 class Pair(vLLMModule):
     """A gated MLP that is cut over ranks."""
 
+    sole_readers = {"x": "gate_up", "act": "down"}
+
     def __init__(self) -> None:
         super().__init__()
         self.gate_up = MergedColumnParallelLinear(FEATURES, [128, 128], shard_names=["gate", "up"])
@@ -421,9 +475,8 @@ class Pair(vLLMModule):
         self.down = RowParallelLinear(128, FEATURES)
         self.handed = 0
 
-    @read_by("gate_up")
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = rows_for(self.down, self.act, self.gate_up(x))
+        inner = self.act(self.gate_up(x))
         self.handed += isinstance(inner, QuantizedRows)
         return self.down(inner)
 
@@ -439,6 +492,7 @@ def test_ranks_quantize_their_own_part(scheme: Scheme, size: int, monkeypatch: A
         model = Pair()
         for layer in (model.gate_up, model.down):
             layer.quantize(EightBitMethod(dataclasses.replace(scheme, online=True)))
+        fuse(model)
         model.load_weights(weights)
         module = loaded(RMSNorm(FEATURES))
         with torch.no_grad():
@@ -478,3 +532,95 @@ def test_a_gpu_that_does_not_multiply_fp8(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(rows_for(layer, module, *args_of(module))[0], QuantizedRows)
     monkeypatch.setattr(dtypes, "capability", lambda _: (8, 0))
     assert isinstance(rows_for(layer, module, *args_of(module))[0], torch.Tensor)
+
+
+class Layer(Writing):
+    """A module whose child's output one reader reads."""
+
+    sole_readers = {"module": "reader"}
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        x, _ = self.module(*args)
+        return self.reader(x)
+
+
+class Changing(Layer):
+    """A user's module, which does more than its base."""
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        x, residual = self.module(*args)
+        return self.reader(x + residual)
+
+
+class Failing(Layer):
+    sole_readers = {"module": "reader"}
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        raise KeyError("failed")
+
+
+@torch.no_grad()
+def test_a_norm_that_anyone_else_calls() -> None:
+    """A norm gives rows to its reader only, and tensors to all who call it themselves."""
+    layer = fuse(Layer(Reading(), norm()))
+    args, given = args_of(layer.module), []
+    multiply = layer.reader.layer.quant_method.apply_rows
+    layer.reader.layer.quant_method.apply_rows = lambda *rows: given.append(rows) or multiply(*rows)
+    expected = layer.reader(layer.module(*args)[0])
+    assert not given
+    assert torch.equal(layer(*args), expected)
+    assert len(given) == 1
+    assert isinstance(layer.module(*args)[0], torch.Tensor)
+    assert isinstance(fuse(layer)(*args), torch.Tensor)  # once more changes nothing
+    assert len(given) == 2
+
+
+@torch.no_grad()
+def test_a_forward_pass_that_fails() -> None:
+    """After an error, a norm gives tensors as before."""
+    layer = fuse(Failing(Reading(), norm()))
+    args = args_of(layer.module)
+    with pytest.raises(KeyError):
+        layer(*args)
+    assert isinstance(layer.module(*args)[0], torch.Tensor)
+
+
+@torch.no_grad()
+def test_an_override_of_the_declaring_forward() -> None:
+    """A subclass that overrides the forward pass which declares is given tensors."""
+    layer = Changing(Reading(), norm())
+    args = args_of(layer.module)
+    expected = layer(*args)
+    assert torch.equal(fuse(layer)(*args), expected)
+    assert not layer._forward_pre_hooks
+
+
+@torch.no_grad()
+def test_a_copy_hands_over_its_own_rows() -> None:
+    """A deep copy of a model has its own norms and readers."""
+    layer, seen = fuse(Layer(Reading(), norm())), []
+    args = args_of(layer.module)
+    expected = layer(*args)
+    copied = copy.deepcopy(layer)
+    layer.module.weight.zero_()
+    assert torch.equal(copied(*args), expected)
+    with copied.reader.register_forward_pre_hook(lambda _, args: seen.extend(args)):
+        assert torch.equal(copied(*args), expected)
+    assert [type(each) for each in seen] == [torch.Tensor]
+
+
+@torch.no_grad()
+def test_of_several_readers_a_module_has_one() -> None:
+    """Where a class names several readers, the one that the module has is given rows."""
+
+    class Either(Layer):
+        sole_readers = {"module": ("other", "reader")}
+
+        def forward(self, *args: torch.Tensor) -> Any:
+            return self.module(*args)
+
+    module = norm()
+    one, both = Either(Reading(), module), Either(Reading(), module)
+    both.other = Reading()
+    assert isinstance(fuse(one)(*args_of(module))[0], QuantizedRows)
+    assert isinstance(fuse(both)(*args_of(module))[0], torch.Tensor)

@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from vllm_module.build.model_source import build_model
 from vllm_module.build.registry import config_class
 from vllm_module.hf_config import parse_config
-from vllm_module.layers import linear, rows
-from vllm_module.quantization import EightBitMethod, online_rules
+from vllm_module.layers import linear
+from vllm_module.quantization import EightBitMethod, online_rules, rows
 from vllm_module.quantization.rows import QuantizedRows
 from vllm_module.testing.checkpoints import random_weights
 

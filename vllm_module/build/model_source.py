@@ -203,6 +203,8 @@ def build_model(
 
     For ``tensors``, see :meth:`ModelSource.build`.
     """
+    from vllm_module.layers.fusion import fuse  # needs kernels, which a plan of files does not
+
     build: Any = model_class(config.architectures, config.model_impl)
     config_class = registry.config_class(config.architectures, config.model_impl)
     if not isinstance(config, config_class):
@@ -221,6 +223,7 @@ def build_model(
                 list(model.modules())  # fails if one has not called nn.Module's constructor
             if rules is not None:
                 quantize(model, rules)
+            fuse(model)
             return model
         finally:
             torch.set_default_dtype(default)

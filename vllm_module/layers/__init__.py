@@ -15,6 +15,7 @@ from vllm_module.layers.attention import (
 )
 from vllm_module.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import FusedMoE, Router
+from vllm_module.layers.fusion import fuse
 from vllm_module.layers.gated_delta_net import GatedDeltaNet
 from vllm_module.layers.gated_norm import GatedRMSNorm, GroupedGatedRMSNorm
 from vllm_module.layers.linear import (
@@ -34,9 +35,7 @@ from vllm_module.layers.mla import (
 )
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
 from vllm_module.layers.recurrent import CausalConv1d, DecayingLayer, RecurrentLayer, layer_kind
-from vllm_module.layers.rotary import RotaryEmbedding
-from vllm_module.layers.rotation import LatentRotation, Rotation
-from vllm_module.layers.rows import read_by, rows_for
+from vllm_module.layers.rotary import Positions, RotaryEmbedding
 
 __all__ = [
     "Attention",
@@ -50,7 +49,6 @@ __all__ = [
     "GatedRMSNorm",
     "GeluAndMul",
     "GroupedGatedRMSNorm",
-    "LatentRotation",
     "LayerNorm",
     "MLAAttention",
     "MLAHeadProjection",
@@ -60,12 +58,12 @@ __all__ = [
     "MergedReplicatedLinear",
     "ParallelLMHead",
     "PerHeadLayerNorm",
+    "Positions",
     "QKVParallelLinear",
     "RMSNorm",
     "RecurrentLayer",
     "ReplicatedLinear",
     "RotaryEmbedding",
-    "Rotation",
     "Router",
     "RowParallelLinear",
     "ShardedRMSNorm",
@@ -73,10 +71,9 @@ __all__ = [
     "SwigluOAIAndMul",
     "VocabParallelEmbedding",
     "add_up_projections",
+    "fuse",
     "get_act",
     "get_act_and_mul",
     "layer_kind",
     "layer_sliding_window",
-    "read_by",
-    "rows_for",
 ]

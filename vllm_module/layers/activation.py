@@ -18,15 +18,13 @@ from vllm_module.quantization.rows import QuantizedRows, RowScheme
 
 
 class SiluAndMul(vLLMModule):
-    """SwiGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``silu(gate) * up``.
+    """SwiGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``silu(gate) * up``."""
 
-    ``rows`` is as for :class:`RMSNorm`.
-    """
+    output_form: RowScheme | None = None  # as of RMSNorm
 
-    def forward(
-        self, x: torch.Tensor, rows: RowScheme | None = None
-    ) -> torch.Tensor | QuantizedRows:
-        if rows is None:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | QuantizedRows:
+        rows = self.output_form
+        if rows is None or not rows.quantizes(x):
             return silu_and_mul(x)
         values, scales = silu_and_mul_quantize(x, rows.dtype, rows.group, rows.scale)
         return rows.rows(values, scales, x.dtype)
@@ -35,21 +33,20 @@ class SiluAndMul(vLLMModule):
 class GeluAndMul(vLLMModule):
     """GeGLU's gate (arXiv:2002.05202): ``[..., 2 d]``, gate and up, to ``gelu(gate) * up``.
 
-    ``rows`` is as for :class:`RMSNorm`.
-
     Args:
         approximate: ``"tanh"`` for the tanh approximation of GELU.
 
     """
 
+    output_form: RowScheme | None = None  # as of RMSNorm
+
     def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
         super().__init__()
         self.approximate = approximate
 
-    def forward(
-        self, x: torch.Tensor, rows: RowScheme | None = None
-    ) -> torch.Tensor | QuantizedRows:
-        if rows is None:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | QuantizedRows:
+        rows = self.output_form
+        if rows is None or not rows.quantizes(x):
             return gelu_and_mul(x, self.approximate)
         values, scales = gelu_and_mul_quantize(
             x, self.approximate, rows.dtype, rows.group, rows.scale

@@ -16,7 +16,7 @@ from vllm_module.kernels.attention.paged_layout import PagedLayout
 from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache
 from vllm_module.kernels.attention.rotate_and_cache import rotate_and_cache
 from vllm_module.kernels.operators import checks_values
-from vllm_module.layers.rotation import Rotate, Rotation
+from vllm_module.layers.deferred import Rotated, Rotation, unrotated
 from vllm_module.quantization import QuantizableKVCache
 
 
@@ -127,12 +127,11 @@ class Attention(QuantizableKVCache):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        query: torch.Tensor | Rotated,
+        key: torch.Tensor | Rotated,
         value: torch.Tensor,
         metadata: AttentionMetadata | None = None,
         sinks: torch.Tensor | None = None,
-        rotate: Rotate | None = None,
     ) -> torch.Tensor:
         """Return the attention output, ``[tokens, num_heads * head_size]``.
 
@@ -145,22 +144,18 @@ class Attention(QuantizableKVCache):
             metadata: the step's sequences; keys and values are written to the cache first.
             sinks: one extra score for each head, ``[num_heads]``, that counts in the softmax and
                 has no value.
-            rotate: what is done to query and key first, called with both; it may write them. A
-                :class:`~vllm_module.layers.Rotation` takes no launch of its own in a step with
-                ``metadata``, unless a derivative is needed or torch.compile traces it.
 
         """
-        compiled = torch.compiler.is_compiling()
-        if rotate is not None and (metadata is None or compiled or torch.is_grad_enabled()):
-            query, key = rotate(query, key)
-            rotate = None
+        query, key, rotate = unrotated(query, key)
         if metadata is None:
+            if rotate is not None:
+                query, key = rotate(query, key)
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
             scores = self.softcap, self.alibi_slopes, sinks
             output = causal_attention(query, key, value, self.scale, self.sliding_window, *scores)
             return output.transpose(0, 1).flatten(1)
         attend = metadata.attend
-        if compiled:
+        if torch.compiler.is_compiling():
             # Compiled by torch 2.13, it writes to the wrong address if the layers' caches are views
             # of one tensor. Not a decorator, because that imports the compiler with this file.
             attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
@@ -173,7 +168,7 @@ class Attention(QuantizableKVCache):
         value: torch.Tensor,
         metadata: AttentionMetadata,
         sinks: torch.Tensor | None,
-        rotate: Rotate | None,
+        rotate: Rotation | None,
     ) -> torch.Tensor:
         if self.kv_cache is None:
             raise RuntimeError("attention with metadata needs a kv_cache, and it is not set")
@@ -187,12 +182,12 @@ class Attention(QuantizableKVCache):
         alone = way != "pages"
         same = query.dtype == key.dtype == value.dtype
         # The one operation stores rotated keys and returns none.
-        if same and not alone and isinstance(rotate, Rotation) and rotate.is_plain(query.dtype):
-            cos, sin = rotate.cos_sin
-            neox, norms = rotate.rotary_emb.is_neox_style, rotate.norms()
+        if same and not alone and rotate is not None:
+            norms = rotate.q_weight, rotate.k_weight, rotate.eps, rotate.weight_offset
             query = rotate_and_cache(
-                query, key, value, cos, sin, *cache, neox, *norms, bounds=bounds
-            )
+                query, key, value, *rotate.cos_sin, *cache, rotate.is_neox_style, *norms,
+                bounds=bounds,
+            )  # fmt: skip
         else:
             if rotate is not None:
                 query, key = rotate(query, key)

@@ -12,7 +12,6 @@ from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.layers.gated_norm import GroupedGatedRMSNorm
 from vllm_module.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm_module.layers.recurrent import CausalConv1d, DecayingLayer
-from vllm_module.layers.rows import read_by
 from vllm_module.parameters import ColumnvLLMParameter, Dim, Slot
 
 
@@ -41,6 +40,8 @@ class Mamba2Mixer(DecayingLayer):
     Raises ``ShardingError`` if the heads or groups cannot be divided.
 
     """
+
+    sole_readers = {"x": "in_proj"}
 
     def __init__(
         self,
@@ -88,7 +89,6 @@ class Mamba2Mixer(DecayingLayer):
         self.state_shapes = {"conv": self.conv1d.state_shape, "recurrence": recurrence}
         self.state_dtypes = {"conv": None, "recurrence": torch.float32}
 
-    @read_by("in_proj")
     def forward(self, x: torch.Tensor, metadata: AttentionMetadata | None = None) -> torch.Tensor:
         """Map ``x [tokens, hidden_size]`` to the same shape.
 

@@ -19,8 +19,8 @@ from vllm_module.kernels.attention.mla_attention import mla_attention
 from vllm_module.kernels.attention.paged_attention import causal_attention
 from vllm_module.kernels.attention.rotate_and_cache_mla import rotate_and_cache_mla
 from vllm_module.layers.attention import AttentionMetadata
+from vllm_module.layers.deferred import Normed, Rotated, Rotation, computed, unrotated
 from vllm_module.layers.linear import ColumnParallelLinear
-from vllm_module.layers.rotation import LatentRotation
 from vllm_module.quantization import QuantizableKVCache
 
 
@@ -235,13 +235,12 @@ class MLAAttention(QuantizableKVCache):
     def forward(
         self,
         q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
+        q_pe: torch.Tensor | Rotated,
+        kv_c: torch.Tensor | Normed,
+        k_pe: torch.Tensor | Rotated,
         w_uk: torch.Tensor,
         w_uv: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-        rotate: LatentRotation | None = None,
     ) -> torch.Tensor:
         """Return the attention output, ``[tokens, num_heads * v]``.
 
@@ -249,23 +248,22 @@ class MLAAttention(QuantizableKVCache):
         ``metadata``, torch.compile breaks the graph here, so ``fullgraph`` is not possible.
 
         Args:
-            q_nope, q_pe: the two parts of the queries, ``[tokens, num_heads, nope]`` and, to be
-                rotated, ``[tokens, num_heads, rope]``.
-            kv_c: latents, ``[tokens, latent]``.
-            k_pe: keys that all heads share, ``[tokens, rope]``.
+            q_nope, q_pe: the two parts of the queries, ``[tokens, num_heads, nope]`` and, rotated,
+                ``[tokens, num_heads, rope]``.
+            kv_c: latents, normalized, ``[tokens, latent]``.
+            k_pe: keys that all heads share, rotated, ``[tokens, 1, rope]``.
             w_uk, w_uv: ``[num_heads, nope, latent]`` and ``[num_heads, latent, v]``, as of
                 :meth:`MLAUpProjection.absorbed`.
             metadata: the step's sequences; ``kv_c`` and ``k_pe`` are written to the cache first.
-            rotate: normalizes ``kv_c`` and rotates ``q_pe`` and ``k_pe`` first; it may write them.
-                Without, they are normalized and rotated already.
 
         """
-        separate = metadata is None or torch.compiler.is_compiling() or torch.is_grad_enabled()
-        if rotate is not None and (separate or not _fuses(rotate, q_pe)):
-            q_pe, kv_c, k_pe = rotate(q_pe, kv_c, k_pe)
-            rotate = None
-        if rotate is not None and metadata is not None:
-            return self._in_fewest_launches(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, metadata, rotate)
+        q_pe, k_pe, rotate = unrotated(q_pe, k_pe)
+        if rotate is not None:
+            if metadata is not None and isinstance(kv_c, Normed) and _fuses(q_pe, kv_c):
+                given = q_nope, q_pe, kv_c, k_pe.squeeze(1), w_uk, w_uv
+                return self._in_fewest_launches(*given, metadata, rotate)
+            q_pe, k_pe = rotate(q_pe, k_pe)
+        kv_c, k_pe = computed(kv_c), k_pe.squeeze(1)
         absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         query = torch.cat((absorbed, q_pe), -1)
         if metadata is None:
@@ -284,19 +282,20 @@ class MLAAttention(QuantizableKVCache):
         self,
         q_nope: torch.Tensor,
         q_pe: torch.Tensor,
-        kv_c: torch.Tensor,
+        kv_c: Normed,
         k_pe: torch.Tensor,
         w_uk: torch.Tensor,
         w_uv: torch.Tensor,
         metadata: AttentionMetadata,
-        rotate: LatentRotation,
+        rotate: Rotation,
     ) -> torch.Tensor:
         """Attend to the cache; both products write to where their result is read."""
         latent = self.kv_lora_rank
         query = q_pe.new_empty(*q_pe.shape[:2], latent + q_pe.shape[2])
         torch.bmm(q_nope.transpose(0, 1), w_uk, out=query[..., :latent].transpose(0, 1))
+        norm = kv_c.weight, kv_c.eps, kv_c.weight_offset  # and not its input, which may be freed
         output = metadata.attend(
-            self._rotate_and_attend_to_cache, query, q_pe, kv_c, k_pe, rotate=rotate
+            self._rotate_and_attend_to_cache, query, q_pe, kv_c.x, k_pe, rotate=rotate, norm=norm
         )
         y = output.new_empty(len(output), self.num_heads, w_uv.shape[2])
         torch.bmm(output.transpose(0, 1), w_uv, out=y.transpose(0, 1))
@@ -309,14 +308,13 @@ class MLAAttention(QuantizableKVCache):
         kv_c: torch.Tensor,
         k_pe: torch.Tensor,
         metadata: AttentionMetadata,
-        rotate: LatentRotation,
+        rotate: Rotation,
+        norm: tuple[torch.Tensor, float, float],
     ) -> torch.Tensor:
         """Attend with ``query``, of which the part with positions is written here."""
-        (cos, sin), (weight, eps, offset) = rotate.cos_sin, rotate.norm()
         rotate_and_cache_mla(
-            q_pe, kv_c, k_pe, cos, sin, query[..., self.kv_lora_rank :], self._cache(),
-            metadata.slot_mapping, self.k_scale, weight, eps, offset,
-            rotate.rotary_emb.is_neox_style,
+            q_pe, kv_c, k_pe, *rotate.cos_sin, query[..., self.kv_lora_rank :], self._cache(),
+            metadata.slot_mapping, self.k_scale, *norm, rotate.is_neox_style,
         )  # fmt: skip
         return self._attend(query, metadata)
 
@@ -349,6 +347,6 @@ class MLAAttention(QuantizableKVCache):
         )
 
 
-def _fuses(rotate: LatentRotation, query: torch.Tensor) -> bool:
+def _fuses(query: torch.Tensor, latents: Normed) -> bool:
     """Return whether fewer launches pay. On a CPU, a product to where it is read takes longer."""
-    return not query.is_cpu and rotate.is_plain(query.dtype)
+    return not query.is_cpu and latents.weight.dtype == query.dtype

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.kernels.rows.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_quantize
+from vllm_module.layers.deferred import DEFERRED, Deferred, Normed
 from vllm_module.parameters import BasevLLMParameter, ColumnvLLMParameter, Dim, Slot
 from vllm_module.quantization.rows import QuantizedRows, RowScheme
 
@@ -25,6 +26,8 @@ class RMSNorm(vLLMModule):
 
     """
 
+    output_form: RowScheme | Deferred | None = None  # what fusion asks for; None: a tensor
+
     def __init__(
         self,
         hidden_size: int,
@@ -39,18 +42,17 @@ class RMSNorm(vLLMModule):
         self.weight = nn.Parameter(data, requires_grad=False)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        rows: RowScheme | None = None,
-    ) -> torch.Tensor | QuantizedRows | tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | QuantizedRows | Normed | tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         """Normalize ``x [..., hidden_size]``; the arithmetic is in float32.
 
         With ``residual``, of the same shape, normalize ``x + residual`` and return this sum too, as
-        the new residual. With ``rows``, which :func:`~vllm_module.layers.rows_for` gives, return
-        the norm quantized so.
+        the new residual.
         """
-        if rows is not None:
+        rows = self.output_form
+        if rows == DEFERRED:
+            return Normed(x, self.weight, self.eps, self.weight_offset)
+        if isinstance(rows, RowScheme) and rows.quantizes(x):
             values, scales, total = rms_norm_quantize(
                 x,
                 residual,

@@ -12,6 +12,14 @@ import torch
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.attention.rotary_embedding import rotary_embedding
+from vllm_module.layers.deferred import (
+    DEFERRED,
+    CosSin,
+    Deferred,
+    Normed,
+    Rotated,
+    computed,
+)
 from vllm_module.rope_parameters import (
     DynamicRope,
     LinearRope,
@@ -23,15 +31,35 @@ from vllm_module.rope_parameters import (
     rope_parameters,
 )
 
-CosSin = tuple[torch.Tensor, torch.Tensor]
+
+class Positions:
+    """The positions of a step's tokens, whose cosines and sines are computed once for all layers.
+
+    A model makes one in its forward pass. Layers that are given the tensor instead compute the
+    same, each for itself.
+
+    Args:
+        tensor: int64 ``[tokens]``; it must not be written while this is used.
+
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._cos_sin: dict[int, CosSin] = {}
+
+    def cos_sin(self, rotary_emb: RotaryEmbedding) -> CosSin:
+        """Return what ``rotary_emb``, which outlives this, computes for the positions."""
+        key = id(rotary_emb)
+        if key not in self._cos_sin:
+            self._cos_sin[key] = rotary_emb.cos_sin(self.tensor)
+        return self._cos_sin[key]
 
 
 class RotaryEmbedding(vLLMModule):
     """Rotates queries and keys by their positions.
 
-    Layers with the same settings share one instance: the model calls :meth:`cos_sin` once a step,
-    and each layer then calls the instance with the result. A subclass overrides
-    :meth:`frequencies` for frequencies of its own.
+    Layers with the same settings share one instance. A model gives :class:`Positions` to all of
+    them. A subclass overrides :meth:`frequencies` for frequencies of its own.
 
     The frequencies do not depend on the lengths of sequences. Scalings that transformers chooses
     by the length in each step (dynamic and longrope) are chosen once, by ``max_model_len``.
@@ -62,6 +90,8 @@ class RotaryEmbedding(vLLMModule):
         ("inv_freq", "cos_cached", "sin_cached"),
         "rotary frequencies are computed from the configuration",
     )
+
+    output_form: Deferred | None = None  # as of RMSNorm
 
     def __init__(
         self,
@@ -198,13 +228,24 @@ class RotaryEmbedding(vLLMModule):
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, cos_sin: CosSin
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        positions: torch.Tensor | Positions,
+        query: torch.Tensor | Normed,
+        key: torch.Tensor | Normed,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Rotated, Rotated]:
         """Rotate ``query`` and ``key``, each ``[tokens, heads, head_size]``, in place; return both.
 
         They may be views, for example of a fused projection's output. If either needs a gradient,
         or torch.compile traces this, copies are rotated and returned.
         """
+        if isinstance(positions, Positions):
+            cos_sin = positions.cos_sin(self)
+        else:
+            cos_sin = self.cos_sin(positions)
+        if self.output_form == DEFERRED:
+            rotated = Rotated.of(query, key, cos_sin, self.is_neox_style)
+            return rotated, rotated
+        query, key = computed(query), computed(key)
         differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
         if differentiated or torch.compiler.is_compiling():
             # Autograd refuses writes to parts of a split, and inductor of torch 2.13 fails at them.

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vllm_module.kernels.matmul.scaled_matmul import quantizes_inputs
+
 
 @dataclass(frozen=True, slots=True)
 class RowScheme:
@@ -23,6 +25,10 @@ class RowScheme:
     dtype: torch.dtype
     group: int | None = None
     scale: torch.Tensor | None = None
+
+    def quantizes(self, x: torch.Tensor) -> bool:
+        """Return whether the product would quantize ``x``: if not, it is to be given ``x``."""
+        return quantizes_inputs(x)
 
     def rows(self, values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
         """Return rows that an operation has quantized so; a static scale is kept as it is."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.layers import AttentionMetadata
-from vllm_module.quantization import QuantizableKVCache
+from vllm_module.layers import Attention, AttentionMetadata
 
 _LENGTHS = 7, 5  # tokens of the two sequences
 _FIRST = 4  # tokens of the first sequence that the first step computes
@@ -106,7 +105,7 @@ def _in_steps(
 @contextmanager
 def _caches(model: Any, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Give each attention layer a cache of three pages inside the block."""
-    layers = [each for each in model.modules() if isinstance(each, QuantizableKVCache)]
+    layers = [each for each in model.modules() if isinstance(each, Attention)]
     for layer in layers:
         tensors, heads, features = layer.token_shape
         shape = tensors, 3, _PAGE, heads, features
