@@ -25,9 +25,11 @@ else:
 
 __all__ = [
     "as_rows",
+    "begin_early",
     "checks_values",
     "expect",
     "expect_writable",
+    "launched_early",
     "next_power_of_2",
     "nothing",
     "operator",
@@ -164,6 +166,29 @@ def checks_values(tensor: torch.Tensor) -> bool:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
     return os.environ.get("VLLM_MODULE_CHECKS", "0") not in ("", "0")
+
+
+def launched_early(kernel: object, wanted: bool) -> dict[str, bool]:
+    """Return the options of a launch of ``kernel``, which has the argument EARLY.
+
+    Triton's interpreter runs one program after the other, and does not know the instructions.
+    """
+    if wanted and isinstance(kernel, triton.JITFunction):
+        return {"EARLY": True, "launch_pdl": True}  # an option that other GPUs do not know
+    return {"EARLY": False}
+
+
+@triton.jit
+def begin_early(EARLY: tl.constexpr):
+    """Wait for the kernel before this one, if this one was launched early; allow the next to begin.
+
+    With EARLY, a kernel's programs start while the one before still runs: programmatic dependent
+    launch, of Hopper. Each program calls this before it loads or stores anything, even if it has
+    nothing to do: the next kernel relies on all kernels before this one having ended.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:

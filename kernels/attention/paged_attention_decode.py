@@ -6,7 +6,7 @@ of a sequence. The number of programs depends on the batch; the bits do not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,15 +32,22 @@ from vllm_module.kernels.attention.paged_attention_tile import (
 )
 from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import capability
-from vllm_module.kernels.operators import next_power_of_2, tl, triton
+from vllm_module.kernels.operators import (
+    begin_early,
+    launched_early,
+    next_power_of_2,
+    tl,
+    triton,
+)
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """A candidate: how contexts are cut, and the tiles of a split."""
+    """A candidate: how contexts are cut, the tiles of a split, and whether it is launched early."""
 
     splits: Splits
     tiles: Tiles
+    early: bool = False
 
 
 @cache
@@ -84,7 +91,9 @@ def decode_candidates(
             "splits of 256, 5 stages of 32": one(256, 256, 5, 32),
             "splits of 128, 5 stages of 32": one(128, 256, 5, 32),
         }
-        found = small | found
+        first = next(iter(small.values()))
+        early = {"splits of 256, launched early": replace(first, early=True)}
+        found = small | found | early
         if tokens > 32:
             found["splits of 256, 5 stages"] = one(256, 256, 5)
     if page_size % tokens == 0:
@@ -128,6 +137,7 @@ def launch_decode(arguments: Arguments, constants: dict[str, Any]) -> None:
             DIRECT=count == 1,
             SEQUENCES=SEQUENCES,
             SWAP=tiles.swap,
+            **launched_early(_decode, chosen.early),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
@@ -209,12 +219,14 @@ def _decode(
     DIRECT: tl.constexpr,
     SEQUENCES: tl.constexpr,
     SWAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attend from new tokens of sequences ``begin`` to ``end`` and one key-value head, by splits.
 
     The last launch also writes zeros for tokens of no sequence. With DIRECT, a context is one split
     and its result is final; otherwise ``_combine`` adds the splits up.
     """
+    begin_early(EARLY)
     kv_head = tl.program_id(1).to(tl.int64)
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D).to(tl.int64)
     head = kv_head * GROUP + m

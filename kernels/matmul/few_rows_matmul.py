@@ -15,7 +15,14 @@ from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import capability
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
 from vllm_module.kernels.matmul.scaled_matmul_tiles import add_splits
-from vllm_module.kernels.operators import expect, operator, tl, triton
+from vllm_module.kernels.operators import (
+    begin_early,
+    expect,
+    launched_early,
+    operator,
+    tl,
+    triton,
+)
 
 ROWS = 16  # of a tile, and the most that a product may have
 KERNEL = "linear"  # in choices.json
@@ -27,6 +34,7 @@ class Config(NamedTuple):
     Attributes:
         columns: output features of a tile.
         depth: input features of a step.
+        early: whether the kernel is launched before the one before has ended, on Hopper.
 
     """
 
@@ -34,6 +42,7 @@ class Config(NamedTuple):
     depth: int
     warps: int
     stages: int
+    early: bool = False
 
 
 # The first is torch's own product.
@@ -42,6 +51,7 @@ _CANDIDATES = {
     "few rows": Config(64, 128, 4, 5),
     "few rows, narrow": Config(32, 128, 4, 6),
 }
+_ON_HOPPER = _CANDIDATES | {"few rows, launched early": Config(64, 128, 4, 5, True)}
 
 
 def config_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Config | None:
@@ -67,9 +77,10 @@ def config_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
         return None
     if capability(x) < (8, 0):
         return None
+    candidates = _ON_HOPPER if capability(x) >= (9, 0) else _CANDIDATES
     name = str(x.dtype).removeprefix("torch.")
     case = f"{ROWS} x {weight.shape[0]} x {columns}, {name}"
-    return choose(KERNEL, case, _CANDIDATES, x.device)
+    return choose(KERNEL, case, candidates, x.device)
 
 
 def few_rows_matmul(
@@ -108,6 +119,7 @@ def few_rows_matmul_reference(
     depth: int,
     warps: int,
     stages: int,
+    early: bool,
 ) -> torch.Tensor:
     """Multiply in plain torch; see :func:`few_rows_matmul`."""
     return torch.nn.functional.linear(x, weight, bias)
@@ -121,6 +133,7 @@ def few_rows_matmul_triton(
     depth: int,
     warps: int,
     stages: int,
+    early: bool,
 ) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`few_rows_matmul`."""
     (M, K), N = x.shape, len(weight)
@@ -152,6 +165,7 @@ def few_rows_matmul_triton(
         SPLITS=splits,
         num_warps=warps,
         num_stages=stages,
+        **launched_early(_multiply_few, early),
     )
     if splits > 1:
         add_splits(parts, bias, y)
@@ -176,8 +190,10 @@ def _multiply_few(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Multiply a tile of the weight by all rows; rows beyond the last repeat it."""
+    begin_early(EARLY)
     left = tl.program_id(0) * BLOCK_N
     m = tl.arange(0, BLOCK_M).to(tl.int64)
     x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_row

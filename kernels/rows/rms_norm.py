@@ -5,8 +5,18 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, greatest
-from vllm_module.kernels.operators import as_rows, expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.choices import choose
+from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, capability, greatest
+from vllm_module.kernels.operators import (
+    as_rows,
+    begin_early,
+    expect,
+    launched_early,
+    next_power_of_2,
+    operator,
+    tl,
+    triton,
+)
 from vllm_module.kernels.rows.quantized_rows import (
     empty_rows,
     group_of,
@@ -18,6 +28,8 @@ _MAX_COLUMNS = 65536
 _HELD = 65536  # bytes of a row that fit registers; a quarter if it is quantized (Triton 3.6)
 _BLOCK = 8192  # columns that a program reads at a time of a longer row
 _PER_PROGRAM = 4096  # elements for each program, if rows are short
+# By name, whether the kernel is launched before the one before has ended, on Hopper.
+_CANDIDATES = {"launched in turn": False, "launched early": True}
 
 
 def rms_norm(
@@ -246,6 +258,10 @@ def _launch(
         )
         return
     tile_rows = max(1, _PER_PROGRAM // tile)
+    early = False
+    if capability(x) >= (9, 0):
+        case = f"{columns}, {str(x.dtype).removeprefix('torch.')}"
+        early = choose("rms_norm", case, _CANDIDATES, x.device)
     assert rows + tile_rows < 2**31  # row indices are divided in 32 bits, which is far faster
     _held_rows[(-(-rows // tile_rows),)](
         x,
@@ -267,6 +283,7 @@ def _launch(
         COLUMNS=tile,
         GROUP=min(next_power_of_2(group), tile) if group else tile,
         MAX=greatest(y.dtype),
+        **launched_early(_held_rows, early),
         # About 32 elements a thread: enough loads in flight, and few enough registers.
         num_warps=min(16, max(4, tile_rows * tile // 1024)),
     )
@@ -313,8 +330,10 @@ def _held_rows(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     MAX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Normalize some rows, each read once."""
+    begin_early(EARLY)
     narrow: tl.constexpr = (
         x_ptr.dtype.element_ty if total_ptr is None else total_ptr.dtype.element_ty
     )

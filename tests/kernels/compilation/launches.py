@@ -33,6 +33,8 @@ _COUNTED = (
     "cp.async.bulk.tensor",
     "ld.global.v4",
     "st.global.v4",
+    "griddepcontrol.wait",
+    "griddepcontrol.launch_dependents",
 )
 
 

@@ -97,7 +97,7 @@ def packed_name(m: int, kind: str, group: int, bits: int, dtype: torch.dtype) ->
 
 def few_rows(candidate: str, n: int, k: int) -> Callable[[], object]:
     """Multiply 16 rows by a weight of 16 bits."""
-    config = few_rows_matmul._CANDIDATES[candidate]
+    config = few_rows_matmul._ON_HOPPER[candidate]
     assert config is not None
     return lambda: few_rows_matmul.few_rows_matmul_triton(meta(16, k), meta(n, k), None, *config)
 
@@ -115,6 +115,7 @@ CASES: Cases = {
     },
 }
 HOPPER: Cases = {
+    "few rows, launched early, 4096": few_rows("few rows, launched early", 4096, 4096),
     **{
         f"multiply {kind}, {m}{', by block' * (rows > 1)}": multiplied(m, n, 4096, kind, rows)
         for m, n in (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from compilation.launches import E4M3, FP32, Cases, meta
+from compilation.launches import E4M3, FP32, Cases, meta, tried
 from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_triton,
     act_and_mul_triton,
@@ -118,6 +118,7 @@ CASES: Cases = {
     "swiglu of gpt-oss": lambda: swiglu_oai_and_mul_triton(meta(8192, 5760), 1.702, 7.0),
 }
 HOPPER: Cases = {
+    "norm, launched early": tried("rms_norm", "launched early", norm(16, 4096)),
     "add-norm to FP8 by token": norm(8192, 4096, residual=True, group=4096),
     "add-norm to FP8 by group": norm(8192, 7168, residual=True, group=128),
     "add-norm to FP8 by token, 8192": norm(64, 8192, residual=True, group=8192),
