@@ -176,12 +176,8 @@ class _Layer(NamedTuple):
         """Return what the layer would hold if it were loaded from what is written."""
         if isinstance(self.stored_as, PackedMethod):
             return self.stored_as.create_weights(self.layer)
-        parameters = {}
-        for attr in self.layer.parameter_names:
-            parameter = self.layer.get_parameter(attr)
-            assert isinstance(parameter, BasevLLMParameter)
-            parameters[attr] = parameter
-        return parameters
+        layer = self.layer
+        return {n: layer.typed_parameter(n, BasevLLMParameter) for n in layer.parameter_names}
 
     def write(self, file: SafetensorsWriter) -> None:
         try:

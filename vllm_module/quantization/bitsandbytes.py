@@ -142,7 +142,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
             demand(layer.get_parameter(name), torch.isfinite, f"weight.{name}", rule)
         if self.nested:
             self._check_range(layer, states)
-        maps = _table(layer, "quant_map").data.view(-1, _CODES)
+        maps = layer.get_parameter("quant_map").data.view(-1, _CODES)
         if bool((maps != maps[:1]).any()):
             raise WeightReadError(
                 "weight.quant_map has values that differ between the slots or experts of the "
@@ -151,11 +151,8 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
 
     def _shapes(self, layer: QuantizableLayer, slot: str) -> list[list[int]]:
         """Return the shapes a tensor may have had: that of the slot, and of all slots as one."""
-        columns = layer.input.size
-        shapes = [[layer.output.size, columns]]
-        if (at := _flattened(layer, "absmax").slots[slot][-2]) is not None:
-            shapes.insert(0, [layer.output.slots[at].size, columns])
-        return shapes
+        absmax = layer.typed_parameter("absmax", FlattenedParameter)
+        return layer.weight_shapes(absmax.slots[slot][-2])
 
     def _check_edges(self, layer: QuantizableLayer, where: str) -> None:
         """Refuse slots stored as one tensor if a block of nested scales crosses an edge."""
@@ -170,8 +167,8 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
 
     def _check_range(self, layer: QuantizableLayer, states: Mapping[str, QuantState]) -> None:
         """Refuse scales that may be beyond float32, though what they are computed from is not."""
-        nested, values = layer.get_parameter("nested_absmax"), _table(layer, "nested_quant_map")
-        assert isinstance(nested, BasevLLMParameter)
+        nested = layer.typed_parameter("nested_absmax", ColumnvLLMParameter)
+        values = layer.typed_parameter("nested_quant_map", PerTensorTableParameter)
         for slot, state in states.items():
             most = nested.region(slot).abs().amax() * values.tables(slot).abs().amax()
             if not bool((most + abs(state.nested_offset or 0.0)).isfinite()):
@@ -182,7 +179,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
         """Return the values of the codes, float32 ``[16]``, and the scales if they are nested."""
-        maps = _table(layer, "quant_map").data.view(-1, _CODES)
+        maps = layer.get_parameter("quant_map").data.view(-1, _CODES)
         codebook = maps[0] if len(maps) else maps.new_zeros(_CODES)  # a rank may have no experts
         if not self.nested:
             return {"codebook": codebook}
@@ -193,11 +190,11 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
 
     def _unnested(self, layer: QuantizableLayer) -> torch.Tensor:
         """Return the scales, float32; those of padding are zero."""
-        absmax, values = _flattened(layer, "absmax"), _table(layer, "nested_quant_map")
+        absmax = layer.typed_parameter("absmax", FlattenedParameter)
         if absmax.is_meta:
             return absmax.new_empty(absmax.shape, dtype=torch.float32)
-        nested = layer.get_parameter("nested_absmax")
-        assert isinstance(nested, BasevLLMParameter)
+        nested = layer.typed_parameter("nested_absmax", ColumnvLLMParameter)
+        values = layer.typed_parameter("nested_quant_map", PerTensorTableParameter)
         scales = FlattenedParameter(
             *absmax.dims[-2:], column=False, **layer.common(torch.float32)
         ).materialize_on(absmax.device)
@@ -215,7 +212,7 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
 
     def _states(self, layer: QuantizableLayer) -> dict[str, QuantState]:
         """Return what the checkpoint says of each slot that this rank holds."""
-        table = _table(layer, "quant_state")
+        table = layer.typed_parameter("quant_state", PerTensorTableParameter)
         host = table.materialize_on("cpu")
         host.data.copy_(table.data)
         return {
@@ -333,15 +330,3 @@ def _nested(output: Dim, blocks: Dim) -> Dim:
     return Dim(
         tuple(Slot(slot.name, -(-slot.size * blocks.size // NESTED_BLOCKSIZE)) for slot in slots)
     )
-
-
-def _flattened(layer: QuantizableLayer, name: str) -> FlattenedParameter:
-    parameter = layer.get_parameter(name)
-    assert isinstance(parameter, FlattenedParameter)
-    return parameter
-
-
-def _table(layer: QuantizableLayer, name: str) -> PerTensorTableParameter:
-    parameter = layer.get_parameter(name)
-    assert isinstance(parameter, PerTensorTableParameter)
-    return parameter

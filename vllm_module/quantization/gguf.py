@@ -151,8 +151,7 @@ class GGUFMethod(QuantizeMethod):
             return
         for slot in layer.output.slots:
             kind = types[slot.name]
-            parameter = layer.get_parameter(_parameter_name(kind))
-            assert isinstance(parameter, BasevLLMParameter)
+            parameter = layer.typed_parameter(_parameter_name(kind), BasevLLMParameter)
             dim = 0 if layer.experts is None else 1
             shard = next(each for each in parameter.shards[dim] if each.name == slot.name)
             yield _Part(parameter.data.narrow(dim, shard.offset, shard.padded), kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from vllm_module.parameters import (
     ModelWeightParameter,
 )
 from vllm_module.quantization.rows import ExpertRows
+
+_Parameter = TypeVar("_Parameter", bound=BasevLLMParameter)
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,7 @@ class QuantizableLayer(vLLMModule):
         stored = self.quant_method.stored(self).get(name)
         if stored is None or stored.valid is None:
             return None
-        valid, parameter = stored.valid, self.get_parameter(name)
-        assert isinstance(parameter, BasevLLMParameter)
+        valid, parameter = stored.valid, self.typed_parameter(name, BasevLLMParameter)
         return lambda slot: valid(slot).expand(parameter.checkpoint_shape(slot))
 
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
@@ -266,6 +267,20 @@ class QuantizableLayer(vLLMModule):
         return {
             "tp_rank": group.rank, "tp_size": group.size, "dtype": dtype, "experts": self.experts
         }  # fmt: skip
+
+    def typed_parameter(self, name: str, cls: type[_Parameter]) -> _Parameter:
+        """Return the parameter ``name``, which the method has created as a ``cls``."""
+        parameter = self.get_parameter(name)
+        assert isinstance(parameter, cls), name
+        return parameter
+
+    def weight_shapes(self, at: int | None) -> list[list[int]]:
+        """Return the shapes that slot ``at`` of the output may have in files beside its tensors.
+
+        They are its own, if it is one slot, and that of all slots as one tensor.
+        """
+        rows = [] if at is None else [self.output.slots[at].size]
+        return [[size, self.input.size] for size in (*rows, self.output.size)]
 
     def processing(self) -> Sequence[Callable[[], None]]:
         checks = type(self.quant_method).process_weights_after_loading

@@ -137,8 +137,8 @@ class NVFP4Method(CodebookMethod):
 
     def _scales(self, layer: QuantizableLayer) -> torch.Tensor:
         """Return the scales by those of their slots."""
-        scales, whole = map(layer.get_parameter, self.format[1:3])
-        assert isinstance(scales, BasevLLMParameter)
+        scales = layer.typed_parameter(self.format.scales, GroupQuantScaleParameter)
+        whole = layer.get_parameter(self.format.whole)
         rows = [
             whole[..., at : at + 1].expand(*whole.shape[:-1], shard.padded)
             for at, shard in enumerate(scales.shards[-2])

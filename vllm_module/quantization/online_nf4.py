@@ -54,8 +54,7 @@ class QuantizeNF4:
     def jobs(
         self, module: QuantizableLayer, weight: Weight, slot: str | None
     ) -> Iterator[tuple[Weight, Destination]]:
-        absmax = module.get_parameter("absmax")
-        assert isinstance(absmax, BasevLLMParameter)
+        absmax = module.typed_parameter("absmax", BasevLLMParameter)
         for source, target, at, order in module.weight.pieces(weight, slot):
             packed = target.flatten(0, -2)
             scales = absmax.region(at).flatten(0, -2)

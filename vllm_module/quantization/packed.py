@@ -200,15 +200,11 @@ class PackedMethod(QuantizeMethod):
         return torch.arange(inputs, dtype=torch.int32) // self._size_of_group(inputs)
 
     def _shape_of(self, layer: QuantizableLayer, slot: str) -> torch.Tensor:
-        shapes = layer.get_parameter(self.format.shape)
-        assert isinstance(shapes, BasevLLMParameter)
-        at = shapes.slots[slot][-1]
-        rows = layer.output.size if at is None else layer.output.slots[at].size
-        return torch.tensor([rows, layer.input.size])
+        shapes = layer.typed_parameter(self.format.shape, PerSlotVectorParameter)
+        return torch.tensor(layer.weight_shapes(shapes.slots[slot][-1])[0])
 
     def _zeros_in_the_middle(self, layer: QuantizableLayer, slot: str) -> torch.Tensor:
-        names, zeros = self.format, layer.get_parameter(self.format.zeros)
-        assert isinstance(zeros, BasevLLMParameter)
+        names, zeros = self.format, layer.typed_parameter(self.format.zeros, PackedvLLMParameter)
         middle = (1 << (self.bits - 1)) - bool(names.minus_one)
         codes = torch.full((32, 1), middle, dtype=torch.uint8)
         words = pack(codes, Packing(self.bits, 0, names.order))
@@ -231,12 +227,9 @@ class PackedMethod(QuantizeMethod):
             self._check_groups(layer)
 
     def _check_shape(self, layer: QuantizableLayer) -> None:
-        shapes, columns = layer.get_parameter(self.format.shape), layer.input.size
-        assert isinstance(shapes, BasevLLMParameter)
+        shapes = layer.typed_parameter(self.format.shape, PerSlotVectorParameter)
         for slot, index in shapes.slots.items():
-            possible = [[layer.output.size, columns]]  # of slots that are stored as one tensor
-            if (at := index[-1]) is not None:
-                possible.insert(0, [layer.output.slots[at].size, columns])
+            possible = layer.weight_shapes(index[-1])
             for each in shapes.region(slot).view(-1, 2).tolist():
                 if each not in possible:
                     raise WeightReadError(
@@ -245,8 +238,8 @@ class PackedMethod(QuantizeMethod):
                     )
 
     def _check_zeros(self, layer: QuantizableLayer) -> None:
-        zeros, middle = layer.get_parameter(self.format.zeros), 1 << (self.bits - 1)
-        assert isinstance(zeros, BasevLLMParameter)
+        zeros = layer.typed_parameter(self.format.zeros, BasevLLMParameter)
+        middle = 1 << (self.bits - 1)
         if bool((self._zeros(zeros) == middle).all()):
             return
         for slot in zeros.slots:  # padding has none
@@ -261,8 +254,7 @@ class PackedMethod(QuantizeMethod):
 
     def _check_groups(self, layer: QuantizableLayer) -> None:
         name, inputs = self.format.group_of, layer.input.size
-        group_of = layer.get_parameter(name)
-        assert isinstance(group_of, PerSlotVectorParameter)
+        group_of = layer.typed_parameter(name, PerSlotVectorParameter)
         size = self._size_of_group(inputs)
         groups = -(-inputs // size)
         rule = _must(f"be a group, from 0 to {groups - 1}")
@@ -370,8 +362,7 @@ class PackedMethod(QuantizeMethod):
         """Return the group of each input of this rank, if they are not in order."""
         if not self.act_order:
             return None
-        group_of = layer.get_parameter(self.format.group_of)
-        assert isinstance(group_of, PerSlotVectorParameter)
+        group_of = layer.typed_parameter(self.format.group_of, PerSlotVectorParameter)
         (shard,) = layer.input.shards(group_of.tp_rank, group_of.tp_size)
         # They are alike for all slots. Padding multiplies zeros, so any group will do.
         own = group_of.vectors()[..., 0, :].narrow(-1, shard.start, shard.length)

@@ -133,8 +133,7 @@ class PackOnline:
         self, module: QuantizableLayer, weight: Weight, slot: str | None
     ) -> Iterator[tuple[Weight, Destination]]:
         parameter: BasevLLMParameter = module.weight
-        scale = module.get_parameter("weight_scale")
-        assert isinstance(scale, BasevLLMParameter)
+        scale = module.typed_parameter("weight_scale", GroupQuantScaleParameter)
         for source, target, at, order in parameter.pieces(weight, slot):
             words = target.view(-1, target.shape[-1])  # of one expert, if it has that dimension
             scales = scale.region(at)
