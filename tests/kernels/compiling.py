@@ -24,12 +24,9 @@ from compilation.candidates import (
 )
 from compilation.launches import E4M3, FP32, Cases, compiling, launching, meta, specialized
 
-from vllm_module.kernels import (
-    dtypes,
-    grouped_matmul_configurations,
-    grouped_matmul_mxfp4,
-    scaled_matmul_configurations,
-)
+from vllm_module.kernels import dtypes
+from vllm_module.kernels.experts import grouped_matmul_configurations, grouped_matmul_mxfp4
+from vllm_module.kernels.matmul import scaled_matmul_configurations
 
 __all__ = ["E4M3", "FP32", "launching", "meta", "specialized"]  # tests import them
 

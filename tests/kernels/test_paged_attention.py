@@ -15,14 +15,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels import (
+from vllm_module.kernels.attention import paged_attention as public
+from vllm_module.kernels.attention import (
     paged_attention_decode,
     paged_attention_prefill,
     paged_attention_reference,
     paged_attention_splits,
     paged_layout,
 )
-from vllm_module.kernels.attention import paged_attention as public
 from vllm_module.kernels.attention.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.attention.paged_attention_decode import Decoding, decode_candidates
 from vllm_module.kernels.attention.paged_attention_prefill import prefill_candidates

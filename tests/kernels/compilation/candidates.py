@@ -13,8 +13,8 @@ from triton.runtime.jit import JITFunction
 from compilation.experts import grouped
 from compilation.launches import E4M3, Cases, Compiled, compiled, launching, tried
 from compilation.products import CODEBOOKS, PACKED, multiplied, packed, packed_name
-from vllm_module.kernels import (
-    choices,
+from vllm_module.kernels import choices
+from vllm_module.kernels.attention import (
     mla_attention,
     paged_attention_decode,
     paged_attention_prefill,

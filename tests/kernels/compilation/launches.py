@@ -33,6 +33,10 @@ _COUNTED = (
     "cp.async.bulk.tensor",
     "ld.global.v4",
     "st.global.v4",
+    "min.f32",
+    "min.NaN.f32",
+    "max.f32",
+    "max.NaN.f32",
 )
 
 
