@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from vllm_module import LLM, ModelConfig, SamplingParams
 from vllm_module.build.model_source import ModelSource
@@ -22,6 +23,8 @@ _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
 try_type: Callable[..., dict[str, Any]] = _sweep["try_type"]
 TOKEN_IDS: torch.Tensor = _sweep["TOKEN_IDS"]
 tiny_model: Callable[..., Any] = _sweep["tiny_model"]
+INSTALLED = transformers.__version__
+MAJOR, MINOR = map(int, INSTALLED.split(".")[:2])
 
 # Dense, windows and soft caps, experts stored apart and packed, shared K/V, sinks, a tied head,
 # experts that return what they are given.
@@ -111,6 +114,8 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
         ({"num_attention_heads": "four"}, "refuses config.json"),
         ({"num_hidden_layers": 2**40}, "num_hidden_layers of config.json is 1099511627776"),
         ({"transformers_version": "99.1", "twice": 2}, "99.1.* knows no twice: it would be"),
+        ({"transformers_version": f"{MAJOR}.{MINOR + 1}.0.dev0", "twice": 2}, "knows no twice"),
+        ({"transformers_version": f"{MAJOR + 1}.0.0", "twice": 2}, "knows no twice"),
         (
             {
                 "rope_parameters": {
@@ -202,6 +207,8 @@ def test_rope_by_the_longest_sequence_runs_up_to_where_it_changes(
         {"transformers_version": "99.1"},
         {"transformers_version": "99.1", "twice": None, "auto_map": {}, "torch_dtype": "float32"},
         {"transformers_version": "4.1", "notes_of_a_trainer": 2},
+        {"transformers_version": INSTALLED, "notes_of_a_trainer": 2},
+        {"transformers_version": f"{MAJOR}.{MINOR}.99", "notes_of_a_trainer": 2},
         {"transformers_version": "next", "notes_of_a_trainer": 2},
     ],
     ids=str,

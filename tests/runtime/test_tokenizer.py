@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.generation_config import stop_tokens
@@ -45,6 +46,28 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("metaspace")
     fast.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
+
+
+def test_pairs_are_cut_as_by_the_library(tmp_path: Path) -> None:
+    """Of all short pairs, whichever is the longer one, the same tokens are left out."""
+    names = ["[CLS]", "[SEP]", "[UNK]", *"abcdefghij"]
+    fast = FastTokenizer(models.WordLevel({n: at for at, n in enumerate(names)}, "[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 0), ("[SEP]", 1)],
+    )
+    fast.save(str(tmp_path / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=fast)
+    ours = Tokenizer(tmp_path)
+    for first, second in product(range(1, 6), repeat=2):
+        texts = " ".join("abcde"[:first]), " ".join("fghij"[:second])
+        for most in (None, *range(5, 15)):
+            cut = {} if most is None else {"truncation": "longest_first", "max_length": most}
+            expected = theirs(*texts, return_token_type_ids=True, **cut)
+            found = ours.encode_pair(*texts, most)
+            assert found == (expected["input_ids"], expected["token_type_ids"]), (texts, most)
 
 
 @given(st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(0, 3), max_size=8))

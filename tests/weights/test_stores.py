@@ -822,7 +822,7 @@ def hub(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
     template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    server.expired = set()
+    server.expired = {}  # by query, the status that it gets
 
     def fault(handler: Any) -> bool:
         path, _, query = handler.path.partition("?")
@@ -833,7 +833,7 @@ def hub(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             handler.answer(302, Location=f"{other}?signature={number}")
             return True
         if query in server.expired:
-            handler.answer(403)
+            handler.answer(server.expired[query])
             return True
         handler.path = path
         return False
@@ -842,7 +842,8 @@ def hub(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return server
 
 
-def test_the_hub_is_read_by_ranges(hub: Any, local: Any) -> None:
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_the_hub_is_read_by_ranges(hub: Any, local: Any, status: int) -> None:
     """A commit is pinned; the token goes to the hub alone; an expired target is asked for anew."""
     given = ModelConfig(model="hf://owner/name@main", hf_token="hf_HIDDEN")
     found = ModelSource.find(given)
@@ -850,7 +851,7 @@ def test_the_hub_is_read_by_ranges(hub: Any, local: Any) -> None:
     assert COMMIT in repr(found.source)
     assert "HIDDEN" not in repr(found)
     with found.open() as checkpoint:
-        hub.expired.add("signature=1")
+        hub.expired["signature=1"] = status
         model = found.build(torch.device("cpu"))
         model.load_weights(checkpoint.items())
     assert same(model.state_dict(), local[0][0])

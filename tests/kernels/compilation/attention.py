@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 
 from compilation.launches import E4M3, E5M2, FP16, FP32, Cases, meta
-from vllm_module.kernels.attention import (
-    mla_attention,
-)
+from vllm_module.kernels.attention import mla_attention
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.attention.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.attention.rotate_and_cache_mla import rotate_and_cache_mla_triton

@@ -35,6 +35,10 @@ _COUNTED = (
     "st.global.v4",
     "griddepcontrol.wait",
     "griddepcontrol.launch_dependents",
+    "min.f32",
+    "min.NaN.f32",
+    "max.f32",
+    "max.NaN.f32",
 )
 
 

@@ -168,8 +168,9 @@ class Tokenizer:
                 encode = partial(self._tokenizer.encode, add_special_tokens=False)
                 one, other = encode(first), encode(second)
                 lengths = [len(one.ids), len(other.ids)]
+                longer = lengths[0] > lengths[1]  # and keeps one more, as in the library
                 while sum(lengths) > most - special:
-                    lengths[lengths[0] < lengths[1]] -= 1
+                    lengths[lengths[0] < lengths[1] + longer] -= 1
                 one.truncate(lengths[0])
                 other.truncate(lengths[1])
                 encoding = self._tokenizer.post_process(one, other, True)
