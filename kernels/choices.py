@@ -1,8 +1,8 @@
-"""Which of a kernel's candidates runs: the first, unless another was measured to be faster.
+"""Choosing a kernel's candidate: the first one, unless another was measured to be faster.
 
-``choices.json`` beside this file has what was measured, by the name of the GPU, the kernel and the
-case. Nothing is measured while a model runs: a choice depends on the GPU and the case alone, so
-that a result has the same bits in every process.
+``choices.json`` beside this file has the measured choices, by GPU name, kernel and case. Nothing is
+measured while a model runs: a choice depends only on the GPU and the case, so that a result has the
+same bits in every process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def choose(kernel: str, case: str, candidates: Mapping[str, T], device: torch.de
     """Return one of ``candidates``.
 
     Args:
-        kernel: the name of the operation.
-        case: what the choice may depend on: shapes and dtypes that are a model's own, and for
-            products the bucket of their rows; no other number of a batch, since bits may differ.
-        candidates: by name; the first is the default.
-        device: where the kernel runs.
+        kernel: name of the operation.
+        case: everything on which the choice may depend: shapes and dtypes of the model, and for
+            matmuls the bucket of their rows. No other number of a batch, because bits may differ.
+        candidates: candidates by name; the first is the default.
+        device: device on which the kernel runs.
 
     Raises ``ValueError`` if ``choices.json`` or :func:`trying` names one that does not exist.
 
@@ -50,7 +50,7 @@ def choose(kernel: str, case: str, candidates: Mapping[str, T], device: torch.de
 
 @contextmanager
 def trying(choices: Mapping[str, str]) -> Iterator[None]:
-    """Run these candidates, by kernel, whatever was measured: for checks and measurements."""
+    """Run these candidates, by kernel, instead of the chosen ones; for checks and measurements."""
     token = _trial.set({**_trial.get(), **choices})
     try:
         yield
@@ -60,7 +60,7 @@ def trying(choices: Mapping[str, str]) -> Iterator[None]:
 
 @cache
 def _measured() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    """Return the chosen candidate by GPU, kernel and case."""
+    """Return the measured candidate's name by GPU, kernel and case."""
     measured: dict[str, dict[str, dict[str, str]]]
     measured = json.loads(Path(__file__).with_name("choices.json").read_text())
     return measured

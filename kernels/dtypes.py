@@ -1,4 +1,4 @@
-"""The dtypes that kernels take, and what a GPU can do with them."""
+"""Dtypes of kernels, and what a GPU supports of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def greatest(dtype: torch.dtype) -> float:
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the compute capability of the tensor's GPU; (9, 0), Hopper's, if it is on none."""
+    """Return the compute capability of the tensor's GPU; without one (9, 0), that of Hopper."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
 
 

@@ -1,4 +1,4 @@
-"""What all operations share: one name for two implementations, and checks of arguments."""
+"""Registering operations with a reference and a kernel, and checking their arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # Triton exists for Linux alone; elsewhere there is no CUDA device either
+    except ImportError:  # Triton exists only for Linux; elsewhere there is no CUDA device either
 
         class triton:  # noqa: D101 - stands for the module
             jit = staticmethod(lambda function=None, **_: function or (lambda inner: inner))
@@ -54,13 +54,14 @@ def operator(
     Args:
         reference: the operation in plain torch, called ``<name>_reference``. It runs on every
             device but CUDA, and its annotations are the operator's schema.
-        kernel: launches Triton kernels. It runs on CUDA, with the tensors' device current.
-        fake: returns empty outputs, for meta tensors and ``torch.compile``.
+        kernel: a function that launches Triton kernels. It runs on CUDA, with the tensors' device
+            current.
+        fake: a function that returns empty outputs, for meta tensors and ``torch.compile``.
         mutates: names of the arguments that are written.
 
     Returns:
-        A function that calls the operator; or the reference where a gradient is needed, and in
-        inference mode on a CPU, where torch's dispatcher would cost what a small operation does.
+        A function that calls the operator. It calls the reference directly if a gradient is needed,
+        and in inference mode on a CPU, where torch's dispatcher takes as long as a small operation.
 
     """
     name = reference.__name__.removesuffix("_reference")
@@ -109,9 +110,10 @@ def expect(
     """Raise ``ValueError`` unless ``tensor`` has this shape, dtype and device.
 
     Args:
-        name: of the operation's argument.
-        shape: the sizes, ``None`` for any size; ``None`` for any shape.
-        dtypes: those allowed; by default any.
+        name: name of the operation's argument.
+        tensor: the argument.
+        shape: expected sizes, ``None`` for any size; ``None`` for any shape.
+        dtypes: allowed dtypes; by default any.
         beside: a tensor on the expected device.
 
     """
@@ -137,12 +139,12 @@ def _fits(sizes: Sequence[int], shape: Sequence[int | None]) -> bool:
 def expect_writable(name: str, tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` if elements of ``tensor`` share memory, as an expanded tensor's do.
 
-    Programs would write them in any order. Nothing is checked while torch.compile traces: it cannot
-    sort strides.
+    Programs would write them in any order. Nothing is checked while torch.compile traces, because
+    it cannot sort strides.
     """
     if torch.compiler.is_compiling() or tensor.is_contiguous():
         return
-    reach = 1  # elements of memory that the dimensions of smaller strides cover
+    reach = 1  # elements of memory covered by the dimensions of smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride < reach and size > 1 and tensor.numel():
             raise ValueError(
@@ -153,11 +155,11 @@ def expect_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def checks_values(tensor: torch.Tensor) -> bool:
-    """Return whether to check the indices that a tensor holds before they are used.
+    """Return whether to check the indices in a tensor before they are used.
 
     On the CPU they are always checked. On a device the host would have to wait, so they are checked
     only with ``VLLM_MODULE_CHECKS=1`` in the environment, and never while a CUDA graph is captured.
-    No kernel writes out of bounds either way. Tensors without values are not checked.
+    No kernel writes out of bounds in either case. Tensors without values are not checked.
     """
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
         return False

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache, rotary embedding, and writing to the cache."""
+"""Kernels for attention over a paged KV cache, rotary embedding, and writing to the cache."""

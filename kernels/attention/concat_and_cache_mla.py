@@ -30,9 +30,9 @@ def concat_and_cache_mla(
     slot_mapping: torch.Tensor,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """Store each token's latent and rotary key, one after the other, in its cache slot.
+    """Store each token's latent and rotary key, side by side, in its cache slot.
 
-    Eight bits, cache slots that tokens share and negative ones are treated as by
+    An eight-bit cache, tokens that share a cache slot, and negative cache slots are handled as in
     :func:`~vllm_module.kernels.attention.reshape_and_cache.reshape_and_cache`.
 
     Args:
@@ -40,11 +40,11 @@ def concat_and_cache_mla(
         rope_key: ``[tokens, rope]``, of the same dtype.
         cache: ``[pages, page_size, kv_lora_rank + rope]``, floating point or FP8; written in place.
         slot_mapping: the cache slot of each token, int64 or int32 ``[tokens]``.
-        scale: float32 ``[1]``, for an FP8 cache; by default 1.
+        scale: scale of an FP8 cache, float32 ``[1]``; by default 1.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; elements of the cache that
-            share memory; a cache slot beyond the cache, if
+        ValueError: shapes, dtypes or devices do not fit each other; elements of the cache share
+            memory; a cache slot is beyond the cache, if
             :func:`~vllm_module.kernels.operators.checks_values` is true. Otherwise such a token is
             not stored.
 

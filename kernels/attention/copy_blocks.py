@@ -23,16 +23,15 @@ def copy_blocks(kv_cache: torch.Tensor, block_mapping: torch.Tensor) -> None:
     Args:
         kv_cache: ``[..., pages, page_size, kv_heads, head_size]`` of any dtype, with at most two
             dimensions before the pages (``[layers, 2, ...]``). The same pages are copied at each
-            index of these. A page must be one piece of memory, its dimensions in any order. Written
-            in place.
-        block_mapping: int64 ``[pairs, 2]``: the page to copy, and the page to overwrite.
+            index of these. A page must be contiguous memory, with its dimensions in any order.
+            Written in place.
+        block_mapping: pairs of a page to copy and a page to overwrite, int64 ``[pairs, 2]``.
 
     Raises:
-        ValueError: shapes, strides, dtypes or devices that do not fit; pages that share memory. On
-            values, if :func:`~vllm_module.kernels.operators.checks_values` is true: a page beyond
-            the cache, written twice, or both written and copied. Otherwise a pair with a page
-            beyond the cache copies nothing, and a page written twice or also copied may get parts
-            of both.
+        ValueError: shapes, strides, dtypes or devices do not fit; pages share memory. On values, if
+            :func:`~vllm_module.kernels.operators.checks_values` is true: a page is beyond the
+            cache, written twice, or both written and copied. Otherwise a pair with a page beyond
+            the cache copies nothing, and a page written twice or also copied may get parts of both.
 
     """
     _check_pages(kv_cache)
@@ -109,7 +108,7 @@ def copy_blocks_triton(kv_cache: torch.Tensor, block_mapping: torch.Tensor) -> N
 
 
 def _as_pages(kv_cache: torch.Tensor) -> torch.Tensor:
-    """Return ``[outer, inner, pages, elements]``, the elements of a page in memory order."""
+    """Return the cache as ``[outer, inner, pages, elements]``; elements are in memory order."""
     while kv_cache.dim() < 6:
         kv_cache = kv_cache.unsqueeze(0)
     size = kv_cache.shape[-3:].numel()

@@ -1,7 +1,7 @@
-"""Attention of fresh prompts, of which nothing was cached before: by pages, or by torch.
+"""Attention of whole prompts, of which nothing is cached before: from pages, or by torch.
 
-A step of whole prompts has all keys and values at hand, so nothing need be read from the cache.
-Torch's own attention is a candidate then: it runs where it was measured to be faster.
+A step of whole prompts has all keys and values in memory, so the cache need not be read. Torch's
+own attention is then a candidate, which runs if it was measured to be faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Way", "fresh_attention", "way_of_fresh_prompts"]
 
 Way = Literal["pages", "cudnn", "flash"]
 
-KERNEL = "paged_attention_fresh"  # in choices.json
+KERNEL = "paged_attention_fresh"  # name of the kernel in choices.json
 _CANDIDATES: dict[str, Way] = {"pages": "pages", "cudnn": "cudnn", "torch": "flash"}
 
 
@@ -34,11 +34,11 @@ def way_of_fresh_prompts(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Way:
-    """Return how attention of whole prompts was chosen: by pages, or by :func:`fresh_attention`.
+    """Return the way chosen for attention of whole prompts: pages, or :func:`fresh_attention`.
 
-    The latter is no candidate unless it gives what reading the pages gives: torch's kernels have
-    none of the last three options, and a cache of another dtype rounds. On a GPU, they take numbers
-    of 16 bits and heads of a multiple of 8, up to 256. The arguments are those of
+    The latter is a candidate only if it gives the result of reading pages: torch's kernels lack the
+    last three options, and a cache of another dtype rounds. On a GPU, they need 16-bit numbers and
+    a head size that is a multiple of 8, up to 256. The arguments are those of
     :class:`~vllm_module.layers.Attention`.
     """
     if softcap is not None or alibi_slopes is not None or sinks is not None:
@@ -63,19 +63,19 @@ def fresh_attention(
     sliding_window: int | None = None,
     by_cudnn: bool = False,
 ) -> torch.Tensor:
-    """Attend causally within sequences that lie end to end, by torch's fused kernels.
+    """Compute causal attention within sequences that lie end to end, by torch's fused kernels.
 
-    A token's result depends on its own sequence alone, as that of
-    :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`, but its bits are others.
+    A token's result depends only on its own sequence, as in
+    :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`, but its bits differ.
 
     Args:
         query: ``[tokens, heads, head_size]``; every token belongs to a sequence.
         key, value: ``[tokens, kv_heads, head_size]``; ``heads`` is a multiple of ``kv_heads``.
-        query_start_loc: where each sequence begins and ends, int32 ``[sequences + 1]``.
-        max_query_len: the most tokens of a sequence.
-        scale: multiplies the scores.
-        sliding_window: how many of the last tokens, itself included, a token sees.
-        by_cudnn: on a GPU, whether cuDNN attends, which has no windows, and not FlashAttention.
+        query_start_loc: begin and end of each sequence, int32 ``[sequences + 1]``.
+        max_query_len: largest number of tokens of a sequence.
+        scale: factor of the scores.
+        sliding_window: number of last tokens, itself included, that a token attends to.
+        by_cudnn: on a GPU, True for cuDNN, which has no windows, instead of FlashAttention.
 
     Returns:
         ``[tokens, heads, head_size]``.
@@ -96,7 +96,7 @@ def fresh_attention_reference(
     sliding_window: int | None,
     by_cudnn: bool,
 ) -> torch.Tensor:
-    """Attend by a call for each sequence; see :func:`fresh_attention`."""
+    """Compute attention by a call for each sequence; see :func:`fresh_attention`."""
     outputs = [query.new_empty(0, *query.shape[1:])]
     for begin, end in pairwise(query_start_loc.tolist()):
         if begin < end:
@@ -115,9 +115,10 @@ def fresh_attention_flash(
     sliding_window: int | None,
     by_cudnn: bool,
 ) -> torch.Tensor:
-    """Attend by one call for all sequences; see :func:`fresh_attention`.
+    """Compute attention by one call for all sequences; see :func:`fresh_attention`.
 
-    This is what ``torch.nn.attention.varlen`` calls, whose arguments differ between versions.
+    This function is called by ``torch.nn.attention.varlen``, whose arguments differ between
+    versions.
     """
     left = -1 if sliding_window is None or sliding_window >= max_query_len else sliding_window - 1
     starts = query_start_loc.contiguous()

@@ -1,4 +1,4 @@
-"""Torch's fused attention, with NaN and infinities where softmax and products give them."""
+"""Torch's fused attention, with NaN and infinities as softmax and products give them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-_SCORES_AT_ONCE = 1 << 24  # of rows that are computed again; 64 MiB
+_SCORES_AT_ONCE = 1 << 24  # scores of rows that are computed again at once; 64 MiB
 
 
 def fused_attention(
@@ -20,27 +20,27 @@ def fused_attention(
     is_causal: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by torch's fused kernels; tokens that no row sees may hold anything.
+    """Compute attention by torch's fused kernels; tokens that no row attends to may be NaN.
 
-    On the CPU, a row is NaN where a score that it sees is NaN. Torch returns zeros for a row whose
-    scores are all NaN, may ignore an infinite score, and lets NaN of tokens that a row does not see
-    into the row. Such rows are computed again. No other row changes. Other devices are not asked
-    whether a row is finite, since the host would wait for them: there a token with NaN that some
-    rows see may reach all rows of its sequence.
+    On the CPU, a row is NaN if one of its scores is NaN. Torch returns zeros for a row whose scores
+    are all NaN, may ignore an infinite score, and may add NaN of tokens that a row does not attend
+    to. Such rows are computed again, and no other row changes. On other devices rows are not
+    checked, because the host would wait: there a token with NaN that some rows attend to may reach
+    all rows of its sequence.
 
     Args:
         query: ``[batch, heads, rows, head_size]``.
         keys, values: ``[batch, heads, tokens, head_size]``.
-        seen: which tokens each row sees, bool, broadcast to ``[batch, heads, rows, tokens]``;
-            ``None`` for all.
-        scale: multiplies the scores.
-        is_causal: ``seen`` is a lower triangle, which torch need not read.
-        bias: ``seen`` as numbers of the query's dtype, 0 and minus infinity, if they are at hand.
+        seen: True for tokens that a row attends to, bool, broadcast to ``[batch, heads, rows,
+            tokens]``; ``None`` for all.
+        scale: factor of the scores.
+        is_causal: True if ``seen`` is a lower triangle, which torch need not read.
+        bias: ``seen`` as 0 and minus infinity in the query's dtype, if that exists already.
 
     """
     if not query.is_cpu or not query.numel():
         mask = None if is_causal else seen
-        if mask is not None:  # a weight of zero does not remove NaN
+        if mask is not None:  # NaN times a weight of zero is NaN
             keys, values = _without_unseen(keys, values, mask)
         return F.scaled_dot_product_attention(
             query, keys, values, mask, is_causal=is_causal, scale=scale
@@ -67,7 +67,7 @@ def fused_attention(
 def _without_unseen(
     keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values that are 0 for tokens that no row sees."""
+    """Return keys and values with 0 for tokens that no row attends to."""
     unseen = ~seen.any(-2).unsqueeze(-1)
     return keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
 
@@ -80,16 +80,16 @@ def _fused(
     scale: float,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what torch computes, and which numbers of it may be wrong; ``None`` if none is."""
-    # This is what scaled_dot_product_attention calls on the CPU; it drops the second result.
+    """Return torch's result, and a mask of its numbers that may be wrong; ``None`` if none are."""
+    # scaled_dot_product_attention calls this function on the CPU, and drops the second result.
     output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=bias, scale=scale
     )
-    # A row's logarithm is not finite, or it is zero because torch took all scores for masked ones.
-    # The quotient is NaN in both cases, and 1 in any other.
+    # The row's logsumexp is not finite, or it is zero because torch took all scores for masked
+    # ones. The quotient is NaN in both cases, and 1 in any other.
     quotient = log_sums / log_sums
     if math.isfinite(quotient.sum().item()) and (
-        # Unseen values may be NaN, which a weight of zero does not remove.
+        # Values that a row does not attend to may be NaN, and NaN times a weight of zero is NaN.
         (bias is None and not is_causal) or math.isfinite(output.sum(dtype=torch.float32).item())
     ):
         return output, None
@@ -104,7 +104,7 @@ def _attend(
     seen: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attend by matrix products, some rows at a time."""
+    """Compute attention by matrix products, some rows at a time."""
     shape = (*query.shape[:-1], keys.shape[-2])
     if seen is None:
         seen = torch.ones((), dtype=torch.bool)
@@ -121,13 +121,13 @@ def _attend(
 
 
 def weigh(weights: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Return ``weights @ values`` in float32, without the values that a row does not see.
+    """Return ``weights @ values`` in float32, without values that a row does not attend to.
 
     Their weight is zero, but zero times NaN is NaN.
     """
     reach = seen.to(torch.float32)
     output = weights @ values.float().nan_to_num(0, 0, 0)
-    for sign in (1, -1):  # NaN is both, and the sum of both is NaN
+    for sign in (1, -1):  # NaN counts for both signs, and the sum of both is NaN
         unbounded = (values.isnan() | (values == sign * torch.inf)).float()
         output = output + torch.where(reach @ unbounded > 0, sign * torch.inf, 0.0)
     return output

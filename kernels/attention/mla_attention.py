@@ -1,9 +1,9 @@
-"""Attention to a paged cache of latents (multi-head latent attention, arXiv:2405.04434).
+"""Attention over a paged cache of latents (multi-head latent attention, arXiv:2405.04434).
 
-The cache holds one row for each token: a latent, from which keys and values of all heads could be
+The cache has one row for each token: a latent, from which keys and values of all heads could be
 computed, and a key with rotary positions that all heads share. The matrices that would compute them
-are absorbed into the query and the output, so a row serves as the key of every head, and its first
-``kv_lora_rank`` features as the value.
+are absorbed into the query and the output. So a row is the key of every head, and its first
+``kv_lora_rank`` features are the value.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def mla_attention(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally from each sequence's new tokens to the latents of all its tokens.
+    """Compute causal attention from each sequence's new tokens to the latents of all its tokens.
 
-    A token's result depends on its own sequence alone, not on the rest of the batch.
+    A token's result depends only on its own sequence, and not on the rest of the batch.
 
     Args:
         query: new tokens of all sequences end to end, ``[tokens, heads, kv_lora_rank + rope]``.
         cache: ``[pages, page_size, kv_lora_rank + rope]``; it holds the new tokens too.
         block_tables, context_lens, query_start_loc, max_query_len: as for
             :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
-        kv_lora_rank: features of a row that are its value, at most 512. The others, at most 64, are
-            of the rotary key.
-        scale: multiplies the scores.
-        cache_scale: float32 ``[1]``; multiplies what an FP8 cache holds.
+        kv_lora_rank: number of features of a row that are its value, at most 512. The others, at
+            most 64, are the rotary key.
+        scale: factor of the scores.
+        cache_scale: factor of an FP8 cache's values, float32 ``[1]``.
 
     Returns:
         ``[tokens, heads, kv_lora_rank]``; zeros for tokens of no sequence.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; lengths and pages out of
-            range, where :func:`~vllm_module.kernels.operators.checks_values` is true.
+        ValueError: shapes, dtypes or devices do not fit each other; lengths or pages are out of
+            range, if :func:`~vllm_module.kernels.operators.checks_values` is true.
 
     """
     _check(query, cache, block_tables, context_lens, query_start_loc, kv_lora_rank, cache_scale)
@@ -67,7 +67,7 @@ def mla_attention(
     if checked:
         capacity = block_tables.shape[1] * cache.shape[1]
         check_lengths(context_lens, query_start_loc, len(query), max_query_len, capacity)
-        if not query.is_cpu:  # on the CPU torch refuses them, with an IndexError
+        if not query.is_cpu:  # on the CPU, torch raises IndexError for them
             check_pages(*pages)
     try:
         return _mla_attention(
@@ -130,8 +130,8 @@ def mla_attention_reference(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend in plain torch, with whole rows as values; see :func:`mla_attention`."""
-    rows = cache.unsqueeze(2)  # one head of keys, and of values
+    """Compute attention in plain torch, with whole rows as values; see :func:`mla_attention`."""
+    rows = cache.unsqueeze(2)  # a single head of keys and values
     return paged_attention_reference(
         query,
         rows,
@@ -157,10 +157,10 @@ def mla_attention_triton(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by Triton kernels; see :func:`mla_attention`.
+    """Compute attention by Triton kernels; see :func:`mla_attention`.
 
-    A sequence of one new token is always decoded and any other is always prefilled, so that a
-    token's result does not depend on the rest of the batch.
+    A sequence of one new token always uses the decode kernel, and any other the prefill kernel, so
+    that a token's result does not depend on the rest of the batch.
     """
     tokens, heads, size = query.shape
     output = query.new_empty(torch.Size((tokens, heads, kv_lora_rank)))
@@ -170,7 +170,8 @@ def mla_attention_triton(
         query,
         cache,
         block_tables,
-        context_lens.contiguous(),  # the kernels take no strides of these two
+        # The kernels take no strides of context_lens and query_start_loc.
+        context_lens.contiguous(),
         query_start_loc.contiguous(),
         cache_scale if cache.dtype.itemsize == 1 else None,
         output,

@@ -1,7 +1,7 @@
 """Latent attention of sequences with one new token, in Triton.
 
 A context is cut into splits as in :mod:`vllm_module.kernels.attention.paged_attention_splits`,
-whose kernel adds them up, so the bits do not depend on the batch.
+whose kernel combines them. The bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_module.kernels.operators import tl, triton
 
 
 def launch_decode(arguments: Arguments, constants: dict[str, Any], chosen: Decoding) -> None:
-    """Write the outputs of all sequences of one new token, and zeros for tokens of no sequence."""
+    """Write the outputs of sequences with one new token, and zeros for tokens of no sequence."""
     query, sequences = arguments.query, arguments.sequences
     heads, latent = query.shape[1], constants["LATENT"]
     splits, tiles = chosen.splits, chosen.tiles
@@ -117,10 +117,10 @@ def _decode_latent(
     DIRECT: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """Attend from BLOCK_M heads of new tokens of sequences ``begin`` to ``end``, by splits.
+    """Compute attention of BLOCK_M heads, split by split, for sequences ``begin`` to ``end``.
 
     The last launch also writes zeros for tokens of no sequence. With DIRECT, a context is one split
-    and its result is final; otherwise the splits are added up afterwards.
+    and its result is final; otherwise the splits are combined afterwards.
     """
     if end == sequences:
         head = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -144,8 +144,8 @@ def _decode_latent(
         first = tl.load(starts_ptr + sequence).to(tl.int64)
         context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
         size = split_size(context, SPLIT, MAX_SPLITS)
-        # It is zero. The compiler does not know that, so it computes no addresses before the loop,
-        # and stores outputs as they lie in registers: both would take more than there are.
+        # This is zero, which the compiler does not know. So it computes no addresses before the
+        # loop, and stores outputs in register order: both would need more registers than there are.
         zero = tl.minimum(first, 0)
         head = zero + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         d = zero + tl.arange(0, BLOCK_L)

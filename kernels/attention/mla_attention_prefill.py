@@ -15,7 +15,7 @@ from vllm_module.kernels.operators import tl, triton
 
 
 def launch_prefill(arguments: Arguments, constants: dict[str, Any], tiles: Tiles) -> None:
-    """Write the outputs of all sequences that have more than one new token."""
+    """Write the outputs of sequences with more than one new token."""
     heads = constants["HEADS"]
     head_blocks = -(-heads // tiles.block_m)
     tile_heads = -(-heads // head_blocks)
@@ -69,9 +69,9 @@ def _prefill_latent(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend from BLOCK_Q new tokens of one sequence and TILE_HEADS of its heads.
+    """Compute attention of BLOCK_Q new tokens of one sequence and TILE_HEADS of its heads.
 
-    The longest contexts go first.
+    Programs with the longest contexts start first.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = sequence_of(program, starts_ptr, sequences, BLOCK_Q)
@@ -104,7 +104,7 @@ def _prefill_latent(
     no_sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     y = normalize(maxima, sums, outputs, no_sinks, scale).to(output_ptr.dtype.element_ty)
     if context == 0:
-        y = tl.zeros((BLOCK_M, BLOCK_L), output_ptr.dtype.element_ty)  # padding
+        y = tl.zeros((BLOCK_M, BLOCK_L), output_ptr.dtype.element_ty)  # zeros for padding
     output_at = token[:, None] * output_token + head[:, None] * output_head
     mask = real[:, None] & (d < LATENT)[None, :]
     tl.store(output_ptr + output_at + d[None, :] * output_feature, y, mask=mask)

@@ -1,4 +1,4 @@
-"""What the decode and prefill kernels of latent attention share: one tile of rows over its context.
+"""The tile shared by the decode and prefill kernels of latent attention: rows over a context.
 
 All heads share one latent for each token, so heads are rows of a tile. A row of the cache is loaded
 once: it is a key as a whole, and its first ``LATENT`` features are the value.
@@ -19,9 +19,9 @@ from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
 
 def _rows(heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool) -> int:
-    """Return the rows of a tile: 64, which Hopper's wgmma takes, where they fit into registers.
+    """Return the rows of a tile: 64, as Hopper's wgmma needs, if they fit into registers.
 
-    Masks or conversions take registers beside the outputs.
+    Masks or conversions need registers beside the outputs.
     """
     even = heads == next_power_of_2(heads) and latent == next_power_of_2(latent)
     return 64 if hopper and even and cache_itemsize == itemsize == 2 else 16
@@ -31,16 +31,16 @@ def _rows(heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: b
 def decode_candidates(
     heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool
 ) -> dict[str, Decoding]:
-    """Return the candidates for heads, features of a latent, and bytes of their numbers.
+    """Return the candidates for these heads, features of a latent, and bytes of numbers.
 
-    Tiles of 16 heads leave room for two programs on a multiprocessor of Hopper; 64 heads read a
-    latent once, and the two warpgroups compute their scores twice (design/0017 has the table).
+    Tiles of 16 heads leave registers for two programs on a multiprocessor of Hopper; 64 heads read
+    a latent once, and the two warpgroups compute their scores twice (design/0017 has the table).
     Splits of 256 tokens give more programs, but write a result of all heads for each. Before
     Hopper, tiles of 32 tokens spill with Triton 3.6.
     """
     rows = _rows(heads, latent, itemsize, cache_itemsize, hopper)
     tiles = Tiles(rows, 32 if hopper else 16, 8, 3)
-    if itemsize == 4:  # without tensor cores
+    if itemsize == 4:  # float32 has no tensor cores
         tiles = Tiles(16, 16, 8, 1)
     large, small = Splits(512, 64), Splits(256, 256)
     found = {"splits of 512": Decoding(large, tiles), "splits of 256": Decoding(small, tiles)}
@@ -56,7 +56,7 @@ def decode_candidates(
 def prefill_candidates(
     heads: int, latent: int, itemsize: int, cache_itemsize: int, hopper: bool
 ) -> dict[str, Tiles]:
-    """Return the candidates for heads, features of a latent, and bytes of their numbers."""
+    """Return the candidates for these heads, features of a latent, and bytes of numbers."""
     if itemsize == 4:
         return {"16 x 16": Tiles(16, 16, 8, 1)}
     if _rows(heads, latent, itemsize, cache_itemsize, hopper) < 64:
@@ -65,12 +65,12 @@ def prefill_candidates(
 
 
 class Arguments(NamedTuple):
-    """The arguments that both kernels take, in their order.
+    """The arguments of both kernels, in their order.
 
     Attributes:
-        capacity: tokens of the pages in one row of ``block_tables``.
-        factor: multiplies the products of queries and keys.
-        strides: of the query, cache, block table and output.
+        capacity: number of tokens on the pages of one row of ``block_tables``.
+        factor: factor of the products of queries and keys.
+        strides: strides of the query, cache, block table and output.
 
     """
 
@@ -99,9 +99,9 @@ def load_query(
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Load the two parts of the queries at ``rows``, zeros where not ``real``.
+    """Load the two parts of the queries at ``rows``, with zeros where ``real`` is False.
 
-    Return them and a divisor for each row: for a cache of eight bits they are rounded as by
+    Return them with a divisor for each row: for an eight-bit cache they are rounded as in
     :func:`~vllm_module.kernels.attention.paged_attention_tile.round_query`.
     """
     d, r = tl.arange(0, BLOCK_L).to(tl.int64), tl.arange(0, BLOCK_R).to(tl.int64)
@@ -139,15 +139,16 @@ def attend_latent(
     PAGE_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend from a tile of rows to tokens ``[begin, end)`` of one sequence.
+    """Compute attention of a tile of rows to tokens ``[begin, end)`` of one sequence.
 
-    Tokens that do not exist are not read: NaN of a recycled page times a weight of zero is NaN.
+    Tokens that do not exist are not read, because NaN of a recycled page times a weight of zero is
+    NaN.
 
     Args:
         q, q_rope: ``[BLOCK_M, BLOCK_L]`` and ``[BLOCK_M, BLOCK_R]``.
-        positions: of the rows in their sequence, ``[BLOCK_M]``.
-        table_ptr: of this sequence.
-        factor: multiplies the products, ``[BLOCK_M]``; scores are in units of log2.
+        positions: positions of the rows in their sequence, ``[BLOCK_M]``.
+        table_ptr: block table of this sequence.
+        factor: factor of the products, ``[BLOCK_M]``; scores are in units of log2.
 
     Returns:
         The rows' softmax: maxima and sums ``[BLOCK_M]``, outputs ``[BLOCK_M, BLOCK_L]``.
@@ -175,7 +176,7 @@ def attend_latent(
         seen = exists[None, :] & (token[None, :] <= positions[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_maxima = tl.maximum(maxima, tl.max(scores, axis=1))
-        # The maximum of a row that has seen nothing is -inf, and -inf - -inf would be NaN.
+        # The maximum of a row without any score is -inf, and -inf - -inf would be NaN.
         base = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maxima - base)

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a paged KV cache: whole prompts, chunks and single tokens alike.
+"""Attention of new tokens over a paged KV cache: whole prompts, chunks and single tokens.
 
 A page holds the keys and values of ``page_size`` tokens; the field also calls it a block, hence
 ``block_tables``. A cache slot is one token's place: slot ``page * page_size + offset``.
@@ -43,37 +43,37 @@ def paged_attention(
     *,
     layout: PagedLayout | None = None,
 ) -> torch.Tensor:
-    """Attend causally from each sequence's new tokens to all of its tokens, which are cached.
+    """Compute causal attention from each sequence's new tokens to all of its cached tokens.
 
-    A token's result depends on its own sequence alone, not on the rest of the batch.
+    A token's result depends only on its own sequence, and not on the rest of the batch.
 
     Args:
         query: new tokens of all sequences end to end, ``[tokens, heads, head_size]``.
         k_cache, v_cache: ``[pages, page_size, kv_heads, head_size]``; they hold the new tokens too.
         block_tables: pages of each sequence in order, int32 ``[sequences, max_pages]``. Entries
             past the context, or before the sliding window, are never read.
-        context_lens: tokens of each sequence, the new ones included, int32 ``[sequences]``; 0 for
-            padding.
-        query_start_loc: where each sequence's new tokens begin and end, int32 ``[sequences + 1]``.
-        max_query_len: the largest number of new tokens of a sequence; 1 in a step that only
-            decodes.
-        scale: multiplies the scores.
-        sliding_window: how many of the last tokens, itself included, a token sees.
-        k_scale, v_scale: float32 ``[1]`` or ``[kv_heads]``; multiply what an eight-bit cache holds.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, arXiv:2408.00118).
-        alibi_slopes: float32 ``[heads]``; slope times distance (negative) is added to the scores
-            (ALiBi, arXiv:2108.12409).
-        sinks: ``[heads]``, a score that joins the softmax and has no value (gpt-oss, after
-            arXiv:2309.17453).
-        layout: of ``block_tables``, ``context_lens`` and ``query_start_loc``, if they are on a CPU
-            and several calls share them. No derivatives are kept.
+        context_lens: number of tokens of each sequence, with the new ones, int32 ``[sequences]``; 0
+            for padding.
+        query_start_loc: begin and end of each sequence's new tokens, int32 ``[sequences + 1]``.
+        max_query_len: largest number of new tokens of a sequence; 1 in a step that only decodes.
+        scale: factor of the scores.
+        sliding_window: number of last tokens, itself included, that a token attends to.
+        k_scale, v_scale: factors of an eight-bit cache's values, float32 ``[1]`` or ``[kv_heads]``.
+        softcap: cap of the scores: ``softcap * tanh(scores / softcap)`` (Gemma 2,
+            arXiv:2408.00118).
+        alibi_slopes: slopes, float32 ``[heads]``; slope times distance (negative) is added to the
+            scores (ALiBi, arXiv:2108.12409).
+        sinks: one score for each head, ``[heads]``, that joins the softmax and has no value
+            (gpt-oss, after arXiv:2309.17453).
+        layout: layout of ``block_tables``, ``context_lens`` and ``query_start_loc``, if they are on
+            a CPU and several calls share them. No derivatives are kept.
 
     Returns:
         ``[tokens, heads, head_size]``; zeros for tokens of no sequence.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; lengths and pages out of
-            range, where :func:`~vllm_module.kernels.operators.checks_values` is true.
+        ValueError: shapes, dtypes or devices do not fit each other; lengths or pages are out of
+            range, if :func:`~vllm_module.kernels.operators.checks_values` is true.
 
     """
     checked = True
@@ -84,7 +84,7 @@ def paged_attention(
         if checked:
             capacity = block_tables.shape[1] * k_cache.shape[1]
             check_lengths(context_lens, query_start_loc, len(query), max_query_len, capacity)
-            if not query.is_cpu:  # on the CPU torch refuses them, with an IndexError
+            if not query.is_cpu:  # on the CPU, torch raises IndexError for them
                 check_pages(k_cache, block_tables, context_lens, query_start_loc, sliding_window)
         if layout is not None:
             layout.checked.add(fits)
@@ -110,7 +110,7 @@ def paged_attention(
 
 
 def most_of_group(head_size: int) -> int:
-    """Return how many query heads may share a key-value head: what fits into registers."""
+    """Return how many query heads may share a key-value head, limited by registers."""
     return 128 if head_size <= 128 else 64 if head_size <= 256 else 16
 
 
@@ -212,7 +212,7 @@ def check_pages(
     query_start_loc: torch.Tensor,
     sliding_window: int | None = None,
 ) -> None:
-    """Raise ``ValueError`` for a page that would be read and that the cache does not have.
+    """Raise ``ValueError`` if a page that would be read is not in the cache.
 
     ``cache`` is ``[pages, page_size, ...]``.
     """

@@ -1,7 +1,7 @@
 """Paged attention of sequences with one new token, in Triton.
 
-A context is cut into splits. ``_decode`` attends to each split, and ``_combine`` adds up the splits
-of a sequence. The number of programs depends on the batch; the bits do not.
+A context is cut into splits. ``_decode`` computes attention to each split, and ``_combine``
+combines the splits of a sequence. The number of programs depends on the batch; the bits do not.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def decode_candidates(
 ) -> dict[str, Decoding]:
     """Return the candidates for a padded head size, heads in a group, and bytes of numbers.
 
-    A tile is 8192 numbers of keys, or of 32 tokens. Keys wait for their page number, so three
-    stages keep one tile in flight, four too, and five keep two. Before Hopper a third stage spills.
+    A tile has 8192 numbers of keys, or 32 tokens. Loads of keys wait for their page number, so
+    three or four stages keep one tile in flight, and five keep two. Before Hopper a third stage
+    spills.
 
     Splits of 256 tokens let one sequence of 4096 tokens and eight key-value heads use 128
-    multiprocessors. Tiles of 32 tokens in five stages take the fewest registers, so that four
+    multiprocessors. Tiles of 32 tokens in five stages need the fewest registers, so that four
     programs run on a multiprocessor at once, each with two tiles of keys and values in flight
     (design/0017 has the table).
     """
@@ -70,7 +71,7 @@ def decode_candidates(
         warps = 8
     if itemsize == 4 or (not hopper and rows > 32):
         tokens = max(16, tokens // 2)
-    # Larger tiles of rows have Hopper's products anyway, and smaller heads have them neither way.
+    # Larger tiles of rows use Hopper's wgmma anyway, and smaller heads never do.
     swap = hopper and itemsize == 2 and cache_itemsize == 1 and rows <= 32 and block_d >= 64
     stages = 2
     if hopper:
@@ -86,7 +87,7 @@ def decode_candidates(
     }
     if not hopper or itemsize == 4:
         return found
-    if cache_itemsize == 2:  # widening eight bits takes the registers
+    if cache_itemsize == 2:  # widening eight bits needs the registers
         small = {
             "splits of 256, 5 stages of 32": one(256, 256, 5, 32),
             "splits of 128, 5 stages of 32": one(128, 256, 5, 32),
@@ -102,7 +103,7 @@ def decode_candidates(
 
 
 def launch_decode(arguments: Arguments, constants: dict[str, Any]) -> None:
-    """Write the outputs of all sequences of one new token, and zeros for tokens of no sequence."""
+    """Write the outputs of sequences with one new token, and zeros for tokens of no sequence."""
     query, sequences = arguments.query, arguments.sequences
     heads, kv_heads = query.shape[1], arguments.k_cache.shape[2]
     candidates = decode_candidates(
@@ -221,10 +222,10 @@ def _decode(
     SWAP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attend from new tokens of sequences ``begin`` to ``end`` and one key-value head, by splits.
+    """Compute attention of one key-value head, split by split, for sequences ``begin`` to ``end``.
 
     The last launch also writes zeros for tokens of no sequence. With DIRECT, a context is one split
-    and its result is final; otherwise ``_combine`` adds the splits up.
+    and its result is final; otherwise ``_combine`` combines the splits.
     """
     begin_early(EARLY)
     kv_head = tl.program_id(1).to(tl.int64)

@@ -33,7 +33,7 @@ def prefill_candidates(
     programs, one computes weights while the other multiplies (design/0017 has the table).
     """
     rows = next_power_of_2(group)
-    if itemsize == 4:  # without tensor cores
+    if itemsize == 4:  # float32 has no tensor cores
         return {"16 x 16": Tiles(max(16, rows), 16, 4 if block_d <= 256 else 8, 1)}
     if block_d > 256:  # 64 rows of wgmma leave no registers for masks and conversions
         return {"32 x 32": Tiles(32, 32, 8, 3)}
@@ -52,7 +52,7 @@ def prefill_candidates(
 
 
 def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
-    """Write the outputs of all sequences that have more than one new token."""
+    """Write the outputs of sequences with more than one new token."""
     group, query = constants["GROUP"], arguments.query
     candidates = prefill_candidates(
         constants["BLOCK_D"],
@@ -80,12 +80,14 @@ def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
 
 @triton.jit
 def sequence_of(program, starts_ptr, sequences, BLOCK_Q: tl.constexpr):
-    """Return the sequence that a program works on.
+    """Return the sequence that a program computes.
 
     A sequence whose tokens start at ``start`` has the programs from ``start // BLOCK_Q + sequence``
-    on. They are enough, and no two sequences share one, so the host makes no list of blocks.
+    on. There are enough of them, and no two sequences share one, so the host makes no list of
+    blocks.
     """
-    low, high = 0, sequences  # the first sequence whose programs begin after this one
+    # Binary search for the first sequence whose programs begin after this one.
+    low, high = 0, sequences
     while low < high:
         middle = (low + high) // 2
         if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= program:
@@ -145,9 +147,9 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend from BLOCK_Q new tokens of one sequence and one key-value head.
+    """Compute attention of BLOCK_Q new tokens of one sequence and one key-value head.
 
-    The longest contexts go first.
+    Programs with the longest contexts start first.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = sequence_of(program, starts_ptr, sequences, BLOCK_Q)
@@ -186,7 +188,8 @@ def _prefill(
     end = tl.minimum(earliest + BLOCK_Q, context)
     first_seen = 0
     begin = 0
-    full_end = tl.maximum(0, earliest + 1) // BLOCK_N * BLOCK_N  # all rows see the tokens before it
+    # All rows attend to the tokens before it.
+    full_end = tl.maximum(0, earliest + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         first_seen = tl.maximum(0, earliest - WINDOW + 1)
         begin = first_seen // BLOCK_N * BLOCK_N
@@ -215,6 +218,7 @@ def _prefill(
         v_scale = tl.load(v_scale_ptr + kv_head * v_scale_head)
     y = normalize(maxima, sums, outputs, sinks, v_scale).to(output_ptr.dtype.element_ty)
     if context == 0:
-        y = tl.zeros((BLOCK_M, BLOCK_D), output_ptr.dtype.element_ty)  # padding, even with sinks
+        # Zeros for padding, even with sinks.
+        y = tl.zeros((BLOCK_M, BLOCK_D), output_ptr.dtype.element_ty)
     output_at = token[:, None] * output_token + head[:, None] * output_head
     tl.store(output_ptr + output_at + d[None, :] * output_feature, y, mask=mask)

@@ -9,7 +9,7 @@ import torch
 from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
 from vllm_module.kernels.attention.paged_layout import Alone, PagedLayout, Together
 
-_KEYS_AT_ONCE = 1 << 19  # elements of keys that stay in a CPU's cache while they are used
+_KEYS_AT_ONCE = 1 << 19  # elements of keys that fit into a CPU's cache
 
 
 def paged_attention_reference(
@@ -28,7 +28,7 @@ def paged_attention_reference(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend in plain torch: single new tokens in batches, every other sequence by itself.
+    """Compute attention in plain torch: single new tokens in batches, other sequences one by one.
 
     See :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
     """
@@ -60,7 +60,7 @@ def attend(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend as :func:`paged_attention_reference`, in a layout that layers may share."""
+    """Compute :func:`paged_attention_reference` in a layout that layers may share."""
     caches, scales, dtype = (k_cache, v_cache), (k_scale, v_scale), query.dtype
     plain = softcap is None and alibi_slopes is None and sinks is None
     outputs = []
@@ -72,7 +72,8 @@ def attend(
             result = _decode(new, keys, values, part, scale, softcap, alibi_slopes, sinks)
         else:
             keys, values = _of_both(_tokens, caches, scales, part, dtype)
-            if plain and len(new) == 1:  # it sees all of them; heads that share them are its rows
+            # One token attends to all; heads that share keys are its rows.
+            if plain and len(new) == 1:
                 grouped = new.reshape(1, keys.shape[1], -1, new.shape[2])
                 result = fused_attention(grouped, keys, values, None, scale).reshape(new.shape)
             else:
@@ -109,7 +110,7 @@ def _decode(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from one token of each sequence to its pages, ``[pages, page_size, ...]``."""
+    """Compute attention of one token of each sequence to its pages, ``[pages, page_size, ...]``."""
     kv_heads = keys.shape[2]
     sequences, heads, head_size = query.shape
     length = part.seen.shape[1]
@@ -141,7 +142,7 @@ def _attend(
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from ``query [sequences, kv_heads, group, size]`` to ``keys [..., tokens, size]``."""
+    """Compute attention of ``query [sequences, kv_heads, group, size]`` to ``keys``."""
     sequences, kv_heads, _, _ = query.shape
     scores = (query @ keys.transpose(2, 3)).float() * scale
     if softcap is not None:
@@ -165,7 +166,7 @@ def _of_both(
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     *where: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``read`` does for keys and values; a cache of latents is both, and read once."""
+    """Call ``read`` for keys and values; a cache of latents is both, and is read once."""
     keys = read(caches[0], scales[0], *where)
     return keys, keys if caches[1] is caches[0] else read(caches[1], scales[1], *where)
 
@@ -180,7 +181,7 @@ def _read(
 def _tokens(
     cache: torch.Tensor, scale: torch.Tensor | None, part: Alone, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return one sequence's tokens, ``[1, kv_heads, tokens, head_size]``; a view if it can be."""
+    """Return one sequence's tokens, ``[1, kv_heads, tokens, head_size]``; a view if possible."""
     _, page_size, kv_heads, head_size = cache.shape
     if part.pages is not None:
         read = cache.index_select(0, part.pages).flatten(0, 1)
@@ -202,7 +203,7 @@ def _tokens(
 
 
 def _dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x [..., kv_heads, head_size]`` of a cache as ``dtype``, times its scale."""
+    """Return values ``x [..., kv_heads, head_size]`` of a cache as ``dtype``, times their scale."""
     if x.dtype.itemsize > 1:
         return x.to(dtype)
     return (x.float() * (1 if scale is None else scale.unsqueeze(-1))).to(dtype)
@@ -218,7 +219,7 @@ def causal_attention(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally from one sequence's last tokens to all of its tokens, without pages.
+    """Compute causal attention of one sequence's last tokens to all of its tokens, without pages.
 
     Args:
         query: ``[heads, new_tokens, head_size]``.
@@ -234,11 +235,11 @@ def causal_attention(
     group = query.shape[0] // keys.shape[0]
     plain = softcap is None and alibi_slopes is None and sinks is None
     compiling = torch.compiler.is_compiling()
-    # A graph cannot branch, as the fused function does on the CPU to keep NaN.
+    # A graph cannot branch, as the fused function does on the CPU for NaN.
     plain &= not (compiling and query.is_cpu)
     if sliding_window is not None and sliding_window >= total:
         sliding_window = None
-    if plain and new == 1 and sliding_window is None:  # the token sees everything
+    if plain and new == 1 and sliding_window is None:  # the token attends to all tokens
         grouped = query.reshape(1, -1, group, query.shape[-1])
         keys, values = keys.unsqueeze(0), values.unsqueeze(0)
         output = fused_attention(grouped, keys, values, None, scale)

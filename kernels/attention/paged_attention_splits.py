@@ -1,8 +1,8 @@
-"""How a context is cut into splits, which program works on which, and how they are added up.
+"""Cutting a context into splits, assigning splits to programs, and combining their results.
 
-Paged and latent attention share this. A program takes items: an item is a split of one sequence
-that has one new token, and items lie sequence after sequence, without gaps. So no program is spent
-on room of the block table that no context fills.
+Paged and latent attention share this. A program processes items: an item is a split of one sequence
+with one new token. Items lie sequence after sequence, without gaps, so no program is launched for
+pages of the block table beyond a context.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from vllm_module.kernels.attention.paged_attention_tile import normalize
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
-SEQUENCES = 256  # of one launch, at most: each program adds up the splits of all of them
-SCRATCH = 1 << 28  # bytes of the outputs of splits, unless those of one sequence take more
-_PROGRAMS = 1024  # of one launch: two or three for each place on a Hopper GPU
+SEQUENCES = 256  # largest number in one launch: each program adds up the splits of all of them
+SCRATCH = 1 << 28  # bytes of the outputs of splits, unless one sequence needs more
+_PROGRAMS = 1024  # programs of one launch: two or three for each slot of a Hopper GPU
 
 
 @dataclass(frozen=True)
 class Splits:
-    """How contexts are cut.
+    """Size and number of the splits of a context.
 
     Attributes:
-        tokens: of a split.
-        most: splits of one context; longer contexts have larger splits.
+        tokens: number of tokens of a split.
+        most: largest number of splits of one context; longer contexts have larger splits.
 
     """
 
@@ -33,14 +33,14 @@ class Splits:
     most: int = 64
 
     def count(self, capacity: int) -> int:
-        """Return the most splits of a context of at most ``capacity`` tokens."""
+        """Return the largest number of splits of a context of at most ``capacity`` tokens."""
         return max(1, min(self.most, -(-capacity // self.tokens)))
 
 
 def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
-    """Return how many sequences one launch takes, so that its scratch memory is bounded.
+    """Return how many sequences one launch processes, so that its scratch memory is bounded.
 
-    A sequence's bits do not depend on it.
+    A sequence's bits do not depend on this.
     """
     if splits == 1:
         return SEQUENCES
@@ -48,14 +48,14 @@ def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
 
 
 def programs_of(sequences: int, splits: int, columns: int) -> int:
-    """Return how many programs share the items of a launch, for each column of the grid."""
+    """Return how many programs share a launch's items, for each column of the grid."""
     return max(1, min(sequences * splits, _PROGRAMS // columns))
 
 
 def empty_partial(
     sequences: int, heads: int, splits: int, size: int, device: torch.device
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return memory for outputs ``[sequences, heads, splits, size]``, maxima and sums of splits."""
+    """Allocate outputs ``[sequences, heads, splits, size]``, maxima and sums of splits."""
     if splits == 1:
         return None, None, None
     shape = sequences, heads, splits
@@ -78,13 +78,13 @@ def launch_combine(
     splits: Splits,
     **constants: int,
 ) -> None:
-    """Write the outputs of all sequences of one new token, from those of their splits.
+    """Write the outputs of sequences with one new token, combined from those of their splits.
 
     Args:
         output: ``[tokens, heads, size]``.
-        partial: of :func:`empty_partial`.
+        partial: results of splits in the memory of :func:`empty_partial`.
         begin, sequences: the first sequence of ``partial``, and their number.
-        capacity: tokens of the pages in one row of the block table.
+        capacity: number of tokens on the pages of one row of the block table.
         v_scale_head: stride between the scales of two heads.
         constants: ``GROUP``, ``BLOCK_D`` and ``WINDOW`` of the kernel.
 
@@ -116,7 +116,7 @@ def launch_combine(
 
 @triton.jit
 def split_size(context, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return the tokens of a split: a function of the sequence alone, so its bits are too."""
+    """Return the tokens of a split, which depend only on the sequence, as do its bits."""
     return SPLIT * tl.maximum(1, tl.cdiv(context, SPLIT * MAX_SPLITS))
 
 
@@ -134,10 +134,10 @@ def ends_of_items(
     LEAST: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """Return where the items of each sequence from ``begin`` on end, int32 ``[SEQUENCES]``.
+    """Return the end of each sequence's items, from ``begin`` on, int32 ``[SEQUENCES]``.
 
-    A sequence that has not one new token, or does not exist, has no items. LEAST is the number of
-    items of an empty context.
+    A sequence without exactly one new token, or beyond the last one, has no items. LEAST is the
+    number of items of an empty context.
     """
     sequence = begin + tl.arange(0, SEQUENCES)
     exists = sequence < end
@@ -154,7 +154,7 @@ def ends_of_items(
 
 @triton.jit
 def find_item(item, ends):
-    """Return the sequence that an item belongs to, and which of that sequence's items it is."""
+    """Return an item's sequence, and the item's number in that sequence."""
     before = ends <= item
     return tl.sum(before.to(tl.int32), 0), item - tl.max(tl.where(before, ends, 0), 0)
 
@@ -185,7 +185,7 @@ def _combine(
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Add up the splits of one sequence's new token and one query head, always in one order."""
+    """Combine the splits of one sequence's new token and one query head, in a fixed order."""
     head = tl.program_id(1).to(tl.int64)
     index = (tl.program_id(0) * tl.num_programs(1) + head) * splits
     sequence = begin + tl.program_id(0)

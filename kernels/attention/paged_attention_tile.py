@@ -1,7 +1,7 @@
-"""What the decode and prefill kernels of paged attention share: one tile of rows over its context.
+"""The tile shared by the decode and prefill kernels of paged attention: rows over a context.
 
-The query heads that share a key-value head are the rows of one tile. A program walks the context in
-tiles of ``BLOCK_N`` tokens, looks up each token's page in the block table, and keeps the online
+The query heads that share a key-value head are the rows of one tile. A program reads the context in
+tiles of ``BLOCK_N`` tokens, finds each token's page in the block table, and keeps the online
 softmax of FlashAttention (arXiv:2205.14135). Scores are in units of log2, for exp2. design/0010 has
 a picture.
 """
@@ -16,15 +16,15 @@ import torch
 
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
-LOG2_E = 1.4426950408889634  # kernels repeat the number: they see no globals
+LOG2_E = 1.4426950408889634  # kernels repeat the number, because they read no globals
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The size of a kernel's tiles: query rows, context tokens, warps and pipeline stages.
+    """Sizes of a kernel's tiles: query rows, context tokens, warps and pipeline stages.
 
     With ``tma``, Hopper's copy engine loads a tile of the cache, which lies on one page. With
-    ``swap``, values are multiplied by weights, not weights by values.
+    ``swap``, values are multiplied by weights instead of weights by values.
     """
 
     block_m: int
@@ -36,13 +36,14 @@ class Tiles:
 
 
 class Arguments(NamedTuple):
-    """The arguments that both kernels take, in their order.
+    """The arguments of both kernels, in their order.
 
     Attributes:
-        capacity: tokens of the pages in one row of ``block_tables``.
-        factor: multiplies the products of queries and keys.
-        cap: multiplies tanh, where scores are soft-capped.
-        strides: of the query, keys, values, block table, output, ``k_scale`` and ``v_scale``.
+        capacity: number of tokens on the pages of one row of ``block_tables``.
+        factor: factor of the products of queries and keys.
+        cap: factor of tanh, if scores are soft-capped.
+        strides: strides of the query, keys, values, block table, output, ``k_scale`` and
+            ``v_scale``.
 
     """
 
@@ -66,7 +67,7 @@ class Arguments(NamedTuple):
 
 
 def case_of(query: torch.Tensor, k_cache: torch.Tensor) -> str:
-    """Return what the choice of a candidate may depend on: shapes and dtypes of a model."""
+    """Return the shapes and dtypes of a model on which the choice of a candidate may depend."""
     return _case(query.shape[1], *k_cache.shape[1:], query.dtype, k_cache.dtype)
 
 
@@ -86,15 +87,16 @@ def _case(
 def descriptors(arguments: Arguments, tiles: Tiles) -> tuple[Any, Any]:
     """Return descriptors of keys and values, ``[cache slots, kv_heads * head_size]``.
 
-    ``None`` where ``tiles`` do without, for heads whose size is no power of two, and for caches
-    that are views of larger tensors.
+    ``None`` if ``tiles`` need none, for head sizes that are no power of two, and for caches that
+    are views of larger tensors.
     """
     size, caches = arguments.query.shape[2], (arguments.k_cache, arguments.v_cache)
     if not tiles.tma or size != max(16, next_power_of_2(size)):
         return None, None
     if not all(one.is_contiguous() and one.numel() and one.data_ptr() % 16 == 0 for one in caches):
         return None, None
-    from triton.tools.tensor_descriptor import TensorDescriptor  # not on every system
+    # Imported here, because some systems lack it.
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     slots = (one.flatten(0, 1).flatten(1) for one in caches)
     keys, values = (TensorDescriptor.from_tensor(one, [tiles.block_n, size]) for one in slots)
@@ -103,7 +105,7 @@ def descriptors(arguments: Arguments, tiles: Tiles) -> tuple[Any, Any]:
 
 @triton.jit
 def round_query(q, cache_ptr):
-    """Return ``q`` in the dtype that multiplies keys, and the divisor of each row.
+    """Return ``q`` in the dtype in which keys are multiplied, and the divisor of each row.
 
     Eight bits widen to float16 exactly and in one instruction. A bfloat16 query becomes float16
     too, divided by a power of two that keeps it in range.
@@ -117,19 +119,19 @@ def round_query(q, cache_ptr):
 
 @triton.jit
 def exponents(q):
-    """Return the bits of the greatest exponent of each row, as of a float32."""
+    """Return the bits of the greatest float32 exponent in each row."""
     return tl.max(q.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000, axis=1)
 
 
 @triton.jit
 def power_of(bits):
-    """Return the power of two that has these bits of an exponent; 1 for none."""
+    """Return the power of two with these exponent bits; 1 for none."""
     return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _tanh(x):
-    """Return tanh by exp(2x), which may be infinite without harm; near zero, by its series."""
+    """Return tanh from exp(2x), which may be infinite; near zero, from its series."""
     square = x * x
     series = 1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * (62 / 2835))))
     return tl.where(square < 0.0625, x * series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
@@ -169,28 +171,29 @@ def attend(
     SWAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend from a tile of rows to tokens ``[begin, end)``, and update the running softmax.
+    """Compute attention of a tile of rows to tokens ``[begin, end)``; update the running softmax.
 
     Args:
         q: ``[BLOCK_M, BLOCK_D]``.
         maxima, sums, outputs: the rows' running softmax, ``[BLOCK_M]``, ``[BLOCK_M]`` and
             ``[BLOCK_M, BLOCK_D]``, or ``[BLOCK_D, BLOCK_M]`` with SWAP.
-        positions: of the rows in their sequence, ``[BLOCK_M]``.
-        slopes: of ALiBi, ``[BLOCK_M]``.
-        k_ptr, v_ptr: of this key-value head; their strides are of page, token and feature.
-        table_ptr: of this sequence.
-        begin: a multiple of BLOCK_N.
-        first_seen: the first token that any row sees.
-        factor: multiplies the products, ``[BLOCK_M]``.
-        cap: multiplies tanh, where SOFTCAP.
-        k_tiles, v_tiles: descriptors of the caches, if tiles are loaded by them; ``None`` where
-            MASKED.
-        SAME_STRIDES: whether keys and values have the same strides.
-        SWAP: compute the outputs' transpose, from the values' transpose and that of the weights.
-            For few rows only this order has Hopper's products, whose operands lie in shared
-            memory: values of eight bits are widened before they do, not gathered byte by byte.
-        MASKED: whether some row does not see some token, or some token does not exist. Tokens that
-            do not exist are not read: NaN of a recycled page times a weight of zero is NaN.
+        positions: positions of the rows in their sequence, ``[BLOCK_M]``.
+        slopes: ALiBi slopes, ``[BLOCK_M]``.
+        k_ptr, v_ptr: caches of this key-value head, with strides of page, token and feature.
+        table_ptr: block table of this sequence.
+        begin: first token, a multiple of BLOCK_N.
+        first_seen: the first token that any row attends to.
+        factor: factor of the products, ``[BLOCK_M]``.
+        cap: factor of tanh, with SOFTCAP.
+        k_tiles, v_tiles: descriptors of the caches, if they load the tiles; ``None`` with MASKED.
+        SAME_STRIDES: True if keys and values have the same strides.
+        SWAP: True to compute the outputs' transpose, from the values' transpose and that of the
+            weights. For few rows only this order can use wgmma, whose operands lie in shared
+            memory: eight-bit values are widened before they are stored there, and not gathered
+            byte by byte.
+        MASKED: True if some row does not attend to some token, or some token does not exist. Tokens
+            that do not exist are not read, because NaN of a recycled page times a weight of zero is
+            NaN.
 
     """
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D).to(tl.int64)
@@ -239,7 +242,7 @@ def attend(
                 seen = seen & (token[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_maxima = tl.maximum(maxima, tl.max(scores, axis=1))
-        # The maximum of a row that has seen nothing is -inf, and -inf - -inf would be NaN.
+        # The maximum of a row without any score is -inf, and -inf - -inf would be NaN.
         base = tl.where(new_maxima == float("-inf"), 0.0, new_maxima) if MASKED else new_maxima
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maxima - base)
@@ -263,9 +266,10 @@ def attend(
 
 @triton.jit
 def normalize(maxima, sums, outputs, sinks, v_scale):
-    """Divide outputs ``[rows, BLOCK_D]`` by their sums, sinks included.
+    """Divide outputs ``[rows, BLOCK_D]`` by their sums, with sinks.
 
-    A sum is zero where all scores are -inf, as those of infinite keys can be: NaN, as softmax says.
+    A sum is zero if all scores are -inf, as those of infinite keys may be. The result is NaN, as
+    softmax gives.
     """
     highest = tl.maximum(maxima, sinks)
     highest = tl.where(highest == float("-inf"), 0.0, highest)

@@ -1,4 +1,4 @@
-"""Paged attention in Triton: one launch decodes single new tokens, another prefills the others."""
+"""Paged attention in Triton: a decode launch for single new tokens, a prefill launch for others."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def paged_attention_triton(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend in Triton kernels: see :mod:`~vllm_module.kernels.attention.paged_attention`.
+    """Compute attention in Triton; see :mod:`~vllm_module.kernels.attention.paged_attention`.
 
-    A sequence of one new token is always decoded and any other is always prefilled, so that a
-    token's result does not depend on the rest of the batch.
+    A sequence of one new token always uses the decode kernel, and any other the prefill kernel, so
+    that a token's result does not depend on the rest of the batch.
     """
     tokens, heads, head_size = query.shape
     output = query.new_empty(query.shape)

@@ -1,4 +1,4 @@
-"""Where the sequences of a step are on the pages of a cache, worked out once for all layers."""
+"""The places of a step's sequences on the pages of a cache, computed once for all layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-_VIEWED = 1 << 16  # elements of keys, from which on a view of a sequence costs less than a copy
+_VIEWED = 1 << 16  # elements of keys from which a view of a sequence takes less time than a copy
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Alone:
     """A sequence that is computed by itself.
 
     Attributes:
-        rows: its new tokens among those of the step.
-        pages: that are read; ``None`` if they lie one after another.
-        first: of the tokens that are seen, as a place on ``pages``, or else as a cache slot.
-        count: of these tokens.
+        rows: the sequence's new tokens among those of the step.
+        pages: pages to read; ``None`` if they are consecutive.
+        first: first token to read, as an index into ``pages``, or else as a cache slot.
+        count: number of tokens to read.
 
     """
 
@@ -32,13 +32,13 @@ class Together:
     """Sequences of one new token each, whose contexts are padded to the longest one.
 
     Attributes:
-        rows: their tokens among those of the step.
-        pages: that are read, as many of each sequence, int32 ``[sequences * pages]``; 0 for
+        rows: tokens of the sequences among those of the step.
+        pages: pages to read, equally many for each sequence, int32 ``[sequences * pages]``; 0 for
             padding.
-        distance: from the new token to each token of its context, ``[sequences, length]``; not
-            positive.
-        seen: which tokens it sees, bool ``[sequences, length]``.
-        bias: 0 for seen tokens and else minus infinity, ``[sequences, 1, 1, length]``.
+        distance: distance from the new token to each token of its context, not positive,
+            ``[sequences, length]``.
+        seen: True for tokens that are attended to, bool ``[sequences, length]``.
+        bias: 0 for these tokens and minus infinity for others, ``[sequences, 1, 1, length]``.
 
     """
 
@@ -50,14 +50,14 @@ class Together:
 
 
 class PagedLayout:
-    """The sequences of a step: lists and indices that all of its layers share.
+    """The sequences of a step, as lists and indices that all of its layers share.
 
     The tensors are those of :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`,
     and must not be written afterwards.
 
     Attributes:
-        checked: the shapes and dtypes of queries and caches that are known to fit each other and
-            the layout.
+        checked: shapes and dtypes of queries and caches that were found to fit each other and the
+            layout.
 
     """
 
@@ -85,8 +85,8 @@ class PagedLayout:
 
         Args:
             cache: ``[pages, page_size, kv_heads, head_size]``.
-            dtype: of the biases.
-            keys_at_once: most elements of keys that a batch reads, unless it is one sequence.
+            dtype: dtype of the biases.
+            keys_at_once: largest number of elements of keys in a batch, unless it is one sequence.
             sliding_window: as for
                 :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
 
@@ -114,9 +114,10 @@ class PagedLayout:
                 parts.append(alone)
             else:
                 single.append(sequence)
-        most = keys_at_once // max(1, elements)  # tokens of a batch
+        most = keys_at_once // max(1, elements)  # largest number of tokens in a batch
         if max((self._contexts[s] for s in single), default=0) * len(single) > most:
-            single.sort(key=lambda s: self._contexts[s], reverse=True)  # alike ones in one batch
+            # Similar lengths in one batch.
+            single.sort(key=lambda s: self._contexts[s], reverse=True)
         while single:
             count = max(1, most // self._contexts[single[0]])
             batch = single[:count]
@@ -130,7 +131,7 @@ class PagedLayout:
     def _alone(self, sequence: int, pages: int, page_size: int, window: int | None) -> Alone:
         begin, end = self._starts[sequence : sequence + 2]
         context = self._contexts[sequence]
-        first_seen = 0  # pages that the window has left may belong to another sequence
+        first_seen = 0  # pages before the window may belong to another sequence
         if window is not None:
             first_seen = max(0, context - (end - begin) - window + 1)
         read: torch.Tensor | None
@@ -162,7 +163,7 @@ class PagedLayout:
         if window is not None:
             seen &= distance > -window
             read &= page_start > contexts - window - page_size
-        # Entries that are not read become page 0. Its tokens have no weight and may hold anything.
+        # Entries that are not read become page 0, whose tokens get no weight and may hold anything.
         pages = tables[:, : read.shape[1]].masked_fill(~read, 0).flatten()
         bias = torch.zeros((), dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
         return Together(rows, pages, distance, seen, bias[:, None, None])

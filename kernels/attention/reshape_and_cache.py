@@ -17,7 +17,7 @@ from vllm_module.kernels.operators import (
 )
 from vllm_module.kernels.rows.quantize import scaled_to
 
-_TILE = 2048  # elements of keys for each program, and as many of values
+_TILE = 2048  # elements of keys for each program, with as many of values
 
 
 def reshape_and_cache(
@@ -34,22 +34,23 @@ def reshape_and_cache(
     """Store each token's key and value in its cache slot.
 
     For an eight-bit cache they are divided by a scale in float32 and rounded to even; numbers out
-    of range saturate. If tokens share a cache slot, it keeps one of them. The bits are the same on
+    of range saturate. If tokens share a cache slot, one of them is stored. The bits are the same on
     every device.
 
     Args:
         key, value: ``[tokens, kv_heads, head_size]``, floating point.
         k_cache, v_cache: ``[pages, page_size, kv_heads, head_size]``, floating point, or
             float8_e4m3fn, float8_e5m2 or int8; written in place. They may be views of one tensor.
-        slot_mapping: the cache slot of each token, int64 or int32 ``[tokens]``: ``page * page_size
-            + offset``. A token with a negative one is not stored.
-        k_scale, v_scale: float32 ``[1]`` or ``[kv_heads]``, for an eight-bit cache; by default 1.
+        slot_mapping: cache slot of each token, int64 or int32 ``[tokens]``: ``page * page_size +
+            offset``. A token with a negative slot is not stored.
+        k_scale, v_scale: scales of an eight-bit cache, float32 ``[1]`` or ``[kv_heads]``; by
+            default 1.
         bounds: the least and the largest of ``slot_mapping``, if it is on a CPU and several calls
             share it. No derivatives are kept.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; elements of a cache that
-            share memory; a cache slot beyond the cache, if
+        ValueError: shapes, dtypes or devices do not fit each other; elements of a cache share
+            memory; a cache slot is beyond the cache, if
             :func:`~vllm_module.kernels.operators.checks_values` is true. Otherwise such a token is
             not stored.
 
@@ -117,7 +118,7 @@ def store_in_torch(
     v_scale: torch.Tensor | None,
     inside: bool,
 ) -> None:
-    """Store in plain torch; ``inside`` if the cache has every slot of ``slot_mapping``."""
+    """Store in plain torch; ``inside`` is True if the cache has all slots of ``slot_mapping``."""
     pages, page_size = k_cache.shape[:2]
     slots = slot_mapping if slot_mapping.dtype == torch.int64 else slot_mapping.long()
     if not inside:
@@ -131,7 +132,8 @@ def store_in_torch(
             tokens = tokens if cache.dtype.is_floating_point else tokens.round_()
         if tokens.dtype != cache.dtype:
             tokens = tokens.to(cache.dtype)
-        if cache.is_contiguous() and cache.dtype not in EIGHT_BITS:  # index_copy_ takes no FP8
+        # index_copy_ does not support FP8.
+        if cache.is_contiguous() and cache.dtype not in EIGHT_BITS:
             cache.view(pages * page_size, *cache.shape[2:]).index_copy_(0, slots, tokens)
         else:
             cache.index_put_((slots // page_size, slots % page_size), tokens)
@@ -223,7 +225,7 @@ def _store(
     COLUMNS: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Store some rows, one for each token and head; divisors are constants."""
+    """Store some rows, one for each token and head; divisors are compile-time constants."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
     token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
@@ -252,7 +254,7 @@ def _store(
 
 @triton.jit
 def converted(x, scale_ptr, scale_at, MAX: tl.constexpr, dtype: tl.constexpr):
-    """Return rows in the cache's dtype, divided by their scales if that has eight bits."""
+    """Return rows in the cache's dtype, divided by their scales if it has eight bits."""
     if x.dtype == dtype:  # keeps the bits of NaN too
         return x
     x = x.to(tl.float32)

@@ -15,7 +15,7 @@ from vllm_module.kernels.operators import (
     triton,
 )
 
-_PER_PROGRAM = 2048  # pairs that a program rotates, 16 a thread
+_PER_PROGRAM = 2048  # pairs rotated by a program, 16 for each thread
 
 
 def rotary_embedding(
@@ -27,19 +27,20 @@ def rotary_embedding(
 ) -> None:
     """Rotate pairs of each head's first features by the angles of its token, in place.
 
-    It is computed in float32 and rounded once. Features beyond the first ``2 * pairs`` are kept.
+    Angles are applied in float32 and the result is rounded once. Features beyond the first ``2 *
+    pairs`` are kept.
 
     Args:
         query: ``[tokens, heads, head_size]``, floating point; written.
         key: ``[tokens, kv_heads, head_size]``, written. Query and key may be views of one tensor
             that share no element.
         cos, sin: float32 ``[tokens, pairs]`` or ``[tokens, 1, pairs]``.
-        is_neox_style: whether a pair is one feature of each half (GPT-NeoX, Llama), or two
-            neighbours (GPT-J).
+        is_neox_style: True if a pair is one feature of each half (GPT-NeoX, Llama), False if it is
+            two neighbours (GPT-J).
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; elements of one tensor
-            that share memory.
+        ValueError: shapes, dtypes or devices do not fit each other; elements of one tensor share
+            memory.
 
     """
     expect("query", query, (None, None, None), WIDE_FLOATS)
@@ -66,7 +67,7 @@ def rotary_embedding_reference(
 ) -> None:
     """Rotate in plain torch; see :func:`rotary_embedding`."""
     pairs, cos, sin = cos.shape[1], cos.unsqueeze(1), sin.unsqueeze(1)
-    if is_neox_style and query.dtype == torch.float32:  # nothing is rounded, so in place
+    if is_neox_style and query.dtype == torch.float32:  # nothing is rounded, so rotate in place
         cos, sin = cos.unsqueeze(1), torch.stack((-sin, sin), 2)
         for x in (query, key):
             whole = x if x.shape[-1] == 2 * pairs else x[..., : 2 * pairs]
@@ -100,7 +101,7 @@ def rotary_embedding_triton(
     tile_heads = max(1, _PER_PROGRAM // tile)
     tokens, heads, _ = query.shape
     kv_heads = key.shape[1]
-    # The heads of all tokens have indices that are divided in 32 bits, which is far faster.
+    # Indices of the heads of all tokens are divided in 32 bits, which is far faster.
     assert tokens * max(heads, kv_heads) + tile_heads < 2**31
     query_programs = -(-tokens * heads // tile_heads)
     key_programs = -(-tokens * kv_heads // tile_heads)
@@ -120,7 +121,7 @@ def rotary_embedding_triton(
         cos.stride(1),
         sin.stride(1),
         PAIRS=pairs,
-        COS_TOKEN=cos.stride(0),  # a constant, since it is often divisible by 8 and not by 16
+        COS_TOKEN=cos.stride(0),  # a constant, because it is often divisible by 8 and not by 16
         SIN_TOKEN=sin.stride(0),
         HEADS=tile_heads,
         TILE=tile,
@@ -154,7 +155,7 @@ def _rotate_both(
     TILE: tl.constexpr,
     NEOX: tl.constexpr,
 ):
-    """Rotate some heads of the query or of the key, of any tokens."""
+    """Rotate some heads of the query or of the key, from any tokens."""
     program = tl.program_id(0)
     if program < query_programs:
         _rotate(
@@ -204,7 +205,7 @@ def _rotate(
         second = tl.load(second_ptr, mask=inside, other=0.0).to(tl.float32)
         tl.store(first_ptr, (first * cos - second * sin).to(x_ptr.dtype.element_ty), mask=inside)
         tl.store(second_ptr, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=inside)
-    else:  # neighbours are loaded together, and split in registers
+    else:  # neighbours are loaded together and split in registers
         feature = tl.arange(0, 2 * TILE)[None, :]
         pair_ptrs = heads_ptr + feature * x_feature
         inside = (token < tokens) & (feature < 2 * PAIRS)

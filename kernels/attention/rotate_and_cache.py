@@ -1,4 +1,4 @@
-"""Norms and rotation of queries and keys, and writing keys and values into the paged cache."""
+"""Norm and rotation of queries and keys, fused with writing keys and values to the paged cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_module.kernels.operators import (
 )
 from vllm_module.kernels.rows.rms_norm import rms_norm_reference
 
-_PER_PROGRAM = 2048  # features of queries for each program, or of keys and as many of values
+_PER_PROGRAM = 2048  # features of queries for each program, or of keys with as many of values
 
 
 def rotate_and_cache(
@@ -52,26 +52,26 @@ def rotate_and_cache(
     With weights, each head is normalized first. The result is that of
     :func:`~vllm_module.kernels.rows.rms_norm.rms_norm` of both,
     :func:`~vllm_module.kernels.attention.rotary_embedding.rotary_embedding` and
-    :func:`~vllm_module.kernels.attention.reshape_and_cache.reshape_and_cache`. It takes one launch,
-    and rounds where they round. No derivatives are kept.
+    :func:`~vllm_module.kernels.attention.reshape_and_cache.reshape_and_cache`, in one launch that
+    rounds where they round. No derivatives are kept.
 
     Args:
         query: ``[tokens, heads, head_size]``, floating point; written.
-        key: ``[tokens, kv_heads, head_size]``, of the same dtype. It may be written, and then holds
-            numbers that are of no use. Query and key may be views of one tensor that share no
-            element.
+        key: ``[tokens, kv_heads, head_size]``, of the same dtype. It may be overwritten with
+            meaningless numbers. Query and key may be views of one tensor that share no element.
         value: ``[tokens, kv_heads, head_size]``, of the same dtype.
         cos, sin, is_neox_style: as for ``rotary_embedding``.
         k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds: as for ``reshape_and_cache``.
-        q_weight, k_weight: both or none, ``[head_size]``, of the same dtype as ``query``.
+        q_weight, k_weight: weights of the norms, ``[head_size]``, of the dtype of ``query``; both
+            or none.
         eps, weight_offset: as for ``rms_norm``.
 
     Returns:
         The rotated queries: ``query``, or on a CPU another tensor.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; elements of a tensor that
-            share memory; a cache slot beyond the cache, as for ``reshape_and_cache``.
+        ValueError: shapes, dtypes or devices do not fit each other; elements of a tensor share
+            memory; a cache slot is beyond the cache, as for ``reshape_and_cache``.
 
     """
     expect("query", query, (None, None, None), FLOATS)
@@ -155,7 +155,7 @@ def _in_torch(
     weight_offset: float,
     inside: bool,
 ) -> torch.Tensor:
-    """Return the rotated query; ``inside`` if the cache has every slot of ``slot_mapping``."""
+    """Return the rotated query; ``inside`` is True if the cache has all of ``slot_mapping``."""
     if q_weight is not None and k_weight is not None:
         query = rms_norm_reference(query, q_weight, eps, weight_offset)
         key = rms_norm_reference(key, k_weight, eps, weight_offset)
@@ -193,7 +193,7 @@ def rotate_and_cache_triton(
     pages, page_size = k_cache.shape[:2]
     columns = next_power_of_2(head_size)
     rows = max(1, _PER_PROGRAM // columns)
-    # The heads of all tokens have indices that are divided in 32 bits, which is far faster.
+    # Indices of the heads of all tokens are divided in 32 bits, which is far faster.
     assert tokens * max(heads, kv_heads) + rows < 2**31
     query_programs = -(-tokens * heads // rows)
     key_programs = -(-tokens * kv_heads // rows)
@@ -226,7 +226,7 @@ def rotate_and_cache_triton(
         scale_stride(k_scale),
         scale_stride(v_scale),
         eps,
-        COS_TOKEN=cos.stride(0),  # a constant, since it is often divisible by 8 and not by 16
+        COS_TOKEN=cos.stride(0),  # a constant, because it is often divisible by 8 and not by 16
         SIN_TOKEN=sin.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -321,7 +321,8 @@ def _rotate_and_store(
     column = tl.arange(0, COLUMNS).to(tl.int64)
     mask = stored[:, None] & (column < HEAD_SIZE)[None, :]
     value_at = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
-    value = tl.load(value_ptr + value_at, mask=mask)  # before keys, so that the loads overlap
+    # Loaded before keys, so that the loads overlap.
+    value = tl.load(value_ptr + value_at, mask=mask)
     rotate_rows(
         key_ptr, token * key_token + head * key_head, key_column, k_weight_ptr,
         k_cache_ptr, page * k_cache_page + offset * k_cache_offset + head * k_cache_head,

@@ -1,4 +1,4 @@
-"""Norm of latents, rotation, and writing latents and rotary keys into the paged cache."""
+"""Norm of latents and rotation, fused with writing latents and rotary keys to the paged cache."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def rotate_and_cache_mla(
 
     The result is that of :func:`~vllm_module.kernels.rows.rms_norm.rms_norm` of latents,
     :func:`~vllm_module.kernels.attention.rotary_embedding.rotary_embedding` and
-    :func:`~vllm_module.kernels.attention.concat_and_cache_mla.concat_and_cache_mla`. It takes one
-    launch, and rounds where they round. No derivatives are kept.
+    :func:`~vllm_module.kernels.attention.concat_and_cache_mla.concat_and_cache_mla`, in one launch
+    that rounds where they round. No derivatives are kept.
 
     Args:
         query: ``[tokens, heads, rope]``, floating point.
         latent: ``[tokens, kv_lora_rank]``, of the same dtype.
-        rope_key: ``[tokens, rope]``, of the same dtype. ``query`` and ``rope_key`` may be written,
-            and then hold numbers that are of no use.
+        rope_key: ``[tokens, rope]``, of the same dtype. ``query`` and ``rope_key`` may be
+            overwritten with meaningless numbers.
         cos, sin, is_neox_style: as for ``rotary_embedding``.
-        rotated: the rotated queries, of the shape and dtype of ``query``; written.
+        rotated: memory for the rotated queries, of the shape and dtype of ``query``; written.
         cache, slot_mapping, scale: as for ``concat_and_cache_mla``.
-        weight, eps, weight_offset: of the norm, as for ``rms_norm``; of the same dtype as
-            ``latent``.
+        weight, eps, weight_offset: arguments of the norm, as for ``rms_norm``; the weight has the
+            dtype of ``latent``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; elements of a tensor that
-            share memory; a cache slot beyond the cache, as for ``concat_and_cache_mla``.
+        ValueError: shapes, dtypes or devices do not fit each other; elements of a tensor share
+            memory; a cache slot is beyond the cache, as for ``concat_and_cache_mla``.
 
     """
     expect("query", query, (None, None, None), FLOATS)
@@ -136,7 +136,7 @@ def rotate_and_cache_mla_triton(
     columns = next_power_of_2(latent.shape[1])
     query_rows = max(1, _PER_PROGRAM // next_power_of_2(rope))
     latent_rows = max(1, _PER_PROGRAM // columns)
-    # The heads of all tokens have indices that are divided in 32 bits, which is far faster.
+    # Indices of the heads of all tokens are divided in 32 bits, which is far faster.
     assert tokens * max(heads, 1) + max(query_rows, latent_rows) < 2**31
     query_programs = -(-tokens * heads // query_rows)
     if not tokens:
@@ -164,7 +164,7 @@ def rotate_and_cache_mla_triton(
         sin.stride(1),
         slot_mapping.stride(0),
         eps,
-        COS_TOKEN=cos.stride(0),  # a constant, since it is often divisible by 8 and not by 16
+        COS_TOKEN=cos.stride(0),  # a constant, because it is often divisible by 8 and not by 16
         SIN_TOKEN=sin.stride(0),
         HEADS=heads,
         LATENT=latent.shape[1],

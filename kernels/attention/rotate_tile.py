@@ -1,6 +1,6 @@
-"""A tile of heads that is normalized, rotated and written.
+"""The tile of heads that kernels normalize, rotate and write.
 
-This is no operation of its own: :mod:`~vllm_module.kernels.attention.rotate_and_cache` and
+This is no operation by itself: :mod:`~vllm_module.kernels.attention.rotate_and_cache` and
 :mod:`~vllm_module.kernels.attention.rotate_and_cache_mla` share it.
 """
 
@@ -56,7 +56,7 @@ def rotate_rows(
     if NEOX:
         first = tl.load(x_ptrs + pair * x_column, mask=turned, other=0.0).to(tl.float32)
         second = tl.load(x_ptrs + (pair + PAIRS) * x_column, mask=turned, other=0.0).to(tl.float32)
-    else:  # neighbours are loaded together, and split in registers
+    else:  # neighbours are loaded together and split in registers
         x = tl.load(x_ptrs + neighbour * x_column, mask=together, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, [ROWS, TILE, 2]))
     if REST > 0:
@@ -81,8 +81,8 @@ def rotate_rows(
             weight = tl.load(weight_ptr + column, mask=column < HEAD_SIZE, other=0.0)
             rest = weighted(wide, inverse, weight, narrow, OFFSET).to(narrow)
 
-    tl.debug_barrier()  # a small tile is read by several warps, of which one writes it
-    # Rounded before they are converted, as if they had been written before they are stored.
+    tl.debug_barrier()  # several warps may read a small tile that one of them writes
+    # Rounded before the conversion, as if rows were written first and stored afterwards.
     held: tl.constexpr = y_ptr.dtype.element_ty
     a, b = first * cos - second * sin, second * cos + first * sin
     if NEOX:

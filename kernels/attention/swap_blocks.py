@@ -13,8 +13,9 @@ def swap_blocks(
 ) -> None:
     """Copy whole pages from one cache to another, on the current stream.
 
-    A copy between device and host is asynchronous: do not touch the host's memory before the stream
-    has finished it. Pages that follow each other in both caches are copied at once.
+    A copy between device and host is asynchronous: do not use the host's memory before the stream
+    has
+    finished it. Pages that are consecutive in both caches are copied at once.
 
     Args:
         source: ``[..., pages, page_size, kv_heads, head_size]``, such as ``[layers, 2, ...]``. The
@@ -22,12 +23,12 @@ def swap_blocks(
             be contiguous.
         destination: like ``source``, with any number of pages. Written in place. If one cache is on
             a CUDA device, the other must be there too or in pinned memory.
-        block_mapping: int64 ``[pairs, 2]`` on the CPU: a page of ``source``, and the page of
-            ``destination`` to overwrite.
+        block_mapping: pairs of a page of ``source`` and a page of ``destination`` to overwrite,
+            int64 ``[pairs, 2]`` on the CPU.
 
     Raises:
-        ValueError: shapes, dtypes, strides or memory that do not fit; caches that share memory; a
-            page beyond its cache or written twice.
+        ValueError: shapes, dtypes, strides or memory do not fit; caches share memory; a page is
+            beyond its cache or written twice.
 
     """
     if source.dim() < 4:
@@ -67,7 +68,7 @@ def swap_blocks(
 
 
 def _planes(cache: torch.Tensor) -> list[torch.Tensor]:
-    """Return ``[pages, page_size, kv_heads, head_size]`` at each index before the pages."""
+    """Return a view ``[pages, page_size, kv_heads, head_size]`` for each leading index."""
     planes = [cache]
     for _ in range(cache.dim() - 4):
         planes = [part for plane in planes for part in plane.unbind()]

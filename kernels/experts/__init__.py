@@ -1,1 +1,1 @@
-"""Mixture of experts: routing tokens, sorting them, grouped products, combining."""
+"""Kernels for mixtures of experts: routing, sorting, grouped matmuls, combining."""

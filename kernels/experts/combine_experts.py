@@ -1,4 +1,4 @@
-"""The weighted sum of what a token's experts computed."""
+"""Combining the outputs of a token's experts: their weighted sum."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def combine_experts(
 ) -> torch.Tensor:
     """Return, for each token, the sum of its experts' rows times their weights, in float32.
 
-    Rows from ``offsets[-1]`` on, of other ranks' experts, are not read: they contribute nothing,
-    also where they hold NaN.
+    Rows from ``offsets[-1]`` on, of other ranks' experts, are not read. They contribute nothing,
+    even if they hold NaN.
 
     Args:
         y: ``[tokens * top_k, features]``, bfloat16, float16 or float32, sorted by expert.
@@ -27,7 +27,7 @@ def combine_experts(
         ``[tokens, features]``, of the dtype of ``y``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     expect("weights", weights, (None, None), (torch.float32,), y)
@@ -81,7 +81,7 @@ def combine_experts_triton(
 
 @triton.jit(do_not_specialize=["rows"])
 def _find(order_ptr, offsets_ptr, places_ptr, rows, offsets, TILE: tl.constexpr):
-    """Write where each row of the tokens is in the order; -1 beyond the last expert's rows."""
+    """Write the place of each token's row in the order; -1 after the last expert's rows."""
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(order_ptr + place, mask=place < rows, other=-1)
     last = tl.load(offsets_ptr + offsets - 1)

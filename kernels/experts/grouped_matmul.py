@@ -1,4 +1,4 @@
-"""Products of sorted rows with the weights of their experts."""
+"""Grouped matmul: products of rows, sorted by expert, with the weights of their experts."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def grouped_matmul(
     quantize_input: bool = True,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply each row by the weight of its expert, with sums in float32.
+    """Multiply each row by the weight of its expert, accumulating in float32.
 
     Row ``r`` of the result is ``x[rows[r] // top_k]``, or ``x[r]`` without ``rows``, times the
     weight of the expert ``e`` with ``offsets[e] <= r < offsets[e + 1]``. Rows from
-    ``offsets[count]`` on are zeros. The launch depends on shapes alone, so a CUDA graph can replay
-    it. Eight-bit weights are multiplied as by
+    ``offsets[count]`` on are zeros. The launch depends only on shapes, so a CUDA graph can replay
+    it. Eight-bit weights are multiplied as in
     :func:`~vllm_module.kernels.matmul.scaled_matmul.scaled_matmul`, and a row's bits depend on the
     bucket of the number of rows in the same way.
 
@@ -56,21 +56,22 @@ def grouped_matmul(
             :func:`~vllm_module.kernels.experts.sort_by_expert.sort_by_expert`.
         bias: ``[count, output]``, of the result's dtype.
         rows: int32 ``[tokens * top_k]``: the order from ``sort_by_expert``.
-        top_k: experts of a token; 1 without ``rows``.
+        top_k: number of experts of a token; 1 without ``rows``.
         scale: float32 ``[count, ceil(output / block[0]), ceil(input / block[1])]``.
         block: rows and columns of the weight that share a scale; by default ``(1, input)``.
         input_scale: float32. The static scale of ``x``, one element. If ``x`` is already quantized,
             its scales: one, ``[tokens, 1]`` or ``[tokens, ceil(input / block[1])]``.
-        quantize_input: whether ``x`` may be quantized.
-        dtype: of the result; by default that of ``x``. Required if ``x`` is already quantized.
+        quantize_input: True if ``x`` may be quantized.
+        dtype: dtype of the result; by default that of ``x``. Required if ``x`` is already
+            quantized.
 
     Returns:
         ``[tokens * top_k, output]``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other. On values, if
-            :func:`~vllm_module.kernels.operators.checks_values` is true: offsets that do not
-            ascend from 0 to at most ``tokens * top_k``.
+        ValueError: shapes, dtypes or devices do not fit each other. On values, if
+            :func:`~vllm_module.kernels.operators.checks_values` is true: offsets do not ascend from
+            0 to at most ``tokens * top_k``.
 
     """
     dtype = x.dtype if dtype is None else dtype
@@ -114,7 +115,7 @@ def expect_groups(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    """Raise ``ValueError`` for offsets, bias or rows that do not fit ``shape``: count, output."""
+    """Raise ``ValueError`` unless offsets, bias and rows fit ``shape`` (count, output)."""
     expect("offsets", offsets, (shape[0] + 1,), (torch.int32,), x)
     if bias is not None:
         expect("bias", bias, shape, (dtype,), x)
@@ -167,7 +168,7 @@ def by_expert(
     rows: torch.Tensor | None,
     top_k: int,
 ) -> torch.Tensor:
-    """Return products with the weights of those experts that have rows."""
+    """Return products with the weights of the experts that have rows."""
     y = x.new_empty(_length(x, rows), outputs)
     bounds = offsets.tolist()
     y[bounds[-1] :] = 0
@@ -227,7 +228,7 @@ def grouped_matmul_triton(
             quantize_static_triton(wide, x, x_scale, 1, block_columns)
     y = torch.empty(length, N, dtype=dtype, device=x.device)
     config = config_of(length, (count, N, K), (block_rows, block_columns), x)
-    span = K if groups <= 1 else block_columns  # input features that steps divide
+    span = K if groups <= 1 else block_columns  # number of input features that steps divide
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_groups[(tiles,)](
         x,
@@ -307,8 +308,8 @@ def _multiply_groups(
     """Multiply a tile of one expert's rows by a tile of its weight.
 
     STEPS is the number of steps over input features that share a scale; 0 if all share one. With
-    SWAP the weight is the left operand: it can then be widened in registers, and rows may be few.
-    The descriptor, if any, is of the rows of all weights.
+    SWAP the weight is the left operand: then it can be widened in registers, and rows may be few.
+    The descriptor, if any, describes the rows of all weights.
     """
     expert, n, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
@@ -351,7 +352,8 @@ def _multiply_groups(
         if weight_desc is None:
             weight = loaded(ptrs + k * weight_column, inside, EVEN)
         else:
-            # Of features that are not inside, x is zero; beyond the last one, the weight is too.
+            # x is zero for features outside the mask; beyond the last feature, the weight is zero
+            # too.
             weight = weight_desc.load([weight_row_of_tile, first])
         x_scale, scale = None, None
         if STEPS:
@@ -370,12 +372,12 @@ def _multiply_groups(
 
 
 def _descriptor(weight: torch.Tensor, config: Config, span: int) -> object:
-    """Return a descriptor of the rows of all experts' weights, or ``None`` where pointers load.
+    """Return a descriptor of the rows of all experts' weights; ``None`` to load by pointers.
 
     ``span`` is the number of input features that steps divide.
     """
     count, outputs, inputs = weight.shape
-    # A descriptor has 32 bits for a row; rows and steps are whole 16 bytes apart.
+    # A descriptor has 32 bits for a row index; rows and steps are multiples of 16 bytes.
     if (
         not config.described
         or weight.stride(2) != 1

@@ -1,6 +1,6 @@
-"""How products with the weights of experts may be cut, by the rows that an expert has on average.
+"""Configurations of grouped matmuls, by the average number of rows of an expert.
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.experts.grouped_matmul`.
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.experts.grouped_matmul`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vllm_module.kernels.operators import next_power_of_2
 
 
 class Config(NamedTuple):
-    """How a product is cut into programs, and a program into steps.
+    """The tiles of a grouped matmul and the steps of a program.
 
     Attributes:
         rows: rows of a tile, all of one expert.
         columns: output features of a tile.
         depth: input features of a step.
-        described: whether weights are loaded by a tensor descriptor (TMA), not by pointers.
+        described: True if weights are loaded by a tensor descriptor (TMA) instead of pointers.
 
     """
 
@@ -38,13 +38,13 @@ class Config(NamedTuple):
 
 
 class GroupedConfiguration(NamedTuple):
-    """One way to multiply a bucket of rows.
+    """A configuration for a bucket of rows.
 
     Attributes:
-        rows: of all experts together; a batch of a bucket's size.
-        name: of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
-        case: of the choice, for ``choices.json``.
-        config: how it is cut.
+        rows: number of rows of all experts; a batch of the bucket's size.
+        name: name of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
+        case: case of the choice, for ``choices.json``.
+        config: tiles and steps.
 
     """
 
@@ -60,16 +60,16 @@ def grouped_configurations(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> list[GroupedConfiguration]:
-    """Return all configurations of products with the weights of some experts, for any rows.
+    """Return all configurations of matmuls with some experts' weights, for any rows.
 
-    To compile everything that :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`
-    may launch for these weights, call it once with each number of ``rows``, that is tokens times
+    To compile every variant that :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`
+    may launch for these weights, call it once with each number of ``rows``, which is tokens times
     ``top_k``.
 
     Args:
-        shape: of the weights: count, output, input.
+        shape: shape of the weights: count, output, input.
         block: rows and columns of a weight that share a scale; ``(1, input)`` without scales.
-        dtype: of the input when it is multiplied.
+        dtype: dtype of the input in the product.
         device: a GPU; by default one with compute capability 9.0.
 
     """
@@ -99,7 +99,7 @@ def _candidates(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> tuple[str, Mapping[str, Config]]:
-    """Return the case, and the candidates of a bucket by name, the default first."""
+    """Return a bucket's case and its candidates by name, the default first."""
     count, outputs, inputs = shape
     first = _tiles(rows, shape, block, dtype, capability)
     found = {"tiles": first}
@@ -109,7 +109,8 @@ def _candidates(
     if rows <= 32:
         found["more stages"] = first._replace(stages=5)
     if first.rows == 128:
-        # Two programs for each multiprocessor: one multiplies while the other scales or waits.
+        # Two programs for each multiprocessor: one computes products while the other scales or
+        # waits.
         found["small tiles"] = Config(64, 128, first.depth, 4, 4)
         found["three stages"] = first._replace(stages=3)
     whole = block[1] >= inputs or block[1] % first.depth == 0
@@ -132,7 +133,7 @@ def _tiles(
 ) -> Config:
     """Return the default for an average of ``rows`` rows of an expert.
 
-    Up to 32 rows, reading the weights takes the time: there are 64 KiB of them in flight. Beyond,
+    Up to 32 rows, the time is that of reading the weights, of which 64 KiB are in flight. Beyond,
     tensor cores and the L2 cache limit the speed.
     """
     _, outputs, inputs = shape

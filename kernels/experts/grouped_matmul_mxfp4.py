@@ -1,4 +1,4 @@
-"""Products of sorted rows with the MXFP4 weights of their experts."""
+"""Grouped matmul with MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from vllm_module.kernels.experts.grouped_tile import grouped_tile, rows_of_a_til
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 
-# What codes stand for: a sign, and 0 to 6.
+# Values of the codes: a sign, and 0 to 6.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_CHUNK = 1 << 14  # scales, with half a million elements: as many as fit a CPU's cache
+# Scales converted at once, with half a million elements: as many as fit a CPU's cache.
+_CHUNK = 1 << 14
 
 
 def grouped_matmul_mxfp4(
@@ -53,22 +54,23 @@ def grouped_matmul_mxfp4(
 def dequantize_mxfp4(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the numbers of MXFP4 blocks (OCP Microscaling Formats 1.0).
+    """Return the values of MXFP4 blocks (OCP Microscaling Formats 1.0).
 
-    An element is ``e2m1 * 2**(scale - 127)``; the scale 255 is NaN. bfloat16 and float32 hold every
+    An element is ``e2m1 * 2**(scale - 127)``; a scale of 255 is NaN. bfloat16 and float32 hold
+    every
     element exactly.
 
     Args:
-        blocks: uint8 ``[..., columns / 32, 16]``. A byte holds two elements, that of the even index
-            in its low half.
+        blocks: uint8 ``[..., columns / 32, 16]``. A byte holds two elements, the one with the even
+            index in its low half.
         scales: uint8 ``[..., columns / 32]``.
-        dtype: of the result, floating point.
+        dtype: dtype of the result, floating point.
 
     Returns:
         ``[..., columns]``.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        ValueError: shapes or dtypes do not fit each other.
 
     """
     if blocks.dim() < 2 or blocks.shape[-1] != 16:
@@ -78,7 +80,7 @@ def dequantize_mxfp4(
     shape = (*scales.shape[:-1], scales.shape[-1] * 32)
     values = torch.tensor(E2M1, dtype=torch.bfloat16)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(torch.int32)
-    pairs = pairs.flatten().to(blocks.device)  # of bfloat16, for each byte
+    pairs = pairs.flatten().to(blocks.device)  # a pair of bfloat16 for each byte
     wide = torch.empty(scales.numel(), 32, dtype=dtype, device=blocks.device)
     chunks = (blocks.reshape(-1, 16), scales.reshape(-1), wide)
     for block, scale, out in zip(*(x.split(_CHUNK) for x in chunks), strict=True):
@@ -150,7 +152,7 @@ def grouped_matmul_mxfp4_triton(
 
 
 def _config(length: int, count: int, x: torch.Tensor) -> Config:
-    """Return the configuration for ``length`` rows of ``x``, by the rows of an expert."""
+    """Return the configuration for ``length`` rows of ``x``, by the average rows of an expert."""
     rows = rows_of_a_tile(length, count)
     if x.dtype == torch.float32:
         return Config(min(rows, 64), 64, 32, 4, 3)
@@ -228,8 +230,8 @@ def _multiply_mxfp4(
 def _dequantized(packed, scale, dtype: tl.constexpr):
     """Return bytes ``[rows, blocks, 16]`` times scales ``[rows, blocks]`` as a matrix.
 
-    The bits of an e2m1 number, in the place of the last exponent bits and the first fraction bit of
-    a float16, are that number times 2**-14.
+    The bits of an e2m1 number, at the place of a float16's last exponent bits and first fraction
+    bit, are that number times 2**-14.
     """
     packed = packed.to(tl.uint16)
     even = ((packed & 7) << 9) | ((packed & 8) << 12)

@@ -1,4 +1,4 @@
-"""Products of sorted rows with the packed weights of their experts."""
+"""Grouped matmul with packed weights."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def grouped_matmul_packed(
     rows: torch.Tensor | None = None,
     top_k: int = 1,
 ) -> torch.Tensor:
-    """Multiply each row by the packed weight of its expert, with sums in float32.
+    """Multiply each row by the packed weight of its expert, accumulating in float32.
 
-    On a GPU, codes are unpacked in the kernel, and the launch depends on shapes alone, so a CUDA
-    graph can replay it. Codes of 3 bits, which cross the edges of words, are dequantized by torch
-    before the product, those of all experts.
+    On a GPU, codes are unpacked in the kernel, and the launch depends only on shapes, so a CUDA
+    graph can replay it. Codes of 3 bits, which cross word boundaries, are dequantized by torch
+    before the product, for all experts.
 
     Args:
         x: ``[tokens, input]``, bfloat16, float16 or float32.
@@ -61,8 +61,8 @@ def grouped_matmul_packed(
         ``[tokens * top_k, output]``.
 
     Raises:
-        ValueError: as ``grouped_matmul``, and for a packing that no words have. Numbers of groups
-            are not looked at.
+        ValueError: as ``grouped_matmul``, and for a packing that words cannot have. Numbers of
+            groups are not checked.
 
     """
     expect("x", x, (None, None), FLOATS)
@@ -101,7 +101,7 @@ def dequantize_experts(
     """Return the weights ``[count, output, input]`` of experts, in ``dtype``.
 
     Arguments are those of :func:`~vllm_module.kernels.matmul.packed_words.dequantize_packed`, each
-    with a dimension of experts before the others.
+    with a leading dimension of experts.
     """
     shape = packing.codes(words.shape[1:], words.dtype.itemsize * 8)
     weight = torch.empty(len(words), *shape, dtype=dtype, device=words.device)
@@ -131,7 +131,7 @@ def grouped_matmul_packed_reference(
     rows: torch.Tensor | None,
     top_k: int,
 ) -> torch.Tensor:
-    """Dequantize an expert that has rows at a time and multiply, in plain torch."""
+    """Dequantize one expert that has rows at a time and multiply, in plain torch."""
     packing = Packing(bits, along, None if order is None else tuple(order))
 
     def weight_of(expert: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Which expert and which rows a program multiplies, found on the device.
+"""A program's expert and rows in a grouped matmul, found on the device.
 
-This is no operation of its own: :mod:`~vllm_module.kernels.experts.grouped_matmul` and
+This is no operation by itself: :mod:`~vllm_module.kernels.experts.grouped_matmul` and
 :mod:`~vllm_module.kernels.experts.grouped_matmul_mxfp4` share it.
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
-ROWS = (16, 32, 64, 128)  # of a tile
+ROWS = (16, 32, 64, 128)  # possible numbers of rows of a tile
 
 
 def rows_of_a_tile(length: int, count: int) -> int:
-    """Return rows for each tile, one of ROWS: as many as an expert has on average."""
+    """Return the rows of a tile, one of ROWS, by the average number of rows of an expert."""
     return min(max(ROWS[0], next_power_of_2(-(-length // max(1, count)))), ROWS[-1])
 
 
 def tiles_of(length: int, count: int, rows: int) -> int:
-    """Return how many tiles cover ``length`` rows of ``count`` experts, however they are spread.
+    """Return how many tiles cover ``length`` rows of ``count`` experts in any distribution.
 
-    Each expert that has rows, and the rest beyond the last expert, may end with an incomplete tile.
+    Each expert with rows, and the rows beyond the last expert, may end with an incomplete tile.
     """
     return length // rows + min(length, count + 1)
 
@@ -38,9 +38,10 @@ def grouped_tile(
 ):
     """Return a program's expert, first feature, rows of the result, their mask, and rows of x.
 
-    Rows beyond the last expert's have the expert ``count``. A program without rows has one beyond.
+    Rows beyond the last expert's have the expert ``count``. A program without rows has a larger
+    one.
     """
-    # Eight tiles of rows follow each other, so that the weight stays in the cache.
+    # Eight tiles of rows are consecutive, so that the weight stays in the L2 cache.
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.num_programs(0) // tiles_n
     band = tl.program_id(0) // (8 * tiles_n)

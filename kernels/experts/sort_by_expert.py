@@ -1,4 +1,4 @@
-"""Sorting tokens by expert, so that each expert multiplies rows that follow each other."""
+"""Sorting tokens by expert, so that each expert multiplies consecutive rows."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 
 from vllm_module.kernels.operators import expect, operator, tl, triton
 
-_TILE = 2048  # rows that a program looks at in one step
+_TILE = 2048  # rows that a program reads in one step
 
 
 def sort_by_expert(
     experts: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of ``experts`` in the order of their experts, and where each expert's begin.
+    """Return the rows of ``experts`` in the order of their experts, and each expert's first row.
 
-    The rows of an expert keep their order. Rows of other experts, padding of -1 among them, come
-    last. Shapes do not depend on values, and the host does not wait for the device, so a CUDA graph
-    can replay it.
+    The rows of an expert keep their order. Rows of other experts, and padding of -1, come last.
+    Shapes do not depend on values, and the host does not wait for the device, so a CUDA graph can
+    replay it.
 
     Args:
         experts: int32 ``[tokens, top_k]``; its row ``r`` is ``experts[r // top_k, r % top_k]``.
-        first, count: this rank's experts are those numbered from ``first`` on, ``count`` of them.
+        first, count: first number of this rank's experts, and how many they are.
 
     Returns:
         The order, int32 ``[tokens * top_k]``, and offsets, int32 ``[count + 1]``. The rows of
@@ -28,7 +28,7 @@ def sort_by_expert(
         ``offsets[count]``.
 
     Raises:
-        ValueError: another shape or dtype, or a negative count.
+        ValueError: the shape or dtype is another, or the count is negative.
 
     """
     expect("experts", experts, (None, None), (torch.int32,))

@@ -1,4 +1,4 @@
-"""Routing: which experts a token goes to, and with what weights."""
+"""Routing: choosing each token's experts and their weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 
-_LEAST = -(2**63)  # the key of an expert that cannot be chosen
+_LEAST = -(2**63)  # sort key of an expert that cannot be chosen
 
 
 def topk_routing(
@@ -25,29 +25,29 @@ def topk_routing(
 
     A token's experts are those of the largest logits, or with ``correction_bias`` (DeepSeek-V3,
     arXiv:2412.19437) of the largest sums of score and bias. The weights are the scores, without the
-    bias. With groups, only experts of the ``topk_group`` best groups are chosen. A group is as good
-    as its best expert (DeepSeek-V2, arXiv:2405.04434), or with a bias as the sum of its best two.
+    bias. With groups, only experts of the ``topk_group`` best groups are chosen. A group is rated
+    by its best expert (DeepSeek-V2, arXiv:2405.04434), or with a bias by the sum of its best two.
 
-    Experts of a token are in descending order. Of equals, that of the lower number comes first. NaN
+    Experts of a token are in descending order; among equal ones, the lower number comes first. NaN
     counts as the largest number, so that it shows in the weights.
 
     Args:
         logits: ``[tokens, experts]``, bfloat16, float16 or float32.
-        top_k: experts of a token.
+        top_k: number of experts of a token.
         scoring_func: ``"softmax"`` over all experts or ``"sigmoid"``, in float32.
-        renormalize: whether to divide a token's weights by their sum plus 1e-20.
+        renormalize: True to divide a token's weights by their sum plus 1e-20.
         correction_bias: float32 ``[experts]``.
-        num_expert_group: groups of equally many experts in a row; by default there are none.
-        topk_group: groups that a token's experts are chosen from.
-        routed_scaling_factor: by which weights are multiplied, after they are renormalized.
+        num_expert_group: number of equal groups of consecutive experts; by default no groups.
+        topk_group: number of groups that a token's experts are chosen from.
+        routed_scaling_factor: factor of the weights, applied after renormalizing.
 
     Returns:
         The weights, float32 ``[tokens, top_k]``, and the numbers of the experts, int32 of the same
         shape.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; more experts to choose
-            than there are in the groups; groups that do not divide the experts.
+        ValueError: shapes, dtypes or devices do not fit each other; ``top_k`` is more than the
+            experts in the chosen groups; groups do not divide the experts.
 
     """
     expect("logits", logits, (None, None), FLOATS)
@@ -95,7 +95,7 @@ def topk_routing_reference(
     """Choose experts in plain torch; see :func:`topk_routing`."""
     logits = logits.float()
     scores = logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
-    # Scores grow with their logits, of which fewer are equal.
+    # Scores are monotonic in their logits, and fewer logits are equal.
     choice = logits if correction_bias is None else scores + correction_bias
     keys = _keys(choice)
     if topk_group < groups:
@@ -115,9 +115,9 @@ def topk_routing_reference(
 
 
 def _keys(x: torch.Tensor) -> torch.Tensor:
-    """Return integers in the order of ``x [rows, columns]``; of equals, the first is the largest.
+    """Return integer keys in the order of ``x [rows, columns]``; of equals, the first is larger.
 
-    The largest of integers that all differ are the same ones on every device.
+    Because all keys differ, their largest ones are the same on every device.
     """
     bits = x.contiguous().view(torch.int32)
     bits = torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -166,7 +166,7 @@ def topk_routing_triton(
 
 @triton.jit
 def _key(x, index):
-    """Return integers in the order of ``x``, NaN last; of equals, the first is the largest."""
+    """Return integer keys in the order of ``x``, NaN last; of equals, the first is the largest."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -192,7 +192,7 @@ def _route(
     COLUMNS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Route a token. Its experts are a tile ``[ROWS, COLUMNS]`` with a group in each row."""
+    """Route a token; its experts are a tile ``[ROWS, COLUMNS]`` with a group in each row."""
     LEAST: tl.constexpr = -(2**63)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     token = tl.program_id(0).to(tl.int64)

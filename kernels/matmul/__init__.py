@@ -1,1 +1,1 @@
-"""Matrix products of dense, FP8, packed and GGUF weights."""
+"""Kernels for matmuls with dense, FP8, packed and GGUF weights."""

@@ -1,8 +1,8 @@
-"""Products of at most 16 rows with weights of 16 bits, in Triton.
+"""Matmul of at most 16 rows with 16-bit weights, in Triton.
 
-Reading the weight takes the time. The weight is the left operand of a tile, so that few rows fill
-one. Inputs are split among programs until there are enough for a GPU, and the splits are added up
-in one order.
+The time is that of reading the weight. The weight is the left operand of a tile, so that few rows
+fill one. Inputs are split among programs until there are enough for a GPU, and the splits are added
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vllm_module.kernels.operators import (
     triton,
 )
 
-ROWS = 16  # of a tile, and the most that a product may have
-KERNEL = "linear"  # in choices.json
+ROWS = 16  # rows of a tile, and the largest number of rows
+KERNEL = "linear"  # name of the kernel in choices.json
 
 
 class Config(NamedTuple):
-    """How a product is cut into programs, and a program into steps.
+    """The tiles of a matmul and the steps of a program.
 
     Attributes:
         columns: output features of a tile.
@@ -45,7 +45,7 @@ class Config(NamedTuple):
     early: bool = False
 
 
-# The first is torch's own product.
+# The first candidate is torch's own matmul.
 _CANDIDATES = {
     "torch": None,
     "few rows": Config(64, 128, 4, 5),
@@ -55,9 +55,10 @@ _ON_HOPPER = _CANDIDATES | {"few rows, launched early": Config(64, 128, 4, 5, Tr
 
 
 def config_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Config | None:
-    """Return the chosen configuration of a product, or ``None`` if torch computes it.
+    """Return the chosen configuration of a matmul, or ``None`` if torch computes it.
 
-    Only measuring can choose another than torch's. A product's bits do not depend on its rows.
+    Only a measurement chooses another candidate than torch. A result's bits do not depend on its
+    number of rows.
 
     Args:
         x: ``[..., input]``, on a GPU.
@@ -86,19 +87,19 @@ def config_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 def few_rows_matmul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` with sums in float32.
+    """Return ``x @ weight.T + bias``, accumulated in float32.
 
     Args:
         x: ``[..., input]``, at most 16 rows.
         weight: ``[output, input]``, of the dtype of ``x``.
         bias: ``[output]``, of the same dtype, or ``None``.
-        config: how the product is cut.
+        config: tiles and steps of the matmul.
 
     Returns:
         ``[..., output]``, of the same dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other, or more rows.
+        ValueError: shapes, dtypes or devices do not fit each other, or there are more rows.
 
     """
     expect("weight", weight, (None, x.shape[-1]), (x.dtype,), x)
@@ -140,7 +141,7 @@ def few_rows_matmul_triton(
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    # Splits depend on the weight's shape alone: two programs for each of 132 multiprocessors.
+    # Splits depend only on the weight's shape: two programs for each of 132 multiprocessors.
     splits, tiles = 1, -(-N // columns)
     while splits * tiles < 256 and splits * 8 * depth <= K:
         splits *= 2

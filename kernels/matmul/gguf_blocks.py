@@ -1,4 +1,4 @@
-"""Weights in the blocks of GGUF files: the values they stand for, and products with them.
+"""Weights in the blocks of GGUF files: dequantizing them, and matmuls with them.
 
 Formulas: ``dequantize_row_*`` in ggml-quants.c of https://github.com/ggml-org/llama.cpp.
 """
@@ -17,24 +17,24 @@ from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.kernels.operators import expect
 
-_CHUNK = 1 << 22  # values that are dequantized at a time: 16 MiB in float32
+_CHUNK = 1 << 22  # values dequantized at once: 16 MiB in float32
 
 
 def dequantize_blocks(
     blocks: torch.Tensor, kind: str, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return the values of blocks, computed in float32.
+    """Dequantize blocks in float32.
 
     Args:
         blocks: uint8 ``[..., count, bytes]``, with the bytes of a block of this kind.
         kind: a name of ``BLOCK_TYPES``.
-        dtype: of the result, floating point.
+        dtype: dtype of the result, floating point.
 
     Returns:
         ``[..., count * values]``.
 
     Raises:
-        ValueError: a kind without a formula here, or blocks of another shape or dtype.
+        ValueError: the kind has no formula here, or blocks have another shape or dtype.
 
     """
     if kind not in BLOCK_TYPES:
@@ -55,14 +55,14 @@ def dequantize_blocks(
 
 
 def block_scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the floats of each block, which its values are products and sums with.
+    """Return the floats of each block from which its values are computed: scale and offset.
 
     Args:
         blocks: uint8 ``[..., bytes]``, with the bytes of a block of this kind.
         kind: a name of ``BLOCK_TYPES``.
 
     Returns:
-        float32 ``[..., 1]``, or ``[..., 2]`` where a block has an offset too.
+        float32 ``[..., 1]``, or ``[..., 2]`` if a block also has an offset.
 
     """
     scales = _KINDS[kind].scales(blocks.reshape(-1, blocks.shape[-1]))
@@ -72,7 +72,7 @@ def block_scales(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 def blocks_matmul(
     x: torch.Tensor, blocks: torch.Tensor, kind: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply by a weight in blocks, of which a few million values are dequantized at a time.
+    """Multiply by a weight in blocks; a few million values are dequantized at a time.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32.
@@ -84,7 +84,7 @@ def blocks_matmul(
         ``[..., output]``, of the dtype of ``x``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     expect("x", x, None, FLOATS)
@@ -110,9 +110,9 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _fields(packed: torch.Tensor, run: int, bits: int) -> torch.Tensor:
-    """Return the fields of ``bits`` in bytes ``[blocks, n]``: uint8 ``[blocks, n * 8 / bits]``.
+    """Return the ``bits``-bit fields of bytes ``[blocks, n]``, uint8 ``[blocks, n * 8 / bits]``.
 
-    The lowest fields of ``run`` bytes come first, then the next ones of the same bytes.
+    The lowest fields of ``run`` bytes come first, then the next fields of the same bytes.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
     runs = packed.reshape(len(packed), -1, 1, run)
@@ -128,7 +128,7 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return codes whose fifth bits are in four bytes from ``at`` on, and the others behind."""
+    """Return five-bit codes: fifth bits in four bytes from ``at`` on, the others after them."""
     high = _fields(blocks[:, at : at + 4], 1, 1)
     return (_fields(blocks[:, at + 4 :], 16, 4) | high << 4).float()
 
@@ -158,8 +158,9 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 def _scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale and the offset of each run of 32 values, float32 ``[blocks, 8, 1]``.
 
-    Twelve bytes have eight numbers of six bits each of both. The first four are in the low bits of
-    bytes 0 to 7. The low bits of the others are in bytes 8 to 11, the rest on top of bytes 0 to 7.
+    Twelve bytes hold eight scales and eight offsets of six bits each. The first four of both are in
+    the low bits of bytes 0 to 7. The low bits of the others are in bytes 8 to 11, and their high
+    bits in the high bits of bytes 0 to 7.
     """
     first, second, third = blocks[:, 4:16].split(4, -1)
     scale = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), -1)
@@ -200,7 +201,7 @@ def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Return values of -1, 0 and 1: a byte, as a fraction of 256, has five digits to the base 3."""
+    """Return values -1, 0 and 1: a byte, as a fraction of 256, has five digits in base 3."""
     runs = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=blocks.device)
     rest = torch.cat([(run[:, None] * powers[:n, None]).flatten(1) for run, n in runs], -1)
@@ -211,7 +212,7 @@ def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 64) * (_fields(blocks[:, :64], 32, 2).float() - 1)
 
 
-# What the codes of IQ4 stand for: kvalues_iq4nl in ggml-common.h.
+# Values of the codes of IQ4: kvalues_iq4nl in ggml-common.h.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -233,20 +234,20 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 def _words(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return little-endian words of two or four bytes, int32 ``[blocks, words]``.
 
-    Those of four bytes may be negative, and those of two are not.
+    Words of four bytes may be negative, and words of two are not.
     """
-    # A copy, because bytes at an odd place are no words.
+    # A copy, because bytes at an odd address cannot be viewed as words.
     words = packed.clone(memory_format=torch.contiguous_format).view(dtype).int()
     return words & 0xFFFF if dtype == torch.int16 else words
 
 
 def _signs(bits: torch.Tensor) -> torch.Tensor:
-    """Return -1 for each bit that is set and 1 for the others: float32 ``[blocks, n * 8]``."""
+    """Return -1 for each set bit and 1 for each other: float32 ``[blocks, n * 8]``."""
     return 1 - 2 * _fields(bits.flatten(1), 1, 1).float()
 
 
 def _even_signs(codes: torch.Tensor) -> torch.Tensor:
-    """Return the signs of runs of eight values by their first seven; the number of -1 is even."""
+    """Return signs of runs of eight values from the first seven; the number of -1 is even."""
     bits = (codes.unsqueeze(-1) >> torch.arange(7, device=codes.device)) & 1
     return _signs((codes | (bits.sum(-1) & 1) << 7).byte())
 
@@ -254,21 +255,21 @@ def _even_signs(codes: torch.Tensor) -> torch.Tensor:
 def _runs(
     scales: torch.Tensor, name: str, vectors: torch.Tensor, signs: torch.Tensor
 ) -> torch.Tensor:
-    """Return vectors of a codebook, each run of values times its scale, and each value its sign."""
+    """Return codebook vectors times their runs' scales and their values' signs."""
     values = codebook(name, vectors.device)[vectors.flatten(1).int()]
     scaled = scales.unsqueeze(-1) * values.view(*scales.shape, -1)
     return scaled.flatten(1) * signs
 
 
 def _iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
-    runs = blocks[:, 2:].reshape(-1, 8, 8)  # four vectors, and a word of their signs and scale
+    runs = blocks[:, 2:].reshape(-1, 8, 8)  # four vectors, then a word with their signs and scale
     word = _words(runs[..., 4:].flatten(1), torch.int32)
     scales = _half(blocks, 0) * (0.5 + (word >> 28 & 15).float()) * 0.25
     return _runs(scales, "IQ2_XXS", runs[..., :4], _even_signs(_sevens(word)))
 
 
 def _sevens(word: torch.Tensor) -> torch.Tensor:
-    """Return four numbers of seven bits of each word, int32 ``[blocks, words * 4]``."""
+    """Return four seven-bit numbers of each word, int32 ``[blocks, words * 4]``."""
     shifts = torch.arange(0, 28, 7, dtype=torch.int32, device=word.device)
     return (word.unsqueeze(-1) >> shifts & 127).flatten(1)
 
@@ -298,13 +299,13 @@ def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _threes(word: torch.Tensor) -> torch.Tensor:
-    """Return four numbers of three bits of each word, int32 ``[blocks, words * 4]``."""
+    """Return four three-bit numbers of each word, int32 ``[blocks, words * 4]``."""
     shifts = torch.arange(0, 12, 3, dtype=torch.int32, device=word.device)
     return (word.unsqueeze(-1) >> shifts & 7).flatten(1)
 
 
 def _iq1(scales: torch.Tensor, vectors: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Return vectors of -1, 0 and 1, of which each run is moved by an eighth, times its scale."""
+    """Return vectors of -1, 0 and 1, shifted by an eighth for each run, times its scale."""
     values = codebook("IQ1_S", vectors.device)[vectors].view(*negative.shape, -1)
     moved = values + (0.125 - 0.25 * negative.float()).unsqueeze(-1)
     return scales.unsqueeze(-1) * moved.view(*scales.shape, -1)
@@ -317,7 +318,7 @@ def _iq1_s(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _iq1_m_scale(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each block: four words have four bits of it each, float32."""
+    """Return the scale of each block, float32; four words have four of its bits each."""
     high = blocks[:, 49::2] >> 4  # the lowest bits first
     return _half(torch.stack((high[:, 0] | high[:, 1] << 4, high[:, 2] | high[:, 3] << 4), -1), 0)
 
@@ -330,7 +331,7 @@ def _iq1_m(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class _Kind(NamedTuple):
-    """The values of blocks, and the floats that these are products and sums with."""
+    """Functions from blocks to their values, and to the floats that these are computed from."""
 
     values: Callable[[torch.Tensor], torch.Tensor]
     scales: Callable[[torch.Tensor], torch.Tensor]

@@ -1,9 +1,9 @@
-"""The vectors that values of GGUF's types IQ1, IQ2 and IQ3 are looked up in.
+"""Codebooks of GGUF's types IQ1, IQ2 and IQ3, in which values are looked up as vectors.
 
-A codebook is a set of vectors of eight values that are one of three, or of four that are one of
-eight. Its order is that of the numbers whose digits are the places of a vector's values, the first
-the least. So a bit for each of 3**8 or 8**4 possible vectors says all of it, and those bits are
-kept here, compressed. The sets are part of the format (``iq*_grid`` in ggml-common.h of
+A codebook is a set of vectors of eight values out of three, or of four values out of eight. Read as
+the digits of a number, the least significant first, vectors are sorted by that number. So one bit
+for each of the 3**8 or 8**4 possible vectors describes the set; those bits are stored here,
+compressed. The sets are part of the format (``iq*_grid`` in ggml-common.h of
 https://github.com/ggml-org/llama.cpp).
 """
 
@@ -18,7 +18,7 @@ import torch
 
 
 class Codebook(NamedTuple):
-    """What values may be, how many are in a vector, and the bits of the vectors that there are."""
+    """The possible values, the length of a vector, and a bit for each possible vector."""
 
     values: tuple[int, ...]
     width: int

@@ -1,7 +1,8 @@
-"""How GGUF files store a tensor: the types of ggml, with the values and bytes of a block.
+"""Types of tensors in GGUF files (ggml types), with the values and bytes of a block.
 
 Numbers and sizes: ggml.h, ``enum ggml_type``, and ggml-common.h of
-https://github.com/ggml-org/llama.cpp. This file needs no torch, because headers are read without.
+https://github.com/ggml-org/llama.cpp. This file needs no torch, because headers are read without
+it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 
 class BlockType(NamedTuple):
-    """A type whose values share blocks: how many they are in one, and the bytes of it."""
+    """A type whose values share blocks: number of values and bytes of a block."""
 
     values: int
     nbytes: int
@@ -41,7 +42,7 @@ BLOCK_TYPES = {
     "MXFP4": BlockType(32, 17),
 }
 
-# From the number in a file to the name. Numbers that are missing were given up.
+# Names by the number in a file. Missing numbers were removed from the format.
 TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",

@@ -1,4 +1,4 @@
-"""Products with weights that are not quantized, by whichever library is faster here."""
+"""Matmuls with weights that are not quantized, by the faster library on this machine."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch.nn import functional as F
 from vllm_module.kernels.matmul.few_rows_matmul import config_of, few_rows_matmul
 from vllm_module.kernels.operators import next_power_of_2
 
-_LARGE = 1 << 21  # multiplications; for fewer, calling oneDNN costs what it gains
-_FEW = 64  # most rows that are few
-_GAIN = 0.9  # of torch's time, at most, that oneDNN takes where it is chosen
-_TRIED = 1, 16, 128  # rows of each class
-_ROUNDS = 7  # short ones: another process that takes the CPU disturbs few of them
-_WEIGHTS = 8, 1024, 1024  # together more than a CPU's cache holds, as a model's weights are
+_LARGE = 1 << 21  # multiplications below which calling oneDNN gains nothing
+_FEW = 64  # largest number of rows in the class "few"
+_GAIN = 0.9  # largest share of torch's time that oneDNN may take to be chosen
+_TRIED = 1, 16, 128  # number of rows timed for each class
+_ROUNDS = 7  # short rounds, so that another busy process disturbs few of them
+_WEIGHTS = 8, 1024, 1024  # shape of weights larger than a CPU's cache, as a model's are
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 class Products(NamedTuple):
-    """Which large float32 products on a CPU oneDNN computes, by the number of rows.
+    """Which large float32 matmuls on a CPU oneDNN computes, by number of rows.
 
     Attributes:
-        one, few, many: products of one row, of 2 to 64 rows, and of more.
+        one, few, many: True for oneDNN with one row, with 2 to 64 rows, and with more.
 
     """
 
@@ -39,17 +39,17 @@ class Products(NamedTuple):
     many: bool = False
 
     def use_onednn(self, rows: int) -> bool:
-        """Return whether oneDNN computes a product of so many rows."""
+        """Return whether oneDNN computes a matmul of ``rows`` rows."""
         return self.one if rows == 1 else self.few if rows <= _FEW else self.many
 
 
-# A NamedTuple cannot be changed, so all contexts may share the default that ruff warns of.
+# A NamedTuple is immutable, so all contexts may share the default that ruff warns of.
 _products: ContextVar[Products] = ContextVar("products", default=Products())  # noqa: B039
 
 
 @contextmanager
 def products(chosen: Products) -> Iterator[None]:
-    """Compute the products of this thread as ``chosen``, inside of the context."""
+    """Use the libraries of ``chosen`` for this thread's matmuls inside the block."""
     token = _products.set(chosen)
     try:
         yield
@@ -64,13 +64,13 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def fastest_products(seconds: Callable[[Callable[[], object]], float] = _seconds) -> Products:
-    """Time torch and oneDNN on this CPU, with torch's present threads, in less than 0.1 s.
+    """Time torch and oneDNN on this CPU, with torch's current threads, in less than 0.1 s.
 
-    oneDNN is chosen for a class of rows if it takes at most 0.9 times as long: torch's library is
-    at most half as fast as oneDNN on some of AMD's processors, and faster on Intel's.
+    oneDNN is chosen for a class of rows if it takes at most 0.9 times as long. Torch's library is
+    at most half as fast as oneDNN on some AMD processors, and faster on Intel's.
 
     Args:
-        seconds: runs what it is given and returns how long that took; a test has its own.
+        seconds: function that runs its argument and returns the time it took; tests replace it.
 
     """
     if not _HAS_ONEDNN or not torch.backends.mkldnn.enabled:
@@ -81,7 +81,7 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = _seconds
         for rows in _TRIED:
             x = torch.ones(rows, _WEIGHTS[-1])
             least = dict.fromkeys((F.linear, _onednn), math.inf)
-            for _ in range(_ROUNDS):  # in turns; the first compiles oneDNN's program
+            for _ in range(_ROUNDS):  # take turns; the first turn compiles oneDNN's kernel
                 for way in least:
                     least[way] = min(least[way], seconds(partial(way, x, next(weights))))
             chosen.append(least[_onednn] <= _GAIN * least[F.linear])
@@ -91,13 +91,13 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = _seconds
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
 
-    On a GPU, products of at most 16 rows are those of
-    :mod:`~vllm_module.kernels.matmul.few_rows_matmul` where that was measured to be faster.
+    On a GPU, matmuls of at most 16 rows use :mod:`~vllm_module.kernels.matmul.few_rows_matmul` if
+    that was measured to be faster.
 
-    Large float32 products on a CPU go to oneDNN in inference mode, inside of :func:`products`, for
-    the classes of rows that it says. The precision is the same. Rows are padded, by at most an
-    eighth beyond 64 rows: oneDNN compiles and keeps a program for every number of rows, in about
-    0.5 ms.
+    Large float32 matmuls on a CPU use oneDNN in inference mode, inside a :func:`products` block,
+    for the classes of rows chosen there. The precision is the same. Rows are padded, by at most an
+    eighth beyond 64 rows, because oneDNN compiles and caches a kernel for every number of rows, in
+    about 0.5 ms.
 
     Args:
         x: ``[..., input]``.
@@ -108,11 +108,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         ``[..., output]``.
 
     Raises:
-        ValueError: a weight on the meta device, and ``x`` on another.
-        RuntimeError: shapes, dtypes or devices that do not fit each other, from torch.
+        ValueError: the weight is on the meta device, and ``x`` on another.
+        RuntimeError: shapes, dtypes or devices do not fit each other (from torch).
 
     """
-    if weight.is_meta and not x.is_meta:  # torch would return memory that nothing was written to
+    if weight.is_meta and not x.is_meta:  # torch would return uninitialized memory
         raise ValueError(f"weight is on meta, and must be on {x.device}")
     if x.is_cuda and (config := config_of(x, weight, bias)) is not None:
         return few_rows_matmul(x, weight, bias, config)
@@ -139,7 +139,7 @@ def _padded(rows: int) -> int:
 
 
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether oneDNN was chosen and gives the same; torch does or refuses all else."""
+    """Return whether to use oneDNN: it was chosen and supports these dtypes and shapes."""
     return (
         not torch.compiler.is_compiling()  # the compiler chooses libraries itself
         and x.numel() * weight.shape[0] > _LARGE
@@ -156,7 +156,7 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    # oneDNN fails on some strides, and ignores those of a bias.
+    # oneDNN fails for some strides, and ignores those of a bias.
     return (
         x.is_cpu
         and x.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Products with weights of two, three, four or eight bits, and a scale for each group of inputs."""
+"""Matmul with weights of two, three, four or eight bits and a scale for each group of inputs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def packed_matmul(
     codebook: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply by a packed weight, with sums in float32.
+    """Multiply by a packed weight, accumulating in float32.
 
-    On a GPU, codes are unpacked in the kernel. Codes of 3 bits, which cross the edges of words, are
+    On a GPU, codes are unpacked in the kernel. Codes of 3 bits, which cross word boundaries, are
     dequantized by torch before the product, some rows of the weight at a time, as on a CPU.
 
-    On a GPU, sums are cut by the bucket of the number of tokens (:func:`packed_configurations
+    On a GPU, the order of sums depends on the bucket of the number of tokens
+    (:func:`packed_configurations
     <vllm_module.kernels.matmul.packed_matmul_configurations.packed_configurations>` lists the
-    buckets): a token's bits depend on its own input and on the bucket of its batch. Where torch's
-    own product was chosen, and for 3 bits, they depend on the number of tokens.
+    buckets): a token's bits depend on its own input and on the bucket of its batch. If torch's own
+    matmul was chosen, and for 3 bits, they depend on the number of tokens.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32.
@@ -50,8 +51,8 @@ def packed_matmul(
         ``[..., output]``, of the dtype of ``x``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other, a packing that no words
-            have, or, where values are checked, groups that do not exist.
+        ValueError: shapes, dtypes or devices do not fit each other, words cannot have the packing,
+            or, if values are checked, groups do not exist.
 
     """
     expect("x", x, None, FLOATS)

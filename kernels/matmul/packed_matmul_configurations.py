@@ -1,6 +1,6 @@
-"""How a product with a packed weight may be cut, by the bucket of its tokens.
+"""Configurations of matmuls with a packed weight, by the bucket of the number of tokens.
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.matmul.packed_matmul`.
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.packed_matmul`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from vllm_module.kernels.choices import choose
 from vllm_module.kernels.matmul.scaled_matmul_configurations import BUCKETS, bucket_of
 
-_FEW = 64  # tokens, at most, for which reading the weight takes the time
+_FEW = 64  # largest number of tokens for which the time is that of reading the weight
 
 
 class PackedWeight(NamedTuple):
-    """What the cut of a product depends on, apart from its tokens.
+    """The properties of a packed weight on which the configuration depends.
 
     Attributes:
-        outputs, inputs: features.
-        bits: of a code.
+        outputs, inputs: number of features.
+        bits: number of bits of a code.
         along: the dimension in which neighbours share a word.
-        group: inputs that share a scale; 0 if groups are in no order.
-        codebook: whether codes stand for the values of a codebook.
-        dtype: of ``x``.
+        group: number of inputs that share a scale; 0 if groups are in no order.
+        codebook: True if codes index a codebook.
+        dtype: dtype of ``x``.
 
     """
 
@@ -41,16 +41,16 @@ class PackedWeight(NamedTuple):
 
 
 class Config(NamedTuple):
-    """How a product is cut into programs, and a program into steps.
+    """The tiles of a matmul and the steps of a program.
 
     Attributes:
         rows: tokens of a tile.
         columns: output features of a tile.
         depth: input features of a step.
         splits: programs that share the input features of a tile.
-        scale_sums: where a step has one group, whether its scales multiply the step's sums; if not,
+        scale_sums: True if the scales of a step with one group multiply the step's sums; False if
             they multiply the weight, before it is rounded to the dtype of ``x``.
-        way: tiles of codes, or the weight is dequantized and multiplied by torch.
+        way: ``"tiles"`` of codes, or ``"torch"`` after dequantizing the weight.
 
     """
 
@@ -65,14 +65,14 @@ class Config(NamedTuple):
 
 
 class PackedConfiguration(NamedTuple):
-    """One way to multiply a bucket of tokens.
+    """A configuration for a bucket of tokens.
 
     Attributes:
-        tokens: the most of the bucket; of the last bucket, which has no end, the fewest that fill
-            whole tiles.
-        name: of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
-        case: of the choice, for ``choices.json``.
-        config: how it is cut.
+        tokens: the bucket's largest number of tokens; for the last bucket, which is unbounded, the
+            smallest number that fills whole tiles.
+        name: name of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
+        case: case of the choice, for ``choices.json``.
+        config: tiles and steps.
 
     """
 
@@ -83,10 +83,10 @@ class PackedConfiguration(NamedTuple):
 
 
 def packed_configurations(weight: PackedWeight) -> list[PackedConfiguration]:
-    """Return all configurations of products with one weight, for any number of tokens.
+    """Return all configurations of matmuls with one weight, for any number of tokens.
 
-    To compile everything that :func:`~vllm_module.kernels.matmul.packed_matmul.packed_matmul` may
-    launch for this weight, call it once with each number of ``tokens``.
+    To compile every variant that :func:`~vllm_module.kernels.matmul.packed_matmul.packed_matmul`
+    may launch for this weight, call it once with each number of ``tokens``.
     """
     return [
         PackedConfiguration(tokens, name, case, config)
@@ -104,7 +104,7 @@ def config_of(M: int, weight: PackedWeight, x: torch.Tensor) -> Config:
 
 @lru_cache(maxsize=4096)
 def _candidates(tokens: int, weight: PackedWeight) -> tuple[str, Mapping[str, Config]]:
-    """Return the case, and the candidates of a bucket by name, the default first."""
+    """Return a bucket's case and its candidates by name, the default first."""
     first = tiles_for(tokens, weight)
     found = {"tiles": first}
     if tokens <= _FEW:
@@ -135,13 +135,14 @@ def one_scale(weight: PackedWeight, depth: int) -> bool:
 def tiles_for(tokens: int, weight: PackedWeight) -> Config:
     """Return the default of a bucket.
 
-    Up to 64 tokens, reading the weight takes the time: tiles are small, and inputs are split until
-    there are programs for the whole GPU, four for each of 132 multiprocessors. Splits depend on the
-    weight's shape alone, so that in a batch of up to 64 tokens the order of a token's sums does not
-    depend on the other tokens. Beyond, converting codes limits the speed: each tile of the weight
-    meets as many tokens as registers hold the sums of.
+    Up to 64 tokens, the time is that of reading the weight: tiles are small, and inputs are split
+    until
+    there are programs for the whole GPU, four for each of 132 multiprocessors. Splits depend only
+    on the weight's shape, so that in a batch of up to 64 tokens the order of a token's sums does
+    not depend on the other tokens. Beyond, converting codes limits the speed: each tile of the
+    weight is used for as many tokens as registers can hold sums of.
     """
-    slow = weight.dtype == torch.float32  # no tensor cores
+    slow = weight.dtype == torch.float32  # float32 has no tensor cores
     depth = 64 if one_scale(weight, 64) and not slow else 32
     if tokens <= _FEW:
         splits = 1
@@ -152,7 +153,7 @@ def tiles_for(tokens: int, weight: PackedWeight) -> Config:
         return Config(min(tokens, 32), 64, depth, 8, 3, splits)
     if slow:
         return Config(32, 64, depth, 8, 3)
-    if depth == 32:  # scales of all elements may be in registers
+    if depth == 32:  # each element's scale may be in registers
         return Config(64 if tokens <= 256 else 128, 128, depth, 8, 4, scale_sums=False)
     if tokens <= 256:
         return Config(64, 128, depth, 4, 3, scale_sums=False)

@@ -1,6 +1,6 @@
-"""Products with packed weights, in tiles whose codes are unpacked in registers.
+"""Matmul with packed weights, in tiles whose codes are unpacked in registers.
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.matmul.packed_matmul`, and
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.packed_matmul`, and
 :mod:`~vllm_module.kernels.experts.grouped_matmul_packed` shares the tile of a weight.
 """
 
@@ -16,18 +16,18 @@ from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, writ
 from vllm_module.kernels.matmul.scaled_matmul_tiles import add_splits
 from vllm_module.kernels.operators import tl, triton
 
-_PLACES = 8  # of a word, that an order of four bits each may name
+_PLACES = 8  # places of a word that an order of four bits each can name
 
 
 class PackedProduct(NamedTuple):
-    """``y = x @ weight.T + bias``, with a packed weight.
+    """The operands of ``y = x @ weight.T + bias`` with a packed weight.
 
     Attributes:
         x: ``[M, K]``.
         words, scales, packing, group_size, zeros, group_of, codebook: the weight ``[N, K]``, as for
             :func:`~vllm_module.kernels.matmul.packed_words.dequantize_packed`.
         bias: ``[N]``.
-        y: ``[M, N]`` in memory without gaps; written.
+        y: contiguous memory ``[M, N]``; written.
 
     """
 
@@ -43,7 +43,7 @@ class PackedProduct(NamedTuple):
     y: torch.Tensor
 
     def weight(self) -> PackedWeight:
-        """Return what the cut of the product depends on."""
+        """Return the properties of the weight on which the configuration depends."""
         bits, along, _ = self.packing
         K = self.x.shape[1]
         group = 0 if self.group_of is not None else min(self.group_size, K)
@@ -52,12 +52,12 @@ class PackedProduct(NamedTuple):
 
 
 def tiles_take(packing: Packing) -> bool:
-    """Return whether the kernel unpacks such words: no code may cross the edge of a word."""
+    """Return whether the kernel can unpack such words: no code may cross a word boundary."""
     return packing.bits != 3 and len(packing.order or ()) <= _PLACES
 
 
 def multiply_packed_tiles(product: PackedProduct, config: Config) -> None:
-    """Multiply tile by tile; with splits, add them up afterwards."""
+    """Launch the matmul tile by tile; with splits, add them afterwards."""
     x, words, scales, packing, group_size, zeros, group_of, codebook, bias, y = product
     (M, K), N = x.shape, y.shape[1]
     parts = y
@@ -102,7 +102,7 @@ def multiply_packed_tiles(product: PackedProduct, config: Config) -> None:
 
 
 def as_integer(order: tuple[int, ...] | None) -> int | None:
-    """Return the places of codes as one integer: the first in the lowest four bits."""
+    """Return the places of codes as one integer, with the first in the lowest four bits."""
     if order is None:
         return None
     return sum(place << (4 * index) for index, place in enumerate(order))
@@ -145,10 +145,10 @@ def _multiply_packed(
 ):
     """Multiply a tile of the weight, which is the left operand, by a tile of tokens.
 
-    With ONE_SCALE all inputs of a step have one group, and scales may multiply its sums. Rows
-    beyond the last one repeat it, and are not written.
+    With ONE_SCALE all inputs of a step have one group, and scales may multiply its sums. Rows after
+    the last one repeat it, and are not written.
     """
-    # Eight tiles of tokens follow each other, so that the weight stays in the cache.
+    # Eight tiles of tokens are consecutive, so that the weight stays in the L2 cache.
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     band = tl.program_id(0) // (8 * tiles_n)
     band_tiles = tl.minimum(tiles_m - band * 8, 8)
@@ -167,7 +167,7 @@ def _multiply_packed(
     steps = tl.cdiv(K, BLOCK_K)
     each = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * each
-    # The compiler loads tiles ahead, but no single numbers: those of the next step are loaded here.
+    # The compiler prefetches tiles, but not single numbers: those of the next step are loaded here.
     next_scale, next_zero = packed_scales(
         scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(first, steps - 1), K,
         scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
@@ -182,7 +182,7 @@ def _multiply_packed(
                 scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(step + 1, steps - 1), K,
                 scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
             )  # fmt: skip
-        else:  # of every element: there are no registers for two tiles of them
+        else:  # scales of every element: registers do not suffice for two tiles of them
             scale, zero = packed_scales(
                 scales_ptrs, zeros_ptrs, group_ptr, step, K,
                 scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
@@ -200,7 +200,7 @@ def _multiply_packed(
 
 @triton.jit
 def packed_rows(first, N, ALONG: tl.constexpr, PER_WORD: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the rows of words that a tile of BLOCK_N output features has, ``[rows, 1]``."""
+    """Return the rows of words that hold a tile of BLOCK_N output features, ``[rows, 1]``."""
     if ALONG == 1:
         rows = clamped(first, N, BLOCK_N)
     else:
@@ -225,9 +225,9 @@ def packed_scales(
 ):
     """Return the scales of a step, and its zeros as :func:`_shifted` codes, in float32.
 
-    With ONE_SCALE they are ``[outputs, 1]``, because all inputs of the step have one group. Zeros
-    that are all alike are ``[1, 1]``. GROUP is the number of inputs of a group, 0 if all have one:
-    a size that the compiler knows is no division.
+    With ONE_SCALE they are ``[outputs, 1]``, because all inputs of the step have one group. If all
+    zeros are equal, they are ``[1, 1]``. GROUP is the number of inputs of a group, or 0 if there is
+    one group: the compiler turns a division by a known size into cheaper operations.
     """
     if ONE_SCALE:
         group = tl.full((), 0, tl.int64)
@@ -273,9 +273,9 @@ def added_packed(
 ):
     """Add the product of a step's codes and ``x [tokens, inputs]`` to ``sums [outputs, tokens]``.
 
-    ``scale`` and ``zero`` are of :func:`packed_scales`. With SCALE_SUMS they change the step's
-    sums and not the codes: in the layout of sums a thread has few of them. A zero takes itself
-    times the sum of ``x`` from each of these.
+    ``scale`` and ``zero`` are from :func:`packed_scales`. With SCALE_SUMS they are applied to the
+    step's sums instead of the codes, because a thread has few sums. Then each sum is reduced by the
+    zero times the sum of ``x``.
     """
     if ALONG == 1:
         word = step * (BLOCK_K // PER_WORD) + tl.arange(0, BLOCK_K // PER_WORD)
@@ -306,7 +306,7 @@ def added_packed(
 def _shifted(codes):
     """Return ``2**23 + codes`` in float32, exactly and without a conversion, for codes below 2**23.
 
-    The numbers from 2**23 to 2**24 are whole: their low bits are the code.
+    Floats from 2**23 to 2**24 are whole numbers, whose low bits are the code.
     """
     return (codes | 0x4B000000).to(tl.float32, bitcast=True)
 

@@ -1,4 +1,4 @@
-"""Weights of two, three, four or eight bits that share words, and what they stand for."""
+"""Packing and unpacking weights of two, three, four or eight bits, and dequantizing them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 WORDS = (torch.int32, torch.uint8)
 
 _CHUNK = 1 << 19  # elements dequantized at once on a CPU, in 2 MiB: as many as fit its cache
-_CHUNK_OF_DEVICE = 1 << 24  # and elsewhere: enough for a GPU, in 64 MiB
-_WHOLE = 32  # rows that fill words, however many bits a code has
-# The dtype of as many float32 numbers as a byte has codes.
+_CHUNK_OF_DEVICE = 1 << 24  # elements dequantized at once elsewhere, in 64 MiB: enough for a GPU
+_WHOLE = 32  # number of rows that fill whole words, with any number of bits
+# Dtype with as many bytes as float32 values of the codes in one byte.
 _SEVERAL = {8: torch.float32, 4: torch.int64, 2: torch.complex128}
 
 
 class Packing(NamedTuple):
-    """How codes lie in the words of a weight.
+    """The layout of codes in the words of a weight.
 
-    A row of codes is a stream of bits, and a code of 3 bits may cross the edge of a word: 32 codes
-    are 3 words of 32 bits. The first code has the lowest bits of a word, unless ``order`` is given.
+    A row of codes is a stream of bits, and a code of 3 bits may cross a word boundary: 32 codes are
+    3
+    words of 32 bits. The first code has the lowest bits of a word, unless ``order`` is given.
 
     Attributes:
-        bits: of a code: 2, 3, 4 or 8.
+        bits: number of bits of a code: 2, 3, 4 or 8.
         along: the dimension in which neighbours share a word: 1 is the input, 0 the output.
-        order: where in its word the first code is, the second one, ... AWQ has (0, 4, 1, 5, 2, 6,
+        order: place in its word of the first code, the second one, ... AWQ has (0, 4, 1, 5, 2, 6,
             3, 7), bitsandbytes (1, 0) in bytes.
 
     """
@@ -42,7 +43,7 @@ class Packing(NamedTuple):
         return rows, columns * width // self.bits
 
     def check(self, words: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless ``words``, of two dimensions, can be packed like this."""
+        """Raise ``ValueError`` unless ``words``, of two dimensions, can have this packing."""
         width = words.dtype.itemsize * 8
         if self.bits not in (2, 3, 4, 8) or self.along not in (0, 1):
             raise ValueError(f"a packing must be of 2, 3, 4 or 8 bits along 0 or 1, got {self}")
@@ -63,7 +64,7 @@ def unpack(words: torch.Tensor, packing: Packing) -> torch.Tensor:
     Args:
         words: int32 or uint8, ``[output, input * bits / width]``, or ``[output * bits / width,
             input]`` if the packing goes along the output; ``width`` is that of a word in bits.
-        packing: how codes lie in them.
+        packing: layout of the codes in the words.
 
     Returns:
         uint8 ``[output, input]``, contiguous.
@@ -77,7 +78,7 @@ def unpack(words: torch.Tensor, packing: Packing) -> torch.Tensor:
         shifts = torch.arange(0, width, bits, dtype=words.dtype, device=words.device)
         codes = (_in_plain_order(words, packing).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
         return codes.to(torch.uint8).flatten(1)
-    # A code may lie in two words, so a period of whole words is taken as one stream of bits.
+    # A code may lie in two words, so a period of whole words is read as one stream of bits.
     shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
     stream = (_bytes_of(words).unsqueeze(-1) >> shifts) & 1
     stream = stream.view(rows, words.shape[1] * width // bits, bits)
@@ -118,19 +119,19 @@ def dequantize_packed(
     group_of: torch.Tensor | None = None,
     codebook: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weight ``[output, input]`` that packed codes stand for, in ``dtype``.
+    """Return the dequantized weight ``[output, input]`` of packed codes, in ``dtype``.
 
     An element is ``(code - zero) * scale``, or ``codebook[code] * scale``, computed in float32.
 
     Args:
         words: as for :func:`unpack`.
         scales: ``[output, groups]``, bfloat16, float16 or float32.
-        packing: how codes lie in the words.
-        group_size: inputs in a row that share a scale; the last group may be smaller.
-        dtype: of the result.
-        zeros: uint8 ``[output, groups]``; 2^(bits-1) if None.
-        group_of: int32 ``[input]``, the group of each input, where they are not in order.
-        codebook: float32 ``[2^bits]``, the values of the codes; there are no zeros then.
+        packing: layout of the codes in the words.
+        group_size: number of consecutive inputs that share a scale; the last group may be smaller.
+        dtype: dtype of the result.
+        zeros: zero points, uint8 ``[output, groups]``; 2^(bits-1) if None.
+        group_of: group of each input, int32 ``[input]``, if groups are not in order.
+        codebook: values of the codes, float32 ``[2^bits]``; then there are no zeros.
 
     """
     shape = packing.codes(words.shape, words.dtype.itemsize * 8)
@@ -153,10 +154,10 @@ def dequantized_rows(
     group_of: torch.Tensor | None = None,
     codebook: torch.Tensor | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield the rows of the weight that :func:`dequantize_packed` returns, some at a time.
+    """Yield rows of the weight of :func:`dequantize_packed`, some at a time.
 
-    On a CPU they are 2 MiB in float32, or 32 rows if those are more, so that they fit a cache. Rows
-    may be a transposed view.
+    On a CPU each part is 2 MiB in float32, or 32 rows if those are more, so that it fits a cache.
+    Rows may be a transposed view.
     """
     width = words.dtype.itemsize * 8
     output, columns = packing.codes(words.shape, width)
@@ -180,15 +181,15 @@ def dequantized_rows(
 def _elements(
     words: torch.Tensor, packing: Packing, codebook: torch.Tensor | None, midpoint: int
 ) -> torch.Tensor:
-    """Return the codebook's values of codes, or codes less ``midpoint``, float32 of new memory.
+    """Return the codebook's values of codes, or codes minus ``midpoint``, float32 in new memory.
 
-    A table of the values of all bytes gives those of several codes at once, which is several times
-    as fast on a CPU as shifts of each code are.
+    A table for all values of a byte gives several codes at once, which on a CPU is several times as
+    fast as shifting each code.
     """
     bits, along, order = packing
     if along == 0:
         return _elements(words.T, Packing(bits, 1, order), codebook, midpoint).T
-    if words.dtype != torch.uint8:  # a table of bytes can have the order of bytes alone
+    if words.dtype != torch.uint8:  # a table of bytes supports only the order of bytes
         words, order = _in_plain_order(words, packing), None
     stream = _bytes_of(words)
     if bits == 8 and codebook is None:
@@ -206,15 +207,15 @@ def _elements(
 
 def _bytes_of(words: torch.Tensor) -> torch.Tensor:
     """Return the bytes of words, uint8 ``[rows, bytes of a row]``."""
-    # A dimension of one or no entry may have any stride, which a view as bytes refuses.
+    # A dimension of size one or zero may have any stride, which a view as bytes refuses.
     stream = words.contiguous().view(-1).view(torch.uint8)
     return stream.view(len(words), words.shape[1] * words.dtype.itemsize)
 
 
 def _in_plain_order(words: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Return words whose first code has the lowest bits.
+    """Return words in which the first code has the lowest bits.
 
-    No order is copied to a device, so that a CUDA graph can hold this.
+    No index tensor is copied to a device, so a CUDA graph can capture this.
     """
     bits, _, order = packing
     if order is None:
@@ -232,9 +233,12 @@ def _by_group(
     group_size: int,
     group_of: torch.Tensor | None,
 ) -> None:
-    """Change ``values [output, input]`` in place, by the ``groups [output, groups]`` of inputs."""
+    """Apply ``change`` in place to ``values [output, input]`` and their ``groups``.
+
+    ``groups`` is ``[output, groups]``, with an entry for each group of inputs.
+    """
     groups = groups.float()
-    if values.stride(0) == 1:  # the same order in memory is several times as fast
+    if values.stride(0) == 1:  # the same memory order is several times as fast
         groups = groups.T.contiguous().T
     if group_of is None:
         change(values.unflatten(1, (groups.shape[1], group_size)), groups.unsqueeze(2))

@@ -1,6 +1,6 @@
-"""A tile of a product with eight-bit weights or wider ones.
+"""A tile of a matmul with eight-bit weights or wider ones.
 
-This is no operation of its own: :mod:`~vllm_module.kernels.matmul.scaled_matmul` and
+This is no operation by itself: :mod:`~vllm_module.kernels.matmul.scaled_matmul` and
 :mod:`~vllm_module.kernels.experts.grouped_matmul` share it.
 """
 
@@ -43,7 +43,8 @@ def block_scale(
 def added(sums, x, weight, x_scale, scale, SWAP: tl.constexpr):
     """Add a step's product, times its scales, to the sums.
 
-    Hopper's tensor cores sum FP8 products in about 14 bits, so they sum one step of 128 features.
+    Hopper's tensor cores accumulate FP8 products in about 14 bits, so they do it only for one step
+    of 128 features.
     """
     weight = weight.to(x.dtype)
     if SWAP:
@@ -75,7 +76,7 @@ def written(
     SWAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write a tile, times the scales that all steps share."""
+    """Write a tile, multiplied by the scales that all steps share."""
     n = first + tl.arange(0, BLOCK_N)
     n = n[:, None] if SWAP else n[None, :]
     if scale is not None:

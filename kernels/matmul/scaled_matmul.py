@@ -1,4 +1,4 @@
-"""Products with eight-bit weights and their scales."""
+"""Matmul with eight-bit weights and their scales."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def scaled_matmul(
     quantize_input: bool = True,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply by an eight-bit weight, with sums in float32.
+    """Multiply by an eight-bit weight, accumulating in float32.
 
     If the weight is FP8 and the GPU multiplies FP8 (compute capability 8.9), the input is quantized
     to FP8 too: by the static scale, or by a scale for each token and block of the weight's columns.
     On other devices, with INT8 weights or without ``quantize_input``, the input is not quantized.
 
-    On a GPU, sums are cut by the bucket of the number of tokens (:func:`configurations
+    On a GPU, the order of sums depends on the bucket of the number of tokens (:func:`configurations
     <vllm_module.kernels.matmul.scaled_matmul_configurations.configurations>` lists the buckets): a
-    token's bits depend on its own input and on the bucket of its batch. Where torch's own product
-    was chosen, they depend on the number of tokens.
+    token's bits depend on its own input and on the bucket of its batch. If torch's own matmul was
+    chosen, they depend on the number of tokens.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.
@@ -48,14 +48,15 @@ def scaled_matmul(
         bias: ``[output]``, of the output's dtype.
         input_scale: float32. The static scale of ``x``, one element. If ``x`` is already quantized,
             its scales: one, ``[tokens, 1]`` or ``[tokens, ceil(input / block[1])]``.
-        quantize_input: whether ``x`` may be quantized.
-        dtype: of the output; by default that of ``x``. Required if ``x`` is already quantized.
+        quantize_input: True if ``x`` may be quantized.
+        dtype: dtype of the output; by default that of ``x``. Required if ``x`` is already
+            quantized.
 
     Returns:
         ``[..., output]``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     dtype = x.dtype if dtype is None else dtype
@@ -84,11 +85,12 @@ def scaled_matmul(
 
 
 def quantizes_inputs(x: torch.Tensor) -> bool:
-    """Return whether :func:`scaled_matmul` quantizes ``x`` for FP8 weights that the GPU multiplies.
+    """Return whether :func:`scaled_matmul` quantizes ``x`` for FP8 weights.
 
-    Always ``False`` while a graph is traced.
+    The GPU must multiply FP8. Always ``False`` while a graph is traced.
     """
-    real = x.is_cuda and type(x) is torch.Tensor  # asked first: a CPU asks no more
+    # Checked first, because a CPU needs no further check.
+    real = x.is_cuda and type(x) is torch.Tensor
     return real and x.dtype in FLOATS and not torch.compiler.is_compiling()
 
 

@@ -1,6 +1,6 @@
-"""How a product with an eight-bit weight may be cut, by the bucket of its tokens.
+"""Configurations of matmuls with an eight-bit weight, by the bucket of the number of tokens.
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import capability
 from vllm_module.kernels.operators import next_power_of_2
 
-BUCKETS = (16, 32, 64, 128, 256, 512, 1024)  # the most tokens of each; the last has no end
+# Largest number of tokens of each bucket; the last is unbounded.
+BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 
 _FP8 = torch.float8_e4m3fn
 
 
 class Config(NamedTuple):
-    """How a product is cut into programs, and a program into steps.
+    """The tiles of a matmul and the steps of a program.
 
     Attributes:
         rows: tokens of a tile.
         columns: output features of a tile.
         depth: input features of a step.
         splits: programs that share the input features of a tile.
-        two: whether a program computes two neighbouring tiles.
-        way: tiles are loaded by pointers or by tensor descriptors (TMA), or torch multiplies.
-        persistent: there are as many programs as multiprocessors, and each computes several tiles.
+        two: True if a program computes two neighbouring tiles.
+        way: loads by pointers or by tensor descriptors (TMA), or torch's own matmul.
+        persistent: True if there are as many programs as multiprocessors, each with several tiles.
 
     """
 
@@ -47,14 +48,14 @@ class Config(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """One way to multiply a bucket of tokens.
+    """A configuration for a bucket of tokens.
 
     Attributes:
-        tokens: the most of the bucket; of the last bucket, which has no end, the fewest that fill
-            whole tiles.
-        name: of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
-        case: of the choice, for ``choices.json``.
-        config: how it is cut.
+        tokens: the bucket's largest number of tokens; for the last bucket, which is unbounded, the
+            smallest number that fills whole tiles.
+        name: name of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
+        case: case of the choice, for ``choices.json``.
+        config: tiles and steps.
 
     """
 
@@ -71,15 +72,15 @@ def configurations(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> list[Configuration]:
-    """Return all configurations of products with one weight, for any number of tokens.
+    """Return all configurations of matmuls with one weight, for any number of tokens.
 
-    To compile everything that :func:`~vllm_module.kernels.matmul.scaled_matmul.scaled_matmul` may
-    launch for this weight, call it once with each number of ``tokens``.
+    To compile every variant that :func:`~vllm_module.kernels.matmul.scaled_matmul.scaled_matmul`
+    may launch for this weight, call it once with each number of ``tokens``.
 
     Args:
-        N, K: output and input features.
+        N, K: number of output and input features.
         block: rows and columns of the weight that share a scale.
-        dtype: of the input when it is multiplied: float8_e4m3fn, or that of the input if it is not
+        dtype: dtype of the input in the product: float8_e4m3fn, or the input's own if it is not
             quantized.
         device: a GPU; by default one with compute capability 9.0.
 
@@ -100,7 +101,7 @@ def config_of(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -
 
 
 def default_of(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> Config:
-    """Return a configuration that takes tensors of any strides; it is the first of most buckets."""
+    """Return a configuration for tensors of any strides; it is the first of most buckets."""
     return _tiles(bucket_of(M), N, K, block, x.dtype, capability(x))
 
 
@@ -118,7 +119,7 @@ def _candidates(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> tuple[str, Mapping[str, Config]]:
-    """Return the case, and the candidates of a bucket by name, the default first."""
+    """Return a bucket's case and its candidates by name, the default first."""
     first = _tiles(tokens, N, K, block, dtype, capability)
     found = {"tiles": first}
     one_scale = block[0] % 128 == 0 or block[0] >= N or block[1] >= K
@@ -134,13 +135,13 @@ def _candidates(
         if tokens > 128 and one_scale and whole:
             small = {"small descriptors": Config(64, 128, 128, 4, 3, way="descriptors")}
             large = Config(128, 128, 128, 8, 4, way="descriptors")
-            # Three programs run on a multiprocessor: two multiply while one adds its product to
-            # the sums in registers. Of large tiles by pointers there is room for one.
+            # Three programs run on a multiprocessor: two compute products while one adds its
+            # product to the sums in registers. Of large tiles loaded by pointers, one fits.
             found = small | found if tokens > 256 else found | small
             if tokens > 256:
                 found["descriptors"] = large
                 found["persistent"] = large._replace(persistent=True)
-        # cuBLAS takes blocks of 128 in rows of whole float4s.
+        # cuBLAS supports blocks of 128 whose rows are multiples of four floats.
         by_torch = block[1] >= K or (block == (128, 128) and -(-K // 128) % 4 == 0)
         if tokens >= 128 and N % 16 == 0 and by_torch and (block[0] == 1 or one_scale):
             found["torch"] = first._replace(splits=1, two=False, way="torch")
@@ -158,11 +159,11 @@ def _tiles(
 ) -> Config:
     """Return the default of a bucket.
 
-    Up to 128 tokens, reading the weight takes the time. Tiles are small, and K is split until there
-    are programs for the whole GPU: two for each of 132 multiprocessors, with 64 KiB of the weight
-    in flight. Splits depend on the weight's shape alone, so that in a batch of up to 128 tokens the
-    order of a token's sums does not depend on the other tokens. Beyond, the tensor cores and the L2
-    cache limit the speed: tiles are large, and sums have another order.
+    Up to 128 tokens, the time is that of reading the weight. Tiles are small, and K is split until
+    there are programs for the whole GPU: two for each of 132 multiprocessors, with 64 KiB of the
+    weight in flight. Splits depend only on the weight's shape, so that in a batch of up to 128
+    tokens the order of a token's sums does not depend on the other tokens. Beyond, the tensor cores
+    and the L2 cache limit the speed: tiles are large, and sums have another order.
     """
     fp8, grouped = dtype == _FP8, block[1] < K
     slow = dtype == torch.float32 or K % 16 != 0  # an odd K is loaded byte by byte

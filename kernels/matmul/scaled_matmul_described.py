@@ -1,6 +1,6 @@
-"""Products with FP8 weights, in tiles that tensor descriptors load (TMA of Hopper).
+"""Matmul with FP8 weights, in tiles loaded by tensor descriptors (TMA of Hopper).
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_module.kernels.operators import tl, triton
 
 
 def descriptors_take(product: Product) -> bool:
-    """Return whether descriptors exist for these layouts: rows of whole 16 bytes."""
+    """Return whether descriptors support these layouts: rows of multiples of 16 bytes."""
     return product.x_scale is not None and all(
         each.stride(1) == 1 and each.stride(0) % 16 == 0 and each.data_ptr() % 16 == 0
         for each in (product.x, product.weight)
@@ -24,7 +24,7 @@ def descriptors_take(product: Product) -> bool:
 
 
 def multiply_described(product: Product, config: Config) -> None:
-    """Multiply tile by tile."""
+    """Launch the matmul tile by tile."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     x, weight, scale, x_scale, (block_rows, block_columns), bias, y = product
@@ -60,7 +60,7 @@ def multiply_described(product: Product, config: Config) -> None:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """Return how many the GPU has; without one, as many as an H100 or H200."""
+    """Return the GPU's number of multiprocessors; without a GPU, that of an H100 or H200."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -92,14 +92,14 @@ def _multiply_described(
 ):
     """Multiply tiles of tokens by tiles of the weight.
 
-    STEPS is the number of steps over input features that share a scale; 0 if all share one. What
-    descriptors load beyond the last row or feature is zero.
+    STEPS is the number of steps over input features that share a scale; 0 if all share one.
+    Descriptors load zeros beyond the last row or feature.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
-        # Eight tiles of tokens follow each other, so that the weight stays in the cache.
+        # Eight tiles of tokens are consecutive, so that the weight stays in the L2 cache.
         band = tile // (8 * tiles_n)
         band_tiles = tl.minimum(tiles_m - band * 8, 8)
         index = tile % (8 * tiles_n)

@@ -1,6 +1,6 @@
-"""Products with eight-bit weights, in tiles that pointers load.
+"""Matmul with eight-bit weights, in tiles loaded by pointers.
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from vllm_module.kernels.matmul.product_tile import added, block_scale, clamped,
 from vllm_module.kernels.matmul.scaled_matmul_configurations import Config
 from vllm_module.kernels.operators import tl, triton
 
-_SUMMED = 256  # output features for each program that adds up splits
+_SUMMED = 256  # output features for each program that adds splits
 
 
 class Product(NamedTuple):
-    """``y = x @ weight.T + bias``, with the scales of both.
+    """The operands of ``y = x @ weight.T + bias`` with their scales.
 
     Attributes:
         x: ``[M, K]``.
@@ -26,7 +26,7 @@ class Product(NamedTuple):
         x_scale: ``[M, ceil(K / block[1])]``; ``None`` if ``x`` is not quantized.
         block: rows and columns of the weight that share a scale.
         bias: ``[N]``.
-        y: ``[M, N]`` in memory without gaps; written.
+        y: contiguous memory ``[M, N]``; written.
 
     """
 
@@ -40,14 +40,14 @@ class Product(NamedTuple):
 
 
 def multiply_tiles(product: Product, config: Config) -> None:
-    """Multiply tile by tile; with splits, add them up afterwards."""
+    """Launch the matmul tile by tile; with splits, add them afterwards."""
     x, weight, scale, x_scale, (block_rows, block_columns), bias, y = product
     (M, K), N, groups = x.shape, weight.shape[0], scale.shape[1]
     parts = y
     if config.splits > 1:
         parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
     any_scale = scale if x_scale is None else x_scale
-    span = K if groups <= 1 else block_columns  # input features that steps divide
+    span = K if groups <= 1 else block_columns  # number of input features that steps divide
     columns = config.columns * (2 if config.two else 1)
     _multiply[(-(-M // config.rows) * -(-N // columns), config.splits)](
         x,
@@ -79,7 +79,7 @@ def multiply_tiles(product: Product, config: Config) -> None:
         num_stages=config.stages,
     )
     if config.splits > 1:
-        if groups > 1:  # each step has multiplied by its scales
+        if groups > 1:  # each step has already applied its scales
             add_splits(parts, bias, y)
         else:
             add_splits(parts, bias, y, scale, x_scale, block_rows)
@@ -93,9 +93,9 @@ def add_splits(
     x_scale: torch.Tensor | None = None,
     block_rows: int = 1,
 ) -> None:
-    """Add up the splits of a product, ``parts [splits, M, N]``, into ``y [M, N]``.
+    """Add the splits of a matmul, ``parts [splits, M, N]``, into ``y [M, N]``.
 
-    The sums are multiplied by the scales that are given, as those of :class:`Product`.
+    The sums are multiplied by the scales that are given, as in :class:`Product`.
     """
     splits, M, N = parts.shape
     _add_splits[(M, -(-N // _SUMMED))](
@@ -150,10 +150,10 @@ def _multiply(
     """Multiply a tile of tokens by one tile of the weight, or with TWO by two neighbouring tiles.
 
     STEPS is the number of steps over input features that share a scale; 0 if all share one. With
-    SWAP the weight is the left operand: it can then be widened in registers, and tokens may be
-    few. Rows beyond the last one repeat it, and are not written.
+    SWAP the weight is the left operand: then it can be widened in registers, and tokens may be
+    few. Rows after the last one repeat it, and are not written.
     """
-    # Eight tiles of tokens follow each other, so that the weight stays in the cache.
+    # Eight tiles of tokens are consecutive, so that the weight stays in the L2 cache.
     COLUMNS: tl.constexpr = BLOCK_N * 2 if TWO else BLOCK_N
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, COLUMNS)
     band = tl.program_id(0) // (8 * tiles_n)
@@ -237,7 +237,7 @@ def _add_splits(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up the splits of K, for some features of a token."""
+    """Add the splits of K for some features of a token."""
     m = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < N

@@ -1,6 +1,6 @@
-"""Products with FP8 weights that torch has, by cuBLAS and CUTLASS.
+"""Matmul with FP8 weights by torch, which calls cuBLAS and CUTLASS.
 
-This is no operation of its own: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.scaled_matmul`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from vllm_module.kernels.matmul.scaled_matmul_tiles import Product
 
 
 def torch_takes(product: Product) -> bool:
-    """Return whether torch multiplies by these scales, layouts and dtypes."""
+    """Return whether torch supports these scales, layouts and dtypes."""
     x, weight, scale, x_scale, _, bias, y = product
     return (
         x_scale is not None
         and y.dtype == torch.bfloat16
-        and len(x) > 1  # with one token, the layout of its scales cannot be told from their strides
-        and (scale.shape[1] == 1 or len(x) % 4 == 0)  # cuBLAS's rule for scales of blocks
+        and len(x) > 1  # the layout of one token's scales is not visible in their strides
+        and (scale.shape[1] == 1 or len(x) % 4 == 0)  # cuBLAS's rule for block scales
         and all(each.stride(1) == 1 and each.stride(0) % 16 == 0 for each in (x, weight))
         and all(each.is_meta or each.data_ptr() % 16 == 0 for each in (x, weight, y))
         and scale.is_contiguous()
@@ -28,13 +28,13 @@ def torch_takes(product: Product) -> bool:
 def multiply_by_torch(product: Product) -> None:
     """Multiply by ``torch._scaled_mm``, whose sums of FP8 products are promoted as ours are.
 
-    It takes a scale for ``x`` and one for the weight; scales for each token and each output; or,
-    from torch 2.9 on, a scale for each token and 128 inputs and one for each 128 by 128.
+    It supports a scale for ``x`` and one for the weight; scales for each token and each output; or,
+    from torch 2.9 on, a scale for each token and 128 inputs and one for each block of 128 by 128.
     """
     x, weight, scale, x_scale, _, bias, y = product
     assert x_scale is not None
     if scale.shape[1] > 1:
-        # By columns; tokens come first in memory.
+        # Column by column: tokens are adjacent in memory.
         x_scale = x_scale.t().contiguous().t()
     elif scale.numel() == 1 and x_scale.stride(0) == 0:
         x_scale = x_scale[:1]

@@ -1,1 +1,1 @@
-"""Convolutions and recurrences of Mamba-2 and gated delta nets."""
+"""Kernels for the convolutions and recurrences of Mamba-2 and gated delta nets."""

@@ -1,4 +1,4 @@
-"""A causal convolution of each channel with its own few weights, over sequences in chunks."""
+"""Causal convolution of each channel with its own few weights, over sequences in chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_module.kernels.recurrent.recurrent_state import (
     store_states,
 )
 
-_TOKENS, _CHANNELS = 16, 64  # of a program
+_TOKENS, _CHANNELS = 16, 64  # tokens and channels of a program
 
 
 def causal_conv1d(
@@ -41,17 +41,18 @@ def causal_conv1d(
         weight: ``[channels, W]``; the last weight is that of the token itself.
         bias: ``[channels]``.
         state: ``[slots, channels, W - 1]``: the last inputs of each sequence, the oldest first;
-            read and written. Without, the tokens are one whole sequence.
-        state_slots: the slot of each sequence, int64 ``[sequences]``; -1 for padding, whose output
-            is arbitrary and finite if its input is. That of tokens of no sequence is zeros.
-        query_start_loc: where each sequence's tokens start, int32 ``[sequences + 1]``.
-        context_lens: each sequence's tokens up to the end of this step, int32 ``[sequences]``.
-        max_query_len: most tokens of one sequence.
-        silu: whether ``y * sigmoid(y)`` is returned in place of ``y``.
+            read and written. Without it, the tokens are one whole sequence.
+        state_slots: slot of each sequence, int64 ``[sequences]``; -1 for padding, whose output is
+            arbitrary, and finite if its input is. The output of tokens of no sequence is zeros.
+        query_start_loc: start of each sequence's tokens, int32 ``[sequences + 1]``.
+        context_lens: number of each sequence's tokens up to the end of this step, int32
+            ``[sequences]``.
+        max_query_len: largest number of tokens of one sequence.
+        silu: True to return ``y * sigmoid(y)`` in place of ``y``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; slots that are not there
-            or shared, if :func:`~vllm_module.kernels.operators.checks_values` is true.
+        ValueError: shapes, dtypes or devices do not fit each other; slots do not exist or are
+            shared, if :func:`~vllm_module.kernels.operators.checks_values` is true.
 
     """
     expect("x", x, (None, None), FLOATS)
@@ -80,7 +81,7 @@ def causal_conv1d_reference(
     silu: bool,
 ) -> torch.Tensor:
     """Convolve in plain torch; see :func:`causal_conv1d`."""
-    if not x.numel():  # torch's convolution refuses it
+    if not x.numel():  # torch's convolution refuses empty input
         return causal_conv1d_fake(x)
     width = weight.shape[1]
     wide, weights = x.float(), weight.float()
@@ -94,7 +95,7 @@ def causal_conv1d_reference(
         y = y if shift is None else y + shift
         store_states(state, state_slots, window[:, :, 1:])
     else:
-        y = torch.zeros_like(wide)  # of tokens of no sequence, without the bias too
+        y = torch.zeros_like(wide)  # zeros, without the bias, for tokens of no sequence
         for tokens, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
             before = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
             window = torch.cat([before, wide[tokens].t()], 1)
@@ -182,7 +183,7 @@ def _convolve(
 ):
     """Compute some tokens of one sequence; the program of its first tokens stores its state.
 
-    That program is the only one that reads the state, so none reads what it stores.
+    Only that program reads the state, so no other one reads what it stores.
     """
     first = tl.program_id(0) * ROWS
     sequence = tl.program_id(1)

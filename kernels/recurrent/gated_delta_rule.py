@@ -1,4 +1,4 @@
-"""The gated delta rule: a state that forgets, and in which a key's value is replaced.
+"""The gated delta rule: a state that decays, and in which a key's value is replaced.
 
 ``S = exp(g) S``, ``u = beta (v - S^T k)``, ``S = S + k u^T`` and ``o = scale S^T q``, from "Gated
 Delta Networks" (Yang, Kautz and Hatamizadeh, 2025). In a chunk whose decays add up to ``G[t]``, the
@@ -23,9 +23,9 @@ from vllm_module.kernels.recurrent.recurrent_state import (
     store_states,
 )
 
-_EPSILON = 1e-6  # of the norms of queries and keys, as in transformers
-CHUNK = 64  # tokens, in plain torch
-_TOKENS, _COLUMNS = 16, 16  # of a chunk and of a head's values, in a program
+_EPSILON = 1e-6  # constant in the norms of queries and keys, as in transformers
+CHUNK = 64  # tokens of a chunk in plain torch
+_TOKENS, _COLUMNS = 16, 16  # tokens of a chunk and columns of a head's values, in a program
 
 
 def gated_delta_rule(
@@ -44,24 +44,24 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """Return the outputs of each sequence's recurrence, ``[tokens, value_heads, dv]``.
 
-    All is computed in float32.
+    Everything is computed in float32.
 
     Args:
-        q, k: ``[tokens, key_heads, dk]``, floating point; the tokens of sequences lie end to end. A
-            key head serves neighbouring value heads.
+        q, k: ``[tokens, key_heads, dk]``, floating point; the tokens of sequences lie end to end.
+            Neighbouring value heads share a key head.
         v: ``[tokens, value_heads, dv]``.
         g: logarithms of the decays, float32 ``[tokens, value_heads]``, not positive.
         beta: ``[tokens, value_heads]``, from 0 to 1.
-        state: ``[slots, value_heads, dk, dv]``, read and written. Without, the tokens are one whole
-            sequence.
+        state: ``[slots, value_heads, dk, dv]``, read and written. Without it, the tokens are one
+            whole sequence.
         state_slots, query_start_loc, context_lens, max_query_len: as in
             :func:`~vllm_module.kernels.recurrent.causal_conv1d.causal_conv1d`.
         scale: factor of the queries; ``dk ** -0.5`` unless given.
-        l2_norm: whether queries and keys are divided by their lengths first.
+        l2_norm: True if queries and keys are first divided by their lengths.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; value heads that are no
-            multiple of the key heads; slots that are not there or shared, if values are checked.
+        ValueError: shapes, dtypes or devices do not fit each other; value heads are no multiple of
+            the key heads; slots do not exist or are shared, if values are checked.
 
     """
     expect("q", q, (None, None, None), FLOATS)
@@ -88,12 +88,12 @@ def gated_delta_recurrence(
     beta: torch.Tensor,
     s: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of one sequence and its last state, token by token, as it is defined.
+    """Return the outputs of one sequence and its last state, computed token by token.
 
     Args:
-        q, k: ``[tokens, value_heads, dk]``; ``q`` has its scale, and both their lengths.
+        q, k: ``[tokens, value_heads, dk]``; normalized, and ``q`` is scaled.
         v, g, beta: as in :func:`gated_delta_rule`.
-        s: the state before, ``[value_heads, dk, dv]``, whose dtype all is computed in.
+        s: the state before, ``[value_heads, dk, dv]``; its dtype is used for all arithmetic.
 
     """
     q, k, v, g, beta = (each.to(s.dtype) for each in (q, k, v, g, beta))
@@ -129,7 +129,7 @@ def gated_delta_rule_reference(
         zeros = values.new_zeros(v.shape[1], q.shape[2], v.shape[2])
         return _chunked(queries, keys, values, g, strengths, zeros)[0].to(v.dtype)
     if single_tokens(v, state_slots, max_query_len):
-        # In place: a state is larger than all else that a token needs.
+        # In place, because a state is larger than everything else that a token needs.
         s = loaded_states(state, state_slots, context_lens).mul_(g.exp()[:, :, None, None])
         u = strengths.unsqueeze(2) * (values - (keys.unsqueeze(2) @ s).squeeze(2))
         s.addcmul_(keys.unsqueeze(3), u.unsqueeze(2))
@@ -156,7 +156,7 @@ def _chunked(
     beta: torch.Tensor,
     s: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one sequence, whose queries and keys have a head for each of values, by chunks."""
+    """Compute one sequence by chunks; queries and keys have a head for each value head."""
     outputs = []
     for chunk in range(0, len(q), CHUNK):
         rows = slice(chunk, chunk + CHUNK)
@@ -165,7 +165,7 @@ def _chunked(
         sums = g_c.clamp(min=FORGOTTEN).cumsum(1)
         between = (sums.unsqueeze(2) - sums.unsqueeze(1)).tril().exp().tril()
         strength, since = b_c.unsqueeze(2), sums.exp().unsqueeze(2)
-        system = strength * between * (k_c @ k_c.transpose(1, 2))  # its diagonal counts as ones
+        system = strength * between * (k_c @ k_c.transpose(1, 2))  # ones are added on its diagonal
         right = strength * (v_c - since * (k_c @ s))
         u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         scores = between * (q_c @ k_c.transpose(1, 2))
@@ -192,8 +192,8 @@ def gated_delta_rule_triton(
     """Compute by a Triton kernel; see :func:`gated_delta_rule`.
 
     A program has some values of a head. It computes its sequence's chunks one after the other, and
-    keeps the state in registers.
-    Single tokens, float32 and keys of more than 128 features are computed token by token.
+    keeps the state in registers. Single tokens, float32 and keys of more than 128 features are
+    computed token by token.
     """
     o = empty_output(v, state_slots, max_query_len)
     tokens, heads, dv = v.shape
@@ -337,7 +337,7 @@ def _delta_rule(
             between = tl.where(causal, sums[:, None] - sums[None, :], float("-inf"))
             between = tl.exp(between)
 
-            # Lengths divide products, which takes fewer registers than dividing keys.
+            # Products are divided by lengths, which needs fewer registers than dividing keys.
             k = tl.load(k_from, mask=k_mask, other=0.0)
             k_length = _over_length(k, NORM, EPSILON)
             system = tl.dot(k, tl.trans(k), input_precision="tf32") * between

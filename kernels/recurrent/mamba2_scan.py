@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence: a state of one decay a head, in chunks of tokens or one token at a time.
+"""Mamba-2's recurrence, whose state has one decay for each head, in chunks or token by token.
 
 ``h = exp(dt A) h + dt x B^T`` and ``y = h C + D x``, from "Transformers are SSMs" (Dao and Gu,
 2024). In a chunk whose decays add up to ``c[t]``, ``y[t]`` is ``exp(c[t]) h C[t]`` plus the sum of
@@ -24,8 +24,8 @@ from vllm_module.kernels.recurrent.recurrent_state import (
     store_states,
 )
 
-CHUNK = 64  # tokens, in plain torch
-_TOKENS, _FEATURES = 32, 32  # of a chunk and of a head, in a program
+CHUNK = 64  # tokens of a chunk in plain torch
+_TOKENS, _FEATURES = 32, 32  # tokens of a chunk and features of a head, in a program
 
 
 def mamba2_scan(
@@ -46,23 +46,23 @@ def mamba2_scan(
 ) -> torch.Tensor:
     """Return the outputs of each sequence's recurrence, ``[tokens, heads, head_dim]``.
 
-    The step is ``softplus(dt + dt_bias)``, limited to ``dt_min`` and ``dt_max``. All is computed in
-    float32.
+    The step is ``softplus(dt + dt_bias)``, limited to ``dt_min`` and ``dt_max``. Everything is
+    computed in float32.
 
     Args:
         x: ``[tokens, heads, head_dim]``, floating point; the tokens of sequences lie end to end.
         dt: ``[tokens, heads]``.
         a: float32 ``[heads]``, negative.
-        b, c: ``[tokens, groups, n]``; a group serves neighbouring heads.
+        b, c: ``[tokens, groups, n]``; neighbouring heads share a group.
         d, dt_bias: ``[heads]``.
-        state: ``[slots, heads, head_dim, n]``, read and written. Without, the tokens are one whole
-            sequence.
+        state: ``[slots, heads, head_dim, n]``, read and written. Without it, the tokens are one
+            whole sequence.
         state_slots, query_start_loc, context_lens, max_query_len: as in
             :func:`~vllm_module.kernels.recurrent.causal_conv1d.causal_conv1d`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; heads that are no multiple
-            of the groups; slots that are not there or shared, if values are checked.
+        ValueError: shapes, dtypes or devices do not fit each other; heads are no multiple of the
+            groups; slots do not exist or are shared, if values are checked.
 
     """
     expect("x", x, (None, None, None), FLOATS)
@@ -93,12 +93,12 @@ def mamba2_recurrence(
     d: torch.Tensor | None,
     h: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of one sequence and its last state, token by token, as it is defined.
+    """Return the outputs of one sequence and its last state, computed token by token.
 
     Args:
         x, a, b, c, d: as in :func:`mamba2_scan`.
         dt: the steps themselves, ``[tokens, heads]``.
-        h: the state before, ``[heads, head_dim, n]``, whose dtype all is computed in.
+        h: the state before, ``[heads, head_dim, n]``; its dtype is used for all arithmetic.
 
     """
     repeats = x.shape[1] // b.shape[1]
@@ -142,12 +142,12 @@ def mamba2_scan_reference(
     elif single_tokens(x, state_slots, max_query_len):
         h = loaded_states(state, state_slots, context_lens)
         decay = (steps * a).exp()[:, :, None, None]
-        # In place: a state is larger than all else that a token needs.
+        # In place, because a state is larger than everything else that a token needs.
         h.mul_(decay).addcmul_((steps[:, :, None] * wide)[..., None], b[:, :, None, :])
         y = (h @ c.unsqueeze(3)).squeeze(3)
         store_states(state, state_slots, h)
     else:
-        y = torch.zeros_like(wide)  # of tokens of no sequence, without ``d x`` too
+        y = torch.zeros_like(wide)  # zeros, without ``d x``, for tokens of no sequence
         if skipped is not None:
             skipped[query_start_loc[-1] :] = 0
         for part, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
@@ -165,7 +165,7 @@ def _chunked(
     c: torch.Tensor,
     h: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one sequence, whose heads have groups of their own, chunk by chunk."""
+    """Compute one sequence chunk by chunk; each head has its own group."""
     outputs = []
     for chunk in range(0, len(x), CHUNK):
         rows = slice(chunk, chunk + CHUNK)
@@ -364,7 +364,7 @@ def _scan(
 @triton.jit
 def _limited(step, dt_min, dt_max):
     """Return ``softplus(step)`` between two limits."""
-    # Above 20 the logarithm is the number itself, as in torch. 1 + power would round small powers.
+    # Above 20 the logarithm equals the number, as in torch. 1 + power would round small powers.
     power = tl.exp(tl.minimum(step, 20.0))
     small = power * (1 - power * 0.5)
     softplus = tl.where(power < 1e-3, small, tl.log(1 + power))

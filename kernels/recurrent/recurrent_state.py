@@ -1,8 +1,8 @@
-"""What operations with a recurrent state share: whose tokens are whose, and where states are.
+"""Sequences and their states in operations with a recurrent state.
 
-The tokens of a step's sequences lie end to end. A sequence whose tokens of this step are its first
-starts from zeros, whatever its place holds; so no place has to be cleared. The place of padding is
--1: nothing is read or stored.
+The tokens of a step's sequences lie end to end. A sequence that begins in this step starts from
+zeros, whatever its slot holds, so no slot has to be cleared. The slot of padding is -1: nothing is
+read or stored.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import checks_values, expect, expect_writable, tl, triton
 
-# The exponential of this logarithm of a decay is 0 in float32. In chunks smaller ones are raised to
-# it: they would take the last places of sums, from which later decays are computed.
+# The exponential of this logarithm of a decay is 0 in float32. In chunks smaller logarithms are
+# raised to it: they would take the last digits of sums from which later decays are computed.
 FORGOTTEN = -104.0
 
 Operands = tuple[torch.Tensor | None, ...]
@@ -29,13 +29,13 @@ def check_state(
     query_start_loc: torch.Tensor | None,
     context_lens: torch.Tensor | None,
 ) -> None:
-    """Raise ``ValueError`` unless the arguments say where the sequences of ``tokens`` are.
+    """Raise ``ValueError`` unless the arguments describe the sequences of ``tokens``.
 
     Args:
         tokens: ``[tokens, ...]``.
-        state: ``[slots, *shape]``; ``None``, and with it the others, if the tokens are one whole
+        state: ``[slots, *shape]``; ``None``, with the other arguments, if the tokens are one whole
             sequence whose state is not kept.
-        shape: of one sequence's state.
+        shape: shape of one sequence's state.
         state_slots: int64 ``[sequences]``; -1 for padding.
         query_start_loc: int32 ``[sequences + 1]``.
         context_lens: int32 ``[sequences]``.
@@ -83,14 +83,14 @@ def each_sequence(
 
 
 def single_tokens(tokens: torch.Tensor, state_slots: torch.Tensor, max_query_len: int) -> bool:
-    """Return whether each token is one of a sequence of its own; else some may be padding."""
+    """Return whether each token is a sequence of its own; otherwise some may be padding."""
     return max_query_len == 1 and len(tokens) == len(state_slots)
 
 
 def empty_output(
     tokens: torch.Tensor, state_slots: torch.Tensor | None, max_query_len: int
 ) -> torch.Tensor:
-    """Return memory in the shape of ``tokens``; zeros, if some may be of no sequence."""
+    """Allocate an output in the shape of ``tokens``; zeros, if some may be of no sequence."""
     every = state_slots is None or single_tokens(tokens, state_slots, max_query_len)
     make = torch.empty_like if every else torch.zeros_like
     return make(tokens, memory_format=torch.contiguous_format)
@@ -99,7 +99,7 @@ def empty_output(
 def loaded_states(
     state: torch.Tensor, state_slots: torch.Tensor, context_lens: torch.Tensor
 ) -> torch.Tensor:
-    """Return a copy of the states, in float32, before a step of one token of each sequence.
+    """Return a float32 copy of the states before a step of one token of each sequence.
 
     Padding gets zeros, as does a sequence without earlier tokens.
     """
@@ -111,9 +111,9 @@ def loaded_states(
 
 
 def store_states(state: torch.Tensor, state_slots: torch.Tensor, new: torch.Tensor) -> None:
-    """Store the states of all sequences that are no padding."""
+    """Store the states of all sequences but padding."""
     used = state_slots >= 0
-    if not used.all():  # else a copy of all states is saved
+    if not used.all():  # if all are stored, a copy of them is saved
         state_slots, new = state_slots[used], new[used]
     state.index_copy_(0, state_slots, new.to(state.dtype))
 
@@ -122,7 +122,7 @@ def store_states(state: torch.Tensor, state_slots: torch.Tensor, new: torch.Tens
 def place_of(sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens):
     """Return a sequence's first token, its number of tokens, its slot, and whether it continues.
 
-    It continues if its state is to be read. Without pointers, one new sequence has all ``tokens``.
+    It continues if its state must be read. Without pointers, one new sequence has all ``tokens``.
     """
     start, count, continues = tl.zeros((), tl.int64), tokens, False
     slot = tl.zeros((), tl.int64)

@@ -1,1 +1,1 @@
-"""Operations on rows: norms, activations, quantization, logits."""
+"""Kernels on rows: norms, activations, quantization, logits."""

@@ -1,4 +1,4 @@
-"""Gated activations (arXiv:2002.05202): one half of the features, activated, times the other."""
+"""Gated activations (arXiv:2002.05202): half of the features, activated, times the other half."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vllm_module.kernels.rows.quantized_rows import (
     store_quantized,
 )
 
-_TILE = 2048  # elements of the result for each program: 16 a thread, from both halves
-# Bytes of half a row that a program can hold in registers, to find one scale for all of it; for
-# gelu half as many, since its error function takes registers too.
+_TILE = 2048  # elements of the result for each program: 16 for each thread, from both halves
+# Bytes of half a row that a program can hold in registers to find one scale for all of it. For gelu
+# half as many, because its error function needs registers too.
 _HELD = 65536
 
 
@@ -31,7 +31,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         the activated gate before it multiplies.
 
     Raises:
-        ValueError: an odd number of features, or a dtype that is not floating point.
+        ValueError: the number of features is odd, or the dtype is not floating point.
 
     """
     return _act_and_mul(_checked(x, WIDE_FLOATS), "silu")
@@ -50,8 +50,8 @@ def swiglu_oai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
 
     ``gate`` is at most ``limit``, and ``up`` is between ``-limit`` and ``limit``. NaN stays NaN.
 
-    Shapes and errors are those of :func:`silu_and_mul`. The halves follow each other, also where a
-    checkpoint stores them alternately.
+    Shapes and errors are those of :func:`silu_and_mul`. The halves lie side by side, even if a
+    checkpoint interleaves them.
     """
     return _swiglu_oai_and_mul(_checked(x, WIDE_FLOATS), alpha, limit)
 
@@ -76,7 +76,7 @@ def silu_and_mul_quantize(
         ``[..., columns]`` in ``dtype``, and its scales, float32 ``[rows, groups]``.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     group = group_of(_checked(x, FLOATS).shape[-1] // 2, dtype, group, scale, x)
@@ -109,7 +109,7 @@ def _gelu(approximate: str) -> str:
 
 
 def act_and_mul_reference(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Activate and multiply in plain torch: ``activation`` is silu, gelu or gelu_tanh."""
+    """Activate and multiply in plain torch; ``activation`` is silu, gelu or gelu_tanh."""
     gate, up = x.chunk(2, dim=-1)
     if activation == "silu":
         y = F.silu(gate)
@@ -218,7 +218,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
         return gate / (1 + tl.exp(-gate))
     if ACTIVATION == "gelu":
         return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
-    # (1 + tanh(z)) / 2 is sigmoid(2 z), whose exponential may be 0 or infinite without harm.
+    # (1 + tanh(z)) / 2 is sigmoid(2 z), whose exponential may be 0 or infinite.
     z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1 + tl.exp(-2 * z))
 
@@ -243,7 +243,7 @@ def _tiles(
     GROUP: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Write a tile: some rows, or part of one."""
+    """Write a tile, which is some rows or part of one."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -262,7 +262,7 @@ def _tiles(
     places = row[:, None] * columns + column[None, :]
     if scale_ptr is None:
         tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=inside)
-    else:  # round first, as if the result had been written before it is quantized
+    else:  # round first, as if the result were written and then quantized
         y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         group = tl.program_id(1) * (COLUMNS // GROUP)
         store_quantized(

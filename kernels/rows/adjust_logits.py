@@ -1,7 +1,7 @@
-"""Biases, penalties, bans and allowances: what changes logits before a token is drawn, in Triton.
+"""Biases, penalties, bans and allowances on logits before a token is drawn, in Triton.
 
-A table has the tokens of sequences and how often each occurs, so that a step sends one new token
-of a sequence. Both operations take one launch for rows of all kinds.
+A table has the tokens of sequences and their counts, so that a step sends one new token for each
+sequence. Both operations take one launch for rows of all kinds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import expect, nothing, operator, tl, triton
 
-EMPTY = -1  # the token of a column of the table that has none
-NONE = -2  # no new token
+EMPTY = -1  # token of an unused column of the table
+NONE = -2  # value for no new token
 _CHUNK = 8192  # tokens of a program
 _TILE = 1024
 
@@ -23,13 +23,13 @@ def count_tokens(
     """Write the tokens of sequences into their rows of a table, or add a token to a row.
 
     Args:
-        table: int32 ``[2, height, width]``: the distinct tokens of each row, ``EMPTY`` where there
-            is none, and how often each occurs; written in place.
-        plan: int64 ``[n, 5]``: of each sequence its row of the table; a token to count once more,
-            or ``NONE``; the column for it, if the row does not have it; and where its part of
-            ``tokens`` begins and ends, if the row is written anew, or -1 twice. No two have the
-            same row.
-        tokens, counts: int64 ``[any]``: distinct tokens of rows that are written anew, end to end.
+        table: int32 ``[2, height, width]``: the distinct tokens of each row, ``EMPTY`` in unused
+            columns, and their counts; written in place.
+        plan: int64 ``[n, 5]``, for each sequence: its row of the table; a token to count once more,
+            or ``NONE``; the column for it, if the row lacks it; and the begin and end of its part
+            of ``tokens``, if the row is written anew, or -1 twice. No two have the same row.
+        tokens, counts: int64 ``[any]``: distinct tokens of rows that are written anew, end to end,
+            and their counts.
 
     """
     expect("table", table, (2, None, None), (torch.int32,))
@@ -72,7 +72,7 @@ def count_tokens_triton(
 
 @triton.jit(do_not_specialize=["height", "width"])
 def _count(table_ptr, plan_ptr, tokens_ptr, counts_ptr, height, width, TILE: tl.constexpr):
-    """Write or count in the row of one sequence."""
+    """Write or update the row of one sequence."""
     plan_ptr += tl.program_id(0) * 5
     place, new = tl.load(plan_ptr), tl.load(plan_ptr + 1)
     begin, end = tl.load(plan_ptr + 3), tl.load(plan_ptr + 4)
@@ -107,22 +107,22 @@ def adjust_logits(
     tokens: torch.Tensor,
     table: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a float32 copy of rows of logits with what changes them.
+    """Return a float32 copy of rows of logits with their adjustments.
 
     First biases are added. Then tokens of the row's sequence are penalized: positive logits are
-    divided by the repetition penalty, others multiplied, and ``presence + frequency * times`` is
-    subtracted from those that occur ``times`` in the output. Then banned tokens, and all but the
-    allowed ones of a row that has some, get -inf.
+    divided by the repetition penalty and others multiplied by it, and ``presence + frequency *
+    times`` is subtracted from those that occur ``times`` times in the output. Then banned tokens
+    get -inf, and in a row with allowed tokens, all others do.
 
     Args:
         logits: ``[any, vocab]``, bfloat16, float16 or float32, contiguous.
-        plan: int64 ``[n, 8]``: of each row which one of ``logits`` it is; its row of the table, or
-            -1 without penalties; then where its biased, its banned and its allowed tokens begin and
-            end in ``tokens``, the last two -1 if all are allowed.
+        plan: int64 ``[n, 8]``, for each row: its index in ``logits``; its row of the table, or -1
+            without penalties; then begin and end in ``tokens`` of its biased, banned and allowed
+            tokens, the last two -1 if all are allowed.
         penalties: float64 ``[n, 3]``: repetition, presence and frequency.
-        biases: float64, of the tokens at the same places.
-        tokens: int64, of the vocabulary.
-        table: as for :func:`count_tokens`. The count 0 means a token of the prompt alone.
+        biases: float64, for the tokens at the same indices.
+        tokens: token ids, int64.
+        table: as for :func:`count_tokens`. The count 0 means that only the prompt has the token.
 
     Returns:
         float32 ``[n, vocab]``.
@@ -196,9 +196,9 @@ def _adjust(
     logits_ptr, plan_ptr, penalties_ptr, biases_ptr, tokens_ptr, table_ptr, out_ptr, vocab, height,
     width, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy and change a chunk of a row.
+    """Copy and adjust a chunk of a row.
 
-    A row that allows some tokens begins with -inf everywhere else, which nothing changes.
+    A row with allowed tokens starts with -inf for all others, which nothing changes.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK
     last = tl.minimum(first + CHUNK, vocab)
@@ -212,7 +212,7 @@ def _adjust(
         token = start + lane
         x = tl.load(x_ptr + token, mask=(token < last) & (begin < 0), other=float("-inf"))
         tl.store(out_ptr + token, x.to(tl.float32), mask=token < last)
-    tl.debug_barrier()  # other threads of this program load and change what was stored
+    tl.debug_barrier()  # other threads of this program load and change the stored values
     for start in range(tl.maximum(begin, 0), end, TILE):
         token = tl.load(tokens_ptr + start + lane, mask=start + lane < end, other=-1)
         here = (token >= first) & (token < last)

@@ -1,10 +1,11 @@
-"""Draw a token from each row of logits: temperature, min_p, top_k and top_p, in Triton.
+"""Drawing a token from each row of logits: temperature, min_p, top_k and top_p, in Triton.
 
 Probabilities become integers before they are summed, so every order of summation, and every order
 of atomic additions, gives the same bits. Tokens have one order: by logit, the largest first, and
-equal logits by token id. A place in this order is found by a radix search of the logits' bits, one
-digit after the other: programs add up the tokens of each digit, and the last program of a row finds
-the digit that reaches a number. Nothing waits for a device, and no row affects another.
+equal logits by token id. A position in this order is found by a radix search of the logits' bits,
+one digit after the other: programs add up the tokens of each digit, and the last program of a row
+finds the digit at which a number is reached. Nothing waits for a device, and no row affects
+another.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import expect, operator, tl, triton
 
-SORTED = 64  # a nucleus of more tokens is drawn from in the order of ids
+SORTED = 64  # number of tokens above which a nucleus is drawn from in the order of ids
 _CHUNK = 8192  # tokens of a program
 _TILE = 1024
 _BINS = 2048
-_STATE = 9  # numbers of a row: see _advance
+_STATE = 9  # numbers in the state of a row: see _advance
 
 
 def draw_tokens(
@@ -27,22 +28,23 @@ def draw_tokens(
     """Draw a token for each row by its fraction of the mass that may be drawn.
 
     The mass of a token is ``int(2**(62 - bits of vocab) * exp((logit - largest) / temperature))``,
-    in float64, and 0 if that exponential is below ``min_p``. Of the ``top_k`` first tokens those
-    may be drawn that are needed for ``top_p`` of their mass. ``uniform`` of what they have is found
-    in the order of logits; with neither, or in a nucleus of more than 64 tokens, in that of ids.
+    in float64, and 0 if that exponential is below ``min_p``. Among the first ``top_k`` tokens,
+    those may be drawn that are needed for ``top_p`` of their mass. The fraction ``uniform`` of
+    their mass is located in the order of logits; without top_k and top_p, or in a nucleus of more
+    than 64 tokens, in the order of ids.
 
     Args:
         logits: ``[any, vocab]``, bfloat16, float16 or float32, contiguous.
-        rows: which rows of ``logits`` are meant, int64 ``[n]``.
+        rows: indices of rows of ``logits``, int64 ``[n]``.
         settings: float64 ``[n, 5]``: temperature, 0 for the first token; ``min_p``; ``top_k``, 0 or
             less for all; ``top_p``; and ``uniform``, in [0, 1).
-        top_k, top_p: whether any row has one that matters.
+        top_k, top_p: True if it has an effect on any row.
 
     Returns:
-        int64 ``[n, 1]``; -1 for a row with NaN or infinity, or of which every logit is -inf.
+        int64 ``[n, 1]``; -1 for a row with NaN or infinity, or with only -inf.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     expect("logits", logits, (None, None), FLOATS)
@@ -111,12 +113,12 @@ def draw_tokens_triton(
             2, count, chunks, 2, _BINS, dtype=torch.int64, device=logits.device
         )
         searches = [1] * top_k + [2] * top_p + [3]
-        # Each launch adds up a digit and finds it, and the first digit of the next search with it.
+        # Each launch sums a digit and finds it, together with the first digit of the next search.
         launches = [(0, 0, first, 0, searches[0], 0)]
         for search, following in zip(searches, [*searches[1:], 0], strict=True):
             launches.append((search, 1, digits, 0, search, 1))
             launches.append((search, 2, digits, search, following, 0))
-        # Left to itself, the compiler takes 128 registers for 8.0 and spills some.
+        # By default, the compiler uses 128 registers for 8.0 and spills some.
         for search, digit, added, ended, found, found_digit in launches:
             _find_digit[grid](*shared, state, first, added, vocab, chunks, unit, SEARCH=search,
                               DIGIT=digit, ENDS=ended, FOUND=found, FOUND_DIGIT=found_digit,
@@ -128,7 +130,7 @@ def draw_tokens_triton(
 
 @triton.jit
 def _keys(x):
-    """Return what orders logits: int64, not negative, the largest logit first."""
+    """Return sort keys of logits: int64, not negative, the largest logit first."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # adding 0 turns -0 to 0
     return 2147483647 - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -172,11 +174,11 @@ def _takes_part(settings_ptr, row, vocab, SEARCH: tl.constexpr):
 
 @triton.jit
 def _is_last(state_ptr, row, chunks):
-    """Return whether this is the last program of a row: all that the others stored can be loaded.
+    """Return whether this is a row's last program, which can load what the others stored.
 
-    The number of those that are done is 0 again when the last one is.
+    The last program resets the counter of finished programs to 0.
     """
-    tl.debug_barrier()  # every thread has stored what it has to
+    tl.debug_barrier()  # every thread has finished its stores
     done = tl.atomic_add(state_ptr + row * 9 + 8, 1, sem="acq_rel", scope="gpu")
     last = done == chunks - 1
     if last:
@@ -206,7 +208,7 @@ def _find_peaks(
     tl.store(peaks_ptr + row * chunks + chunk, largest)
     tl.store(ids_ptr + row * 3 * chunks + chunk, first.to(tl.int64))
     if chunk == 0:
-        tl.store(state_ptr + row * 9 + 8, 0)  # for _is_last in the launches that follow
+        tl.store(state_ptr + row * 9 + 8, 0)  # counter of _is_last in the following launches
 
 
 @triton.jit(do_not_specialize=["vocab", "chunks"])
@@ -215,7 +217,7 @@ def _find_digit(
     unit, SEARCH: tl.constexpr, DIGIT: tl.constexpr, ENDS: tl.constexpr, FOUND: tl.constexpr,
     FOUND_DIGIT: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up a digit of a search, 0 for any, and find what :func:`_advance` does by it."""
+    """Sum a digit of a search (0 for none); the row's last program calls :func:`_advance`."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if _takes_part(settings_ptr, row, vocab, SEARCH):
         _add_digits(logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, digits_ptr, row,
@@ -230,9 +232,9 @@ def _add_digits(
     logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, digits_ptr, row, chunk, vocab, chunks,
     unit, DIGIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the tokens and the masses of each digit, of tokens whose first digits were found.
+    """Sum tokens and masses by digit, for tokens that match the digits found so far.
 
-    Each chunk has counts and sums of its own, ``[2, 2048]``.
+    Each chunk has its own counts and sums, ``[2, 2048]``.
     """
     peak = _peak(peaks_ptr, row, chunks)
     temperature, min_p = _setting(settings_ptr, row, 0), _setting(settings_ptr, row, 1)
@@ -241,7 +243,7 @@ def _add_digits(
     bins = tl.arange(0, 2048)
     tl.store(counts_ptr + bins, tl.zeros((2048,), tl.int64))
     tl.store(counts_ptr + 2048 + bins, tl.zeros((2048,), tl.int64))
-    tl.debug_barrier()  # before another thread adds to what this one has cleared
+    tl.debug_barrier()  # before another thread adds to the cleared memory
     prefix = tl.full((), 0, tl.int64)
     if DIGIT > 0:
         prefix = tl.load(state_ptr + row * 9)
@@ -261,9 +263,9 @@ def _add_digits(
 
 @triton.jit
 def _reach(digits_ptr, row, chunks, number, BY_COUNT: tl.constexpr, BINS: tl.constexpr):
-    """Return the first digit up to which there is more than ``number``.
+    """Return the first digit up to which the sum exceeds ``number``.
 
-    Also return the tokens and the mass before it, those that have it, and the mass of all.
+    Also return the tokens and the mass before it, the tokens that have it, and the mass of all.
     """
     bins = tl.arange(0, BINS)
     counts, sums = tl.zeros((BINS,), tl.int64), tl.zeros((BINS,), tl.int64)
@@ -288,12 +290,12 @@ def _advance(
     settings_ptr, state_ptr, first_ptr, digits_ptr, row, vocab, chunks,
     ENDS: tl.constexpr, SEARCH: tl.constexpr, DIGIT: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Find the next digit of a search, after the last digit of the search before, if ENDS.
+    """Find the next digit of a search; with ENDS, first the last digit of the search before.
 
-    A row's state: 0 the digits so far; 1 what is searched for, less what comes before these
+    A row's state: 0 the digits so far; 1 the number that is searched for, less the sum before these
     digits; 2 and 3 tokens and mass before them; 4 the mass that may be drawn, or -1; 5 the key of
-    the last token that may be drawn; 6 how many of this key may be; 7 whether the token is found in
-    the order of logits; 8 the programs that are done.
+    the last token that may be drawn; 6 how many tokens of this key may be drawn; 7 whether the
+    token is located in the order of logits; 8 the number of finished programs.
     """
     at = state_ptr + row * 9
     if ENDS > 0:
@@ -316,8 +318,8 @@ def _advance(
                 tl.store(at + 4, mass + sum_before + (last + 1) * each)
                 few = _takes_part(settings_ptr, row, vocab, 1) | (tokens + before + last < 64)
                 tl.store(at + 7, few.to(tl.int64))
-        tl.debug_barrier()  # other threads of this program load what was stored
-    if SEARCH > 0:  # noqa: SIM102 - it is known when the kernel is compiled
+        tl.debug_barrier()  # other threads of this program load the stored values
+    if SEARCH > 0:  # noqa: SIM102 - SEARCH is known when the kernel is compiled
         if _takes_part(settings_ptr, row, vocab, SEARCH):
             number = tl.load(at + 1)
             ptr = digits_ptr
@@ -345,7 +347,7 @@ def _advance(
             prefix, tokens, mass = tl.load(at), tl.load(at + 2), tl.load(at + 3)
             if DIGIT == 0:
                 prefix, tokens, mass = prefix * 0, tokens * 0, mass * 0
-            tl.debug_barrier()  # every thread has loaded what is stored now
+            tl.debug_barrier()  # every thread has loaded the values that are overwritten now
             tl.store(at, prefix * BINS + digit)
             tl.store(at + 1, number)
             tl.store(at + 2, tokens + before)
@@ -354,10 +356,10 @@ def _advance(
 
 @triton.jit
 def _parts(x, exists, key, last, peak, temperature, min_p, unit, MODE: tl.constexpr):
-    """Return what tokens count before the last key, and whether they have it.
+    """Return the mass of each token before the last key, and whether it has the last key.
 
-    In the order of logits (0) only the last key counts. In that of ids, masses do: of all (2), or
-    of the tokens before the last key (1).
+    In the order of logits (0) only the last key counts. In the order of ids, masses count: those of
+    all tokens (2), or of tokens before the last key (1).
     """
     mass = tl.where(exists, _masses(x, peak, temperature, min_p, unit), 0)
     tie = exists & (key == last)
@@ -385,10 +387,10 @@ def _add_parts(x_ptr, chunk, vocab, last, peak, temperature, min_p, unit,
 
 @triton.jit
 def _mode_and_last(settings_ptr, state_ptr, row, vocab, SEARCHED: tl.constexpr):
-    """Return how a row's token is found (:func:`_parts`), the last key, and how many have it."""
+    """Return the mode of a row (:func:`_parts`), the last key, and how many tokens may have it."""
     most = tl.full((), 0, tl.int64)
     mode, last = most + 2, most - 1
-    if SEARCHED:  # noqa: SIM102 - it is known when the kernel is compiled
+    if SEARCHED:  # noqa: SIM102 - SEARCHED is known when the kernel is compiled
         if _takes_part(settings_ptr, row, vocab, 3):
             at = state_ptr + row * 9
             mode = tl.where(tl.load(at + 7) != 0, 0, 1).to(tl.int64)
@@ -401,7 +403,7 @@ def _find_token(
     logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, drawn_ptr, vocab, chunks,
     unit, SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the tokens of each chunk count, then find a row's token."""
+    """Sum the parts of each chunk's tokens; the row's last program finds the token."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _add_chunk(logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, row, chunk,
                vocab, chunks, unit, SEARCHED, CHUNK, TILE)  # fmt: skip
@@ -415,7 +417,7 @@ def _add_chunk(
     logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, row, chunk, vocab, chunks,
     unit, SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the tokens of a chunk count, and those that have the last key."""
+    """Sum the masses of a chunk's tokens, and the number of those with the last key."""
     temperature, min_p = _setting(settings_ptr, row, 0), _setting(settings_ptr, row, 1)
     if temperature == 0:
         return
@@ -440,7 +442,7 @@ def _add_chunk(
 
 @triton.jit
 def _mass_of(key, peak, temperature, min_p, unit):
-    """Return the mass of tokens with a key, whose bits give the logit back."""
+    """Return the mass of tokens with a key; its bits give the logit."""
     order = (2147483647 - key).to(tl.int32)
     x = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return _masses(x, peak, temperature, min_p, unit)
@@ -451,7 +453,7 @@ def _pick(
     logits_ptr, rows_ptr, settings_ptr, peaks_ptr, state_ptr, sums_ptr, drawn_ptr, row, vocab,
     chunks, unit, SEARCHED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find a row's chunk, and in it the token."""
+    """Find the chunk of a row's token, and the token in it."""
     temperature, min_p = _setting(settings_ptr, row, 0), _setting(settings_ptr, row, 1)
     peak = _peak(peaks_ptr, row, chunks)
     if (peak == float("inf")) | (peak == float("-inf")):
@@ -478,7 +480,7 @@ def _pick(
     wanted = (total.to(tl.float64) * _setting(settings_ptr, row, 4)).to(tl.int64)
     target = tl.where(mode == 0, most - 1, tl.minimum(wanted, total - 1))
     most = tl.where(mode == 0, vocab, most)
-    # The chunk in which the sum exceeds the target, and what comes before it.
+    # The chunk in which the sum exceeds the target, and the sum before it.
     found, found_ties, before = tl.full((), 0, tl.int64), ties, target * 0
     passed = target * 0
     for chunk in range(chunks):

@@ -1,4 +1,4 @@
-"""Quantizing to eight bits: the elements of a block share a scale."""
+"""Quantizing to eight bits, with one scale for the elements of a block."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vllm_module.kernels.operators import (
     triton,
 )
 
-# Elements converted at a time: as many as fit a CPU's cache, or as many as fill another device.
+# Elements converted at once: as many as fit a CPU's cache, and as many as fill another device.
 _CPU_CHUNK, _CHUNK = 1 << 19, 1 << 23
-# Elements of a tile: at most, if a program holds whole blocks, and of a part of a block.
+# Elements of a tile: the most for a program with whole blocks, and those for part of a block.
 _WHOLE, _PART = 32768, 4096
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -32,8 +32,8 @@ def quantize(
 
     A block's scale is its largest absolute value, divided by the largest number of
     ``quantized.dtype``, and at least the smallest normal float32, so that zeros stay zeros. An
-    element is ``wide / scale``, rounded to even. If a number is not finite, neither is its block's
-    scale. The bits are the same on every device.
+    element is ``wide / scale``, rounded to even. If a number is not finite, its block's scale is
+    not finite either. The bits are the same on every device.
 
     Args:
         wide: ``[rows, columns]``, floating point.
@@ -43,8 +43,7 @@ def quantize(
             ``(1, 128)`` for a scale for each group of 128 features.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other; written elements that
-            share memory.
+        ValueError: shapes, dtypes or devices do not fit each other; written elements share memory.
 
     """
     _check(wide, quantized, scale, block)
@@ -90,11 +89,11 @@ def quantize_reference(
         amax = wide.new_zeros((count, scale.shape[1]), dtype=torch.float32)
         values = None
         for top, rows in pieces:
-            values = None  # frees the last copy before the next is made
+            values = None  # free the last copy before the next is made
             values = _in_blocks(wide[top : top + rows], block)
             amax = torch.maximum(amax, _amax(values))
         stripe = scale[first : first + count]
-        # Divide by a tensor: for a number, CUDA would multiply by its reciprocal.
+        # Divide by a tensor, because CUDA would multiply by the reciprocal of a number.
         stripe.copy_((amax / torch.full_like(amax, limit)).clamp_(min=_TINY))
         divisor = stripe[:, None, :, None].float()
         for top, rows in pieces:
@@ -114,7 +113,7 @@ def dequantize(
 ) -> torch.Tensor:
     """Return ``quantized * scale``, multiplied in float32, as ``dtype [rows, columns]``.
 
-    Shapes as for :func:`quantize`.
+    Shapes are as for :func:`quantize`.
     """
     wide = torch.empty(quantized.shape, dtype=dtype, device=quantized.device)
     for first, count, pieces in _stripes(quantized, block):
@@ -129,9 +128,9 @@ def dequantize(
 def _stripes(
     matrix: torch.Tensor, block: tuple[int, int]
 ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Yield rows of blocks to convert together: the first, their count, and pieces of their rows.
+    """Yield rows of blocks to convert together: the first, their count, and parts of their rows.
 
-    A piece (first row, rows) is small enough to convert at once.
+    A part (first row, rows) is small enough to convert at once.
     """
     rows, columns = matrix.shape
     if not matrix.numel():
@@ -149,7 +148,7 @@ def _stripes(
 def _in_blocks(rows: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Return a float32 copy ``[blocks, block rows, blocks, block columns]``, padded with zeros.
 
-    Rows that are part of a single block are not padded.
+    Rows that belong to a single block are not padded.
     """
     height, width = rows.shape
     down, across = math.ceil(height / block[0]), math.ceil(width / block[1])
@@ -164,7 +163,7 @@ def _in_blocks(rows: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 def _amax(values: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of each block, without copying ``values``."""
-    if values.shape[0] == values.shape[2] == 1:  # several times faster
+    if values.shape[0] == values.shape[2] == 1:  # this case is several times as fast
         least, most = values.aminmax()
         return torch.maximum(most, -least).view(1, 1)
     return torch.maximum(values.amax((1, 3)), values.amin((1, 3)).neg_())
@@ -288,11 +287,11 @@ def _tiles(wide: torch.Tensor, block: tuple[int, int], tile: tuple[int, int]) ->
 
 
 def _warps(tile: tuple[int, int]) -> int:
-    """Return the warps of a tile: about 32 elements for each thread."""
+    """Return the number of warps of a tile: about 32 elements for each thread."""
     return min(16, max(1, tile[0] * tile[1] // 1024))
 
 
-# Kernels compare absolute values by their bits: as integers they have the same order, NaN last.
+# Kernels compare absolute values by their bits, which as integers have the same order, NaN last.
 
 
 @triton.jit
@@ -310,15 +309,15 @@ def scale_from_bits(bits, MAX: tl.constexpr):
 
 @triton.jit
 def scaled_to(x, scale, MAX: tl.constexpr, dtype: tl.constexpr):
-    """Return ``x / scale`` (float32, of one shape) in eight bits, rounded to even."""
+    """Return ``x / scale`` (float32, of equal shapes) in eight bits, rounded to even."""
     y = tl.div_rn(x, scale)
     y = tl.minimum(y, MAX, propagate_nan=tl.PropagateNan.ALL)
     y = tl.maximum(y, -MAX, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.int8:
-        y = (y + 12582912.0) - 12582912.0  # a sum with 1.5 * 2**23 has no bits for a fraction
+        y = (y + 12582912.0) - 12582912.0  # a sum with 1.5 * 2**23 has no fraction bits
     else:
         # GPUs before Hopper truncate to float16 first, so that numbers just beyond a tie look like
-        # ties. One bit below FP8's precision therefore keeps whether any later bit is set.
+        # ties. So one bit below FP8's precision is set if any later bit is set.
         bits = y.to(tl.int32, bitcast=True)
         y = ((bits | ((bits & 0x1FFFF) + 0x1FFFF)) & -0x20000).to(tl.float32, bitcast=True)
     return y.to(dtype)
@@ -336,7 +335,7 @@ def _tile(
 ):
     """Return a program's rows, columns, mask, block rows, their mask, and block column.
 
-    A tile of blocks of one row has a block for each row; any other lies in one block.
+    A tile of one-row blocks has a block for each row; any other tile lies in one block.
     """
     parts = tl.cdiv(broad, TILE_COLUMNS)
     all_across = tl.cdiv(columns, broad) * parts
@@ -431,7 +430,7 @@ def _largest(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Raise each block's ``amax`` to that of a tile, in any order of tiles."""
+    """Update each block's ``amax`` with that of a tile, in any order of tiles."""
     row, column, inside, block, exists, across = _tile(
         rows, columns, tall, broad, TALL_1, TILE_ROWS, TILE_COLUMNS
     )

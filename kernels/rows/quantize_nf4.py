@@ -1,4 +1,4 @@
-"""Quantizing to four bits, NF4: a code for each element, and the largest of each block in a row."""
+"""Quantizing to NF4: a four-bit code for each element, and the absolute maximum of each block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NF4 = (
     1.0,
 )
 PACKING = Packing(4, 1, (1, 0))  # the first of two codes has the high bits of a byte
-_TINY = 1e-38  # zeros are divided by this
+_TINY = 1e-38  # divisor for blocks of zeros
 
 
 def quantize_nf4(
@@ -37,7 +37,8 @@ def quantize_nf4(
     """Quantize ``wide`` to NF4, in float32, with the bits of bitsandbytes.
 
     An element is divided by the largest absolute value of its block, and its code is the nearest of
-    16; of two that are as near, the lower one. If a number is not finite, neither is the largest.
+    16; of two equally near ones, the lower. If a number is not finite, neither is the largest
+    value.
 
     Args:
         wide: ``[rows, columns]``, floating point; blocks divide a row.
@@ -46,7 +47,7 @@ def quantize_nf4(
         blocksize: elements in a row that share a scale, an even number.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     expect("wide", wide, (None, None), WIDE_FLOATS)
@@ -59,7 +60,7 @@ def quantize_nf4(
     expect_writable("absmax", absmax)
     blocks = wide.float().contiguous().view(rows, columns // blocksize, blocksize)
     torch.amax(blocks.abs(), -1, out=absmax)
-    # By the reciprocal: a quotient would round to another code where two are as near.
+    # Multiplied by the reciprocal: a quotient would round to another code if two are equally near.
     values = (blocks * (1.0 / absmax.clamp(min=_TINY)).unsqueeze(-1)).clamp_(-1, 1)
     levels = torch.tensor(NF4, device=wide.device)
     codes = torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True)

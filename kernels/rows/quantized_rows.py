@@ -1,6 +1,6 @@
 """Quantizing rows in the kernel that computes them.
 
-This is no operation of its own: :mod:`~vllm_module.kernels.rows.rms_norm` and
+This is no operation by itself: :mod:`~vllm_module.kernels.rows.rms_norm` and
 :mod:`~vllm_module.kernels.rows.act_and_mul` share it.
 """
 
@@ -22,17 +22,17 @@ from vllm_module.kernels.rows.quantize import (
 def group_of(
     columns: int, dtype: torch.dtype, group: int | None, scale: torch.Tensor | None, x: torch.Tensor
 ) -> int:
-    """Return how many columns share a scale; 0 for a static scale, which is one for everything.
+    """Return how many columns share a scale; 0 for a static scale, which covers everything.
 
     Args:
-        columns: of a row.
-        dtype: to quantize to.
-        group: columns that share a scale; by default a whole row.
+        columns: number of columns of a row.
+        dtype: dtype to quantize to.
+        group: number of columns that share a scale; by default a whole row.
         scale: the static scale, if any.
         x: the input; the scale must be on its device.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: arguments do not fit each other.
 
     """
     if dtype not in FP8:
@@ -52,7 +52,7 @@ def group_of(
 def empty_rows(
     y: torch.Tensor, dtype: torch.dtype, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty tensors for ``y [..., columns]`` quantized and its scales ``[rows, groups]``."""
+    """Allocate ``y [..., columns]`` quantized, and its scales ``[rows, groups]``."""
     quantized = torch.empty(y.shape, dtype=dtype, device=y.device)
     rows = y.shape[:-1].numel()
     groups = -(-y.shape[-1] // group) if group else 1
@@ -62,7 +62,7 @@ def empty_rows(
 def quantize_rows(
     y: torch.Tensor, dtype: torch.dtype, group: int, static: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``y``; a static scale is returned once for each row."""
+    """Quantize ``y``; a static scale is repeated for each row."""
     quantized, scale = empty_rows(y, dtype, group)
     if y.numel() == 0:
         return quantized, scale if static is None else scale.copy_(static)

@@ -1,4 +1,4 @@
-"""Root mean square normalization (arXiv:1910.07467), with adding and quantizing fused in."""
+"""Root mean square normalization (arXiv:1910.07467), with addition and quantization fused in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_module.kernels.rows.quantized_rows import (
 
 _MAX_COLUMNS = 65536
 _HELD = 65536  # bytes of a row that fit registers; a quarter if it is quantized (Triton 3.6)
-_BLOCK = 8192  # columns that a program reads at a time of a longer row
+_BLOCK = 8192  # columns of a longer row that a program reads at once
 _PER_PROGRAM = 4096  # elements for each program, if rows are short
 # By name, whether the kernel is launched before the one before has ended, on Hopper.
 _CANDIDATES = {"launched in turn": False, "launched early": True}
@@ -37,21 +37,20 @@ def rms_norm(
 ) -> torch.Tensor:
     """Divide each row by the root of its mean square, and multiply by ``weight``.
 
-    The norm is computed in float32 and rounded to ``x.dtype`` before it is multiplied, as
-    transformers does. With an offset, as for Gemma, everything is computed in float32 and rounded
-    once.
+    The norm is computed in float32 and rounded to ``x.dtype`` before it is multiplied, as in
+    transformers. With an offset, as for Gemma, everything is computed in float32 and rounded once.
 
     Args:
         x: ``[..., columns]``, floating point, at most 65536 columns.
         weight: ``[columns]``, floating point.
-        eps: added to the mean square.
-        weight_offset: added to the weight, in float32.
+        eps: constant added to the mean square.
+        weight_offset: constant added to the weight, in float32.
 
     Returns:
         ``[..., columns]`` in the dtype to which ``x`` and ``weight`` promote.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     _check(x, None, weight, WIDE_FLOATS)
@@ -98,7 +97,7 @@ def rms_norm_quantize(
         residual, or ``None`` without one.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
 
     """
     _check(x, residual, weight, FLOATS)
@@ -236,7 +235,7 @@ def _launch(
         return
     x, (inner, *x_strides) = as_rows(x)
     residual_strides = [0, 0]
-    if residual is not None:  # it has the same shape, so the same inner size
+    if residual is not None:  # it has the same shape, and so the same inner size
         residual, (_, *residual_strides) = as_rows(residual)
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     tile = next_power_of_2(columns)
@@ -301,7 +300,7 @@ def _load_sum(x_ptr, residual_ptr, x_places, residual_places, inside, dtype: tl.
 
 @triton.jit
 def weighted(x, inverse, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """Return ``x * inverse`` times the weight as float32, rounded between without an offset."""
+    """Return ``x * inverse`` times the weight as float32; without an offset, rounded in between."""
     if OFFSET != 0:
         return x * inverse * (weight.to(tl.float32) + OFFSET)
     return weight.to(tl.float32) * (x * inverse).to(dtype).to(tl.float32)
@@ -352,12 +351,12 @@ def _held_rows(
     y = weighted(x, inverse, weight, narrow, OFFSET)
     if scale_ptr is None:
         tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=inside)
-    else:  # round first, as if the norm had been written before it is quantized
+    else:  # round first, as if the norm were written and then quantized
         same: tl.constexpr = narrow == weight_ptr.dtype.element_ty
         y = y.to(narrow if same else tl.float32).to(tl.float32)
         y = tl.where(inside, y, 0.0)  # padding is 0 * inf if eps and all squares are 0
-        # A thread stores as many neighbours as it loads. Without this the compiler would give it
-        # more of a row than the norm alone does, and add the squares in another order.
+        # A thread stores as many neighbours as it loads. Otherwise the compiler would give it more
+        # of a row than in the norm alone, and add the squares in another order.
         SHARE: tl.constexpr = min(128 // x_ptr.dtype.element_ty.primitive_bitwidth, COLUMNS)
         places = tl.max_contiguous(places, [1, SHARE])
         store_quantized(
@@ -382,7 +381,7 @@ def _long_rows(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalize one row that registers cannot hold: it is read twice, from the cache."""
+    """Normalize one row that registers cannot hold, reading it twice (from the cache)."""
     narrow: tl.constexpr = (
         x_ptr.dtype.element_ty if total_ptr is None else total_ptr.dtype.element_ty
     )

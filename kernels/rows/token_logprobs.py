@@ -15,20 +15,21 @@ _BATCH = 2**24  # numbers of 8 bytes that are sorted at once: 128 MiB
 def token_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """Return logprobs and ranks: of each row's token, and of its ``width`` most probable tokens.
+    """Return logprobs and ranks of each row's token and of its ``width`` most probable tokens.
 
     Tokens have one order: by logit, the largest first, and equal logits by token id.
 
     Args:
         logits: ``[any, vocab]``, bfloat16, float16 or float32, contiguous.
-        rows: which rows of ``logits`` are meant, int64 ``[n]``.
-        tokens: int64 ``[n]``; a negative one stands for token 0.
-        width: at most the size of the vocabulary.
+        rows: indices of rows of ``logits``, int64 ``[n]``.
+        tokens: int64 ``[n]``; a negative one means token 0.
+        width: number of most probable tokens, at most the size of the vocabulary.
 
     Returns:
-        float64 ``[n, 3 + 2 * width]``: whether the row has a finite logit and neither NaN nor
-        infinity, without which its numbers are any; the token's rank, from 1; its natural logprob;
-        then those of the first tokens, and their ids. Logprobs are rounded to float32.
+        float64 ``[n, 3 + 2 * width]``: 1 if the row has a finite logit and neither NaN nor
+        infinity, else 0, and then the other numbers are arbitrary; the token's rank, from 1; its
+        natural logprob; the logprobs of the first tokens, and their ids. Logprobs are rounded to
+        float32.
 
     """
     expect("logits", logits, (None, None), FLOATS)
@@ -79,9 +80,9 @@ def _add_chunks(
     logits_ptr, rows_ptr, tokens_ptr, parts_ptr, keys_ptr, vocab, chunks,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find a chunk's largest logit, its sum of exponentials and how many tokens precede the own.
+    """Find a chunk's largest logit and sum of exponentials, and count tokens before the own.
 
-    Keys order tokens: a logit's bits, and a token id that is larger the earlier it is.
+    Keys order tokens: a logit's bits, and then a number that is larger for smaller token ids.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x_ptr = logits_ptr + tl.load(rows_ptr + row) * vocab
@@ -114,7 +115,7 @@ def _finish(
     logits_ptr, rows_ptr, tokens_ptr, parts_ptr, first_ptr, found_ptr, vocab, chunks, width,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Put the chunks of a row together, and write its result."""
+    """Combine the chunks of a row and write its result."""
     row = tl.program_id(0).to(tl.int64)
     parts_ptr += row * 3 * chunks
     found_ptr += row * (3 + 2 * width)

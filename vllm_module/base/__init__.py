@@ -1,1 +1,1 @@
-"""Helpers without a trade of their own: messages, lazy imports, waiting."""
+"""Helpers that any room may use: messages, lazy imports, waiting."""

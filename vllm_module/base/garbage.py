@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused where many objects are made and none are garbage."""
+"""Pausing Python's garbage collector while many objects are made and none are garbage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc(pauses: bool = True) -> Iterator[None]:
-    """Collect no garbage in the block: each pass would walk all objects of it and free nothing."""
+    """Pause garbage collection in the block, where a pass would visit all objects and free none."""
     was_enabled = pauses and gc.isenabled()
     if not was_enabled:
         yield
@@ -19,6 +19,6 @@ def paused_gc(pauses: bool = True) -> Iterator[None]:
         yield
     finally:
         if gc.get_freeze_count() == 0:
-            gc.freeze()  # enabling begins with a pass over all new objects, but for this
+            gc.freeze()  # else enabling would begin with a pass over all new objects
             gc.unfreeze()
         gc.enable()

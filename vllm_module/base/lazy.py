@@ -1,3 +1,5 @@
+"""Names of a package that are imported when they are first used."""
+
 from __future__ import annotations
 
 import importlib
@@ -11,8 +13,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a ``__getattr__`` and a ``__dir__`` for a package (PEP 562).
 
-    ``homes`` has a package's names, each with the module that it is imported from when it is first
-    used. The package declares the same names for type checkers.
+    ``homes`` maps the package's names to the modules they are imported from at first use. The
+    package declares the same names for type checkers.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - a package's, as PEP 562 names it

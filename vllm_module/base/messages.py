@@ -1,4 +1,4 @@
-"""How names, values and errors are shown in messages.
+"""Formatting names, values and errors for messages.
 
 Names and values are shortened and escaped, so that text from a file cannot rewrite a terminal.
 """
@@ -20,17 +20,17 @@ _repr.maxdict = _repr.maxlist = 8
 
 
 def shorten(value: object) -> str:
-    """Return the ``repr`` of a value, nested values and more than about 200 characters left out."""
+    """Return the ``repr`` of a value, shortened to about 200 characters."""
     return _cut(_repr.repr(value))
 
 
-_written: dict[str, str] = {}  # folders for temporary files, and what their files are of
+_written: dict[str, str] = {}  # folders of temporary files, with the origin of their files
 
 
 def show_written(folder: PathLike[str], what: str | None) -> None:
-    """Let :func:`printable` say ``what`` in place of a folder that was written for it.
+    """Make :func:`printable` show ``what`` in place of a folder that was written for it.
 
-    ``what`` is printable, such as the name of a model; ``None`` ends it.
+    ``what`` is printable, such as a model's name; ``None`` removes the entry.
     """
     if what is None:
         _written.pop(fspath(folder), None)
@@ -41,7 +41,7 @@ def show_written(folder: PathLike[str], what: str | None) -> None:
 def printable(text: str | PathLike[str]) -> str:
     """Return a name or path with control characters and lone surrogates escaped.
 
-    A path in a folder of :func:`show_written` is shown as that file "of" what it was written for.
+    A file in a folder of :func:`show_written` is shown as the file "of" the folder's origin.
     """
     text = fspath(text)
     for folder, what in [*_written.items()]:
@@ -52,12 +52,12 @@ def printable(text: str | PathLike[str]) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-# What a library's message may hold of a signed URL, and of a key.
+# Parts of a library's message that may be secret: the query of a signed URL, and keys.
 _SECRET = re.compile(r"\?\S+|(?<=//)[^/\s@]+@|(?i:signature|credential|token|key)=\S+")
 
 
 def without_secrets(text: str) -> str:
-    """Return a library's message without queries of URLs, user names in them, and keys."""
+    """Return a library's message without the queries of URLs, user names in them, and keys."""
     return _SECRET.sub("***", text)
 
 
@@ -67,7 +67,7 @@ def printable_name(name: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the kind of an error and its message, cut to 12 lines and some 2000 characters."""
+    """Return an error's kind and message, cut to 12 lines and about 2000 characters."""
     try:
         text = str(error)
     except Exception as broken:
@@ -80,13 +80,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs what an extra of this package needs, and the extra's name.
+    """Return the command that installs the packages of an extra, and the extra's name.
 
-    It names other packages, because no index has this one.
+    The command names those packages, because this package is in no index.
     """
     try:
         declared = metadata.requires("vllm-module") or []
-    except metadata.PackageNotFoundError:  # a checkout on the path
+    except metadata.PackageNotFoundError:  # a checkout on the path has no metadata
         declared = []
     parts = [text.partition(";") for text in declared]
     ours = (f'extra == "{extra}"', f"extra == '{extra}'")

@@ -1,4 +1,4 @@
-"""A few facts about an object as a table: text for a terminal, HTML for a notebook."""
+"""Tables of facts about an object: text for a terminal, HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from html import escape
 
 
 class Summarized(ABC):
-    """Something that ``repr`` and a notebook show as a table of facts."""
+    """A base class whose ``repr`` and notebook display are a table of facts."""
 
     @abstractmethod
     def _facts(self) -> list[tuple[str, str]]:
-        """Return names and values."""
+        """Return pairs of a name and a value."""
 
     def __repr__(self) -> str:
         facts = self._facts()
@@ -20,7 +20,7 @@ class Summarized(ABC):
         return "\n".join([type(self).__name__, *lines])
 
     def _repr_html_(self) -> str:
-        """Return the same as HTML (of IPython's display protocol)."""
+        """Return the table as HTML (IPython's display protocol)."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th>"
             f"<td style='text-align:left'>{escape(value)}</td></tr>"

@@ -1,7 +1,7 @@
-"""Waits for other processes, which an interrupt ends at once and :func:`at_most` limits.
+"""Waiting for other processes, with limits, and ended at once by an interrupt.
 
 torch's own waits return to Python only when they are over, and Python runs signal handlers only
-there. A limit counts the time spent here, and not the time that this process was stopped.
+there. A limit counts time spent in the wait, and not time in which this process was stopped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SLICE = 0.1  # seconds of a wait between two looks at signals
-SILENCE = 10.0  # seconds of a wait after which the log says who is waited for
+SLICE = 0.1  # seconds between two checks for signals during a wait
+SILENCE = 10.0  # seconds of a wait after which the log names the processes that are waited for
 _SLICE_DELTA = timedelta(seconds=SLICE)
 _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
 
@@ -37,7 +37,7 @@ class WaitLimitError(RuntimeError):
 
 @contextmanager
 def at_most(seconds: float, notice: Callable[[], object] | None = None) -> Iterator[None]:
-    """Limit each wait inside: a longer one raises :class:`WaitLimitError`.
+    """Limit each wait in the block: a longer one raises :class:`WaitLimitError`.
 
     ``notice`` is called once if a wait lasts longer than ``SILENCE``.
     """
@@ -49,14 +49,14 @@ def at_most(seconds: float, notice: Callable[[], object] | None = None) -> Itera
 
 
 def finish(work: Any) -> None:
-    """Wait for a collective that was started with ``async_op=True``, of tensors on the CPU.
+    """Wait for a collective on CPU tensors that was started with ``async_op=True``.
 
-    Raises what the collective raises.
+    Raises the exceptions of the collective.
     """
     waited = 0.0
     while not work.is_completed():
         _check(waited)
-        # A slice that is over raises as well. An error of the collective is raised below.
+        # A slice that times out raises too. An error of the collective is raised below.
         with suppress(RuntimeError):
             work.wait(_SLICE_DELTA)
         waited += SLICE
@@ -64,10 +64,10 @@ def finish(work: Any) -> None:
 
 
 def interruptibly(call: Callable[[], T], ended: threading.Event | None = None) -> T:
-    """Return ``call()``, which may wait outside of Python, and runs in a thread of its own.
+    """Return ``call()``, run in another thread, because it may wait outside of Python.
 
-    After an interrupt, the limit or the event ``ended``, that thread is left behind: end what it
-    waits for. The event raises :class:`WaitLimitError`.
+    After an interrupt, the limit or the event ``ended``, that thread is left running: end its wait
+    yourself. The event raises :class:`WaitLimitError`.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -94,20 +94,20 @@ def interruptibly(call: Callable[[], T], ended: threading.Event | None = None) -
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Call ``holds`` again and again until it is true: for what takes a few milliseconds."""
+    """Call ``holds`` repeatedly until it is true; use it for waits of a few milliseconds."""
     waited, last = 0.0, time.monotonic()
     while not holds():
         now = time.monotonic()
         waited, last = waited + min(now - last, SLICE), now
         _check(waited)
-        time.sleep(0)  # lets other threads run
+        time.sleep(0)  # let other threads run
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Finish the block even if Ctrl-C comes, and handle that afterwards. Keep the block short.
 
-    While an interrupt is being handled already, another changes nothing.
+    While an interrupt is already being handled, another one changes nothing.
     """
     is_handled = isinstance(sys.exc_info()[1], KeyboardInterrupt)
     handler = signal.getsignal(signal.SIGINT)

@@ -1,1 +1,1 @@
-"""From a name or folder to a loaded model: registry, source, and ``get_model``."""
+"""Building and loading models: the registry, model sources, and ``get_model``."""

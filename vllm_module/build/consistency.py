@@ -1,4 +1,4 @@
-"""What ranks compare while they load, each in its own process, so that all have one model."""
+"""Comparing ranks in separate processes while they load, so that all have the same model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def in_step(
     group: ProcessGroup | None,
     compare: Callable[[Sequence[Mapping[str, str]]], None],
 ) -> T:
-    """Return what ``work`` returns here; with a ``group``, run it on every rank of the group.
+    """Return the result of ``work``; with a ``group``, run it on every rank of the group.
 
-    ``compare`` gets each rank's description of its result. Every rank raises if any rank fails.
+    ``compare`` gets each rank's description of its result. If any rank fails, every rank raises.
     """
     if group is None:
         return work()
@@ -46,7 +46,7 @@ def in_step(
 
 
 def demand_same_tensors(digests: Sequence[Mapping[str, str]]) -> None:
-    """Raise ``RankError`` if tensors differ that every rank keeps whole."""
+    """Raise ``RankError`` if ranks differ in a tensor that every rank keeps whole."""
     names = set(digests[0]).intersection(*digests[1:])
     demand_alike(
         [{name: of_rank[name] for name in of_rank if name in names} for of_rank in digests]
@@ -56,7 +56,7 @@ def demand_same_tensors(digests: Sequence[Mapping[str, str]]) -> None:
 def demand_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
     """Raise ``RankError`` if descriptions, by rank, differ.
 
-    It names the ranks that differ from the majority, or all if there is none, and the entries.
+    The error names the ranks that differ from the majority, or all without one, and the entries.
     """
     ranks_of: dict[frozenset[tuple[str, str]], list[int]] = {}
     for rank, description in enumerate(descriptions):
@@ -96,7 +96,7 @@ def describe(
     rules: Rules | None,
     checkpoint: OpenWeights,
 ) -> dict[str, str]:
-    """Return what determines a model, for ranks to compare before they read a tensor."""
+    """Return the properties that determine a model, compared before a tensor is read."""
     entries = config.model_dump()
     settings = {
         f"config.json's {name}": json.dumps(entries[name], sort_keys=True, default=repr)
@@ -108,7 +108,7 @@ def describe(
 
 def digests(model: vLLMModule) -> dict[str, str]:
     """Return a digest of each tensor that this rank keeps whole, by its name."""
-    # Not what is computed from them, such as scales, which may depend on how they are sharded.
+    # Without tensors computed from them, such as scales, which may depend on the sharding.
     tensors = {location.path: location.tensor for location in locations(model)}
     return {
         f"{name} after loading": _digest(tensor)

@@ -1,8 +1,9 @@
-"""Loading what a source has: a checkpoint by its names, a sharded state by the tree's paths.
+"""Loading from an opened source: a checkpoint by its names, a sharded state by the tree's paths.
 
-A sharded state is loaded as a state dict is: each tensor is one rank's parameter or buffer, whole.
-It takes the way of every load but for routing: it is accounted for, materialized, read in threads
-and processed. Names are no checkpoint's, so no ``load_weights`` of a model is called.
+A sharded state is loaded like a state dict: each tensor is one rank's parameter or buffer, whole.
+All
+steps of a load but routing are done: tensors are accounted for, materialized, read in threads and
+processed. No ``load_weights`` is called, because the names are not a checkpoint's.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Checkpoint, Readers, Weight
 from vllm_module.weights.sharded_state import ShardedState
 
-_MOST_NAMED = 10  # tensors that a message lists by the names of a file
+_MOST_NAMED = 10  # number of missing tensors that a message lists by a file's names
 
 
 def own_tensors(model: vLLMModule, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Return what ``model`` is loaded from: of a sharded state, the tensors of its rank.
+    """Return the tensors to load ``model`` from: for a sharded state, those of its rank.
 
     Raises ``ShardingError`` for a sharded state of another number of ranks.
     """
@@ -39,11 +40,11 @@ def own_tensors(model: vLLMModule, weights: Mapping[str, Weight]) -> Mapping[str
 
 
 def number_of_tensors(weights: Mapping[str, Weight]) -> int:
-    """Return how many tensors this rank is loaded from, before its model is built."""
+    """Return the number of tensors that this rank loads, before its model is built."""
     if not isinstance(weights, ShardedState):
         return len(weights)
     group, ranks = tensor_parallel_group(), weights.manifest.tensor_parallel_size
-    # Another number of ranks is refused when the model is there.
+    # Another number of ranks is refused later, when the model exists.
     return len(weights.of_rank(group.rank if group.size == ranks else 0))
 
 
@@ -54,7 +55,7 @@ def load_from(
     planned: Callable[[LoadPlan], None] | None = None,
     reader: OpenReader | None = None,
 ) -> None:
-    """Load ``model``, all of it, from what its source opened.
+    """Load the whole ``model`` from the opened weights of its source.
 
     ``recorded`` are its :func:`own_tensors`, or with handles that record what is read. ``planned``
     is called with the plan before it is run, by a ``reader`` if one is given. Raises what these and
@@ -72,7 +73,7 @@ def load_from(
         return
     try:
         with loading(model, pairs, open_reader=open_reader):
-            model.load_weights(pairs)  # pairs, as an override expects them
+            model.load_weights(pairs)  # overrides expect pairs
     except WeightLoadError as error:
         if error.report is not None and (advice := _lacking(weights, error.report)):
             error.args = (f"{error} {advice}",)
@@ -80,7 +81,7 @@ def load_from(
 
 
 def _lacking(weights: Mapping[str, Weight], report: LoadReport) -> str:
-    """Say what is missing by the names of a format that has others, if the checkpoint is of one."""
+    """Return a sentence with the missing tensors' names in a format that renames tensors, or ""."""
     if not isinstance(weights, Checkpoint) or weights.stored_name is None:
         return ""
     names = fold(filter(None, (weights.stored_name(name) for name, _ in report.missing)))
@@ -93,24 +94,24 @@ def _lacking(weights: Mapping[str, Weight], report: LoadReport) -> str:
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return each parameter and persistent buffer below ``module``, a tied one once, by its path.
+    """Return each parameter and persistent buffer below ``module`` by path, a tied one once.
 
-    They are what a sharded state has, and what :func:`load_held` takes.
+    These are the tensors of a sharded state, which :func:`load_held` takes.
     """
     top = Node(module)
     try:
         return {location.path: location.tensor for location in held_locations(top)}
     finally:
-        top.forget_below()  # or a cycle would keep the model alive
+        top.forget_below()  # break a cycle that would keep the model alive
 
 
 def load_held(model: vLLMModule, held: Mapping[str, Weight]) -> None:
-    """Load ``model`` with what :func:`held_tensors` had of it, or a copy of that."""
+    """Load ``model`` from the tensors of :func:`held_tensors`, or copies of them."""
     execute(plan_held(model, held))
 
 
 def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
-    """Return what :func:`load_from` would do, reading nothing."""
+    """Return the plan of :func:`load_from`; nothing is read."""
     own = own_tensors(model, weights)
     if not isinstance(weights, ShardedState):
         plan = model.plan_weights(own)
@@ -120,9 +121,9 @@ def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
 
 
 def plan_held(model: vLLMModule, held: Mapping[str, Weight]) -> LoadPlan:
-    """Return the plan that each tensor fills a parameter as this rank holds it, by its path.
+    """Return a plan in which each tensor fills the parameter at its path, as this rank holds it.
 
-    No name is routed. What a conversion makes is filled too. The order is that of the tree, in
+    No name is routed. Tensors made by conversions are filled too. The order is that of the tree, in
     which a sharded state is stored.
     """
     left, report, fills = dict(held), LoadReport(), []
@@ -151,7 +152,7 @@ def plan_held(model: vLLMModule, held: Mapping[str, Weight]) -> LoadPlan:
 
 
 def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> LoadPlan:
-    """Return the plan of another rank, as ``plan.of_rank`` does, with that rank's tensors."""
+    """Return the plan of another rank by ``plan.of_rank``, with that rank's tensors."""
     other = plan.of_rank(rank)
     if not isinstance(weights, ShardedState):
         return other
@@ -160,13 +161,13 @@ def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> Lo
 
 
 def _rank(model: vLLMModule, state: ShardedState) -> int:
-    """Return which rank of ``state`` the model is.
+    """Return the model's rank in ``state``.
 
-    Raises ``ShardingError`` if it is one of another number of ranks.
+    Raises ``ShardingError`` if the model has another number of ranks.
     """
     group, expected = tensor_parallel_group(), state.manifest.tensor_parallel_size
     places = {(group.rank, group.size)}
-    cut = {  # the ranks that the model was built for, whichever group surrounds the load
+    cut = {  # the ranks that the model was built for, not those of the surrounding group
         place
         for parameter in model.parameters()
         if isinstance(parameter, BasevLLMParameter)

@@ -1,4 +1,4 @@
-"""Find, build and load a model. The ranks of a process group do each step together."""
+"""Finding, building and loading a model, on all ranks of a process group together."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """A model, and what it was loaded from.
+    """A model, with the source and fingerprint that it was loaded from.
 
     Attributes:
         source: the folder or store, and the configuration.
         model: the model.
-        fingerprint: of the weights, as ``Checkpoint.fingerprint`` has it.
+        fingerprint: fingerprint of the weights, as in ``Checkpoint.fingerprint``.
 
     """
 
@@ -73,9 +73,9 @@ def find_and_load(
     load_config: LoadConfig | None,
     device_config: DeviceConfig | None,
 ) -> Loaded:
-    """Return the model as :func:`get_model` does, and what it was loaded from.
+    """Load a model as :func:`get_model` does; return it with its source.
 
-    If ``config`` is a source, nothing is resolved again.
+    A ``config`` that is a source is used without resolving it again.
     """
     load_config = load_config or LoadConfig()
     timeout = load_config.timeout
@@ -137,8 +137,8 @@ def progress(
 ) -> Iterator[Callable[[LoadPlan], None]]:
     """Draw a progress bar with bytes and rate while the block loads from ``checkpoint``.
 
-    It is drawn on ``console``, or on standard error. The block gets a function to call with the
-    plan, which tells how many bytes there are.
+    The bar is drawn on ``console``, or on standard error. The block gets a function to call with
+    the plan, which has the number of bytes.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -147,7 +147,7 @@ def progress(
     done = threading.Event()
     console = console or Console(stderr=True)
     with Progress(*columns, TransferSpeedColumn(), console=console) as bar:
-        task = bar.add_task(label, total=None, visible=False)  # until there is a plan
+        task = bar.add_task(label, total=None, visible=False)  # hidden until there is a plan
 
         def follow() -> None:
             while not done.wait(0.1):

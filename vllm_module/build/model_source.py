@@ -1,4 +1,4 @@
-"""Where a model comes from: found once, with what its files say about it."""
+"""The source of a model, resolved once, and its configuration."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
 from vllm_module.weights.sharded_state import find_manifest
 from vllm_module.weights.source import Remote, Source, find_source
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # that a model runs in
-# The default dtype belongs to the process, and simulated ranks build in threads.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that a model runs in
+# The default dtype is global to the process, and simulated ranks build in threads.
 _default_dtype_lock = threading.Lock()
 
 
@@ -37,18 +37,18 @@ _default_dtype_lock = threading.Lock()
 class ModelSource:
     """A model's source, and the configuration in its folder.
 
-    A hub id or a URL is resolved once, in :meth:`find`. Whatever takes the source afterwards, in
-    this process or in another, reads from the same place. Pickled, it takes the registered model
-    and source along that it needs.
+    A hub id or a URL is resolved once, in :meth:`find`. Code that takes the source afterwards, in
+    this process or in another, reads from the same place. When pickled, it contains the
+    registrations of the model and the source that it needs.
 
     Attributes:
         source: the folder and the weights.
         config: ``config.json``, with the overrides of the ``ModelConfig``.
-        dtype: of parameters that are not quantized.
-        rules: which layers are quantized, and how; ``None`` if no layer is.
-        spread_experts: whether each rank holds whole experts.
-        secondary: more sources, each with the path of the module that its names are below.
-        is_dummy: whether values are made up, and no weights are opened.
+        dtype: dtype of parameters that are not quantized.
+        rules: rules for quantizing layers; ``None`` if no layer is quantized.
+        spread_experts: True if each rank holds whole experts.
+        secondary: further sources, each with the path of the module that its names are below.
+        is_dummy: True if values are made up and no weights are opened.
 
     """
 
@@ -62,13 +62,13 @@ class ModelSource:
 
     @classmethod
     def find(cls, model: ModelConfig | ModelSource, load_format: str = "auto") -> ModelSource:
-        """Find the folder, download it if need be, and read its configuration.
+        """Find the folder, downloading it if necessary, and read its configuration.
 
-        No weights are read. A source is returned as it is. ``load_format`` is ``LoadConfig``'s.
+        No weights are read. A source is returned unchanged. ``load_format`` is ``LoadConfig``'s.
 
         Raises:
             CheckpointFormatError: there is no such model, or its files are damaged.
-            UnsupportedModelError: the configuration asks for what is not implemented.
+            UnsupportedModelError: the configuration requests something that is not implemented.
 
         """
         if isinstance(model, ModelSource):
@@ -84,7 +84,7 @@ class ModelSource:
             code=model.trust_remote_code,
         )
         config = read_config(source.folder, model)
-        is_own = isinstance(source, Remote)  # whose opener knows its format
+        is_own = isinstance(source, Remote)  # its opener knows its format
         manifest = None if is_own else find_manifest(source.folder, load_format)
         model = model if manifest is None else manifest.settle(model, config)
         stored = getattr(config, "quantization_config", None)
@@ -96,19 +96,19 @@ class ModelSource:
                 "file of F32, F16 or BF16, or a config.json without the file"
             )
         dtype = _parameter_dtype(model, config, None if is_dummy else source)
-        # A sharded state has the tensors of all sources.
+        # A sharded state contains the tensors of all sources.
         alone = is_dummy or manifest is not None
         secondary = () if alone else _secondary_sources(model, config)
         return cls(source, config, dtype, rules, model.enable_expert_parallel, secondary, is_dummy)
 
     @property
     def folder(self) -> Path:
-        """The folder with ``config.json``, the files of the tokenizer and mostly the weights."""
+        """The folder with ``config.json``, the tokenizer's files and usually the weights."""
         return self.source.folder
 
     @property
     def name(self) -> str:
-        """What the model is called in messages: its URL, its one file, or its folder."""
+        """The model's name in messages: its URL, its one file, or its folder."""
         return printable(getattr(self.source, "path", self.folder))
 
     @property
@@ -119,8 +119,8 @@ class ModelSource:
     def open(self) -> OpenWeights:
         """Open the weights and check their headers. ``bytes_read`` starts at zero.
 
-        Dummy weights are those that a model of one rank expects. For them, ``bytes_read`` counts
-        the values that are made.
+        Dummy weights have the names that a model of one rank expects. For them, ``bytes_read``
+        counts the values that are computed.
         """
         if self.is_dummy:
             with tensor_parallel(rank=0, size=1):
@@ -135,8 +135,9 @@ class ModelSource:
         """Build this rank's model in evaluation mode: parameters on meta, to load onto ``device``.
 
         The rank and size are those of the surrounding :func:`tensor_parallel` or process group. If
-        ``tensors`` is given, a model with far more parameters than so many checkpoint tensors could
-        fill is a ``CheckpointFormatError``, found before the whole model is built.
+        ``tensors`` is given, the number of tensors in the checkpoint, a model with far more
+        parameters than these can fill raises ``CheckpointFormatError`` before it is built
+        completely.
         """
         with expert_parallel() if self.spread_experts else nullcontext():
             return build_model(self.config, self.dtype, device, self.rules, tensors).eval()
@@ -146,7 +147,8 @@ class ModelSource:
         by_call, files = registry.registered.by_call, registry.registered.files
         models = {name: by_call[name] for name in self.config.architectures if name in by_call}
         try:
-            # Bytes, because classes of the user's files are known once _restore has run these.
+            # Pickled to bytes, because classes of the user's files exist only after _restore has
+            # run these.
             pickled = pickle.dumps((models, values))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
@@ -167,7 +169,7 @@ def _restore(files: list[Path], pickled: bytes) -> ModelSource:
 def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     """Read and check ``config.json`` in ``folder``, with the overrides of ``model_config``.
 
-    The class of the architecture that it names says which entries there are.
+    The class of the architecture that it names declares its entries.
     """
     path = folder / "config.json"
     entries = read_entries(folder, model_config.hf_overrides)
@@ -220,7 +222,7 @@ def build_model(
                 _no_missing_entry(config),
             ):
                 model: vLLMModule = build(config)
-                list(model.modules())  # fails if one has not called nn.Module's constructor
+                list(model.modules())  # fails if a module has not called nn.Module's constructor
             if rules is not None:
                 quantize(model, rules)
             fuse(model)
@@ -231,7 +233,7 @@ def build_model(
 
 @contextmanager
 def _no_missing_entry(config: HFConfig) -> Iterator[None]:
-    """Refuse a configuration that lacks an entry which the model reads."""
+    """Raise for a configuration that lacks an entry which the model reads."""
     try:
         yield
     except AttributeError as error:
@@ -242,7 +244,7 @@ def _no_missing_entry(config: HFConfig) -> Iterator[None]:
 
 @contextmanager
 def _fewer_parameters(config: HFConfig, tensors: int | None) -> Iterator[None]:
-    """Refuse to build far more parameters than ``tensors`` checkpoint tensors could fill.
+    """Raise if the block makes far more parameters than ``tensors`` checkpoint tensors can fill.
 
     A tensor may fill several parameters, or none, so the limit is generous.
     """
@@ -253,7 +255,7 @@ def _fewer_parameters(config: HFConfig, tensors: int | None) -> Iterator[None]:
 
     def count(module: torch.nn.Module, name: str, parameter: object) -> None:
         nonlocal made
-        made += threading.get_ident() == thread  # the hook is the process's
+        made += threading.get_ident() == thread  # the hook is called for all threads of the process
         if made > most:
             raise CheckpointFormatError(
                 f"config.json describes a larger model than the checkpoint: more than {most} "
@@ -271,7 +273,7 @@ def _fewer_parameters(config: HFConfig, tensors: int | None) -> Iterator[None]:
 def _secondary_sources(
     model_config: ModelConfig, config: HFConfig
 ) -> tuple[tuple[str, Source], ...]:
-    """Find the sources that the model's ``secondary_weights`` names, and the paths they are for."""
+    """Find the sources in the model's ``secondary_weights``, with the paths of their modules."""
     cls = model_class(config.architectures, config.model_impl)
     declared: Any = getattr(cls, "secondary_weights", None)
     if declared is None:
@@ -294,9 +296,9 @@ def _secondary_sources(
 def _parameter_dtype(
     model_config: ModelConfig, config: HFConfig, source: Source | None
 ) -> torch.dtype:
-    """Return the dtype asked for, or config.json's, or that of the first tensor in one of them.
+    """Return the requested dtype, else config.json's, else that of a tensor in one of _DTYPES.
 
-    Without a source, that is float32.
+    Without a source, it is float32.
     """
     name: str | None = model_config.dtype
     if name == "auto":
@@ -306,7 +308,8 @@ def _parameter_dtype(
         if source is not None:
             with open_weights(source) as checkpoint:
                 dtypes = [handle.dtype for handle in checkpoint.values()]
-        # The first may be that of position ids. If no model runs in any, it is refused by name.
+        # The first tensor may be position ids. If no dtype is one of _DTYPES, it is refused by
+        # name.
         taken = [*(dtype for dtype in dtypes if dtype in _DTYPES), *dtypes, torch.float32]
         name = str(taken[0])
     dtype = getattr(torch, name.removeprefix("torch."), None)

@@ -1,6 +1,6 @@
-"""From an architecture's name in ``config.json`` to its class.
+"""Mapping an architecture's name in ``config.json`` to its class.
 
-Our own models, models that other packages announce, and models that a caller registers.
+Classes are our own models, models that other packages announce, and models that a caller registers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names, not classes: a model's file is imported when the model is built.
+# Names instead of classes, because a model's file is imported when the model is built.
 _OURS = {
     "BambaForCausalLM": "vllm_module.models.bamba:BambaForCausalLM",
     "BertForMaskedLM": "vllm_module.models.bert:BertModel",
@@ -82,21 +82,21 @@ _OURS = {
     "XLMRobertaModel": "vllm_module.models.roberta:RobertaModel",
 }
 _WRAPPER = "vllm_module.wrapped.model:TransformersForCausalLM"
-_GROUP = "vllm_module.models"  # of entry points
-_FAILURES = (Exception, SystemExit)  # of code from outside, which may call sys.exit
-# What the layers in a model raise about a checkpoint, other ranks or this host; and the modules
-# that raise another error when another rank has ended.
+_GROUP = "vllm_module.models"  # group of entry points
+_FAILURES = (Exception, SystemExit)  # exceptions of code from outside, which may call sys.exit
+# Exceptions of layers about a checkpoint, other ranks or this host; and modules whose other errors
+# come from the end of another rank.
 _NOT_THE_MODELS = WeightLoadError, ModelNotReadyError, RankError, WaitLimitError, MemoryError
 _OF_OTHER_RANKS = "torch.distributed", "vllm_module.distributed", "vllm_module.base.waiting"
 
 
 @dataclass
 class Registrations:
-    """The models that this process registered.
+    """Models that were registered in this process.
 
     Attributes:
-        by_call: what :func:`register_model` was called with.
-        files: paths of :func:`load_model_code`.
+        by_call: arguments of :func:`register_model`, by architecture.
+        files: paths given to :func:`load_model_code`.
 
     """
 
@@ -111,14 +111,14 @@ _from_files: dict[str, type[vLLMModule]] = {}
 def register_model(architecture: str, model: type[vLLMModule] | str) -> None:
     """Use ``model`` for checkpoints whose ``config.json`` names ``architecture``.
 
-    It goes before any other model of this name. Ranks in processes of their own know it too, so its
-    class has to be defined at the top level of a module.
+    It replaces any other model of this name. Ranks in separate processes know it too, so its class
+    must be defined at the top level of a module.
 
     Args:
         architecture: the name in the list ``architectures`` of ``config.json``.
         model: a subclass of ``vLLMModule``, or ``"package.module:Class"``, which is imported when
             the model is built. It is built from one argument, its configuration: an
-            :class:`~vllm_module.hf_config.HFConfig`, or what the class sets as ``config_class``.
+            :class:`~vllm_module.hf_config.HFConfig`, or the class's own ``config_class``.
 
     Raises:
         TypeError: ``model`` is neither.
@@ -158,7 +158,8 @@ def load_model_code(path: Path) -> None:
             f"model_code {printable(path)} is not a Python file: expected a path that ends in .py"
         )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, as an import does: pickle and dataclasses look
+    # Set before the file runs, as an import does: pickle and dataclasses look here.
+    sys.modules[name] = module
     before = dict(registered.by_call), dict(registered_sources)
     streams = sys.stdout, sys.stderr
     try:
@@ -176,7 +177,7 @@ def load_model_code(path: Path) -> None:
                 "with the name of an architecture, or a call of register_model or register_source"
             )
     except BaseException as error:
-        sys.modules.pop(name, None)  # the file may have done so
+        sys.modules.pop(name, None)  # the file may have removed it
         if isinstance(error, (UnsupportedModelError, KeyboardInterrupt, GeneratorExit)):
             raise
         raise UnsupportedModelError(
@@ -187,8 +188,8 @@ def load_model_code(path: Path) -> None:
 
 
 def supported_architectures() -> list[str]:
-    """Return the names that :func:`model_class` knows, sorted."""
-    # A file has the layers of its models too.
+    """Return all names that :func:`model_class` knows, sorted."""
+    # Files also define the layers of their models.
     of_files = {name for name, cls in _from_files.items() if hasattr(cls, "compute_logits")}
     return sorted({*_OURS, *_announced(), *of_files, *registered.by_call})
 
@@ -196,8 +197,8 @@ def supported_architectures() -> list[str]:
 def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -> type[vLLMModule]:
     """Return the class of the first known architecture.
 
-    ``model_impl`` is that of :class:`~vllm_module.config.ModelConfig`: ``"auto"`` takes the class
-    that runs the transformers library where no other model is known.
+    ``model_impl`` is that of :class:`~vllm_module.config.ModelConfig`: ``"auto"`` falls back to the
+    class that runs the transformers library.
 
     Raises ``UnsupportedModelError`` if none is known, or its class cannot be imported.
     """
@@ -223,17 +224,17 @@ def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") ->
 
 
 def is_known(architectures: Sequence[str]) -> bool:
-    """Tell whether a model here, or one that was registered, implements an architecture."""
+    """Return whether a model of ours, or a registered one, implements an architecture."""
     return any(_target(each) is not None for each in architectures)
 
 
 def settled_impl(
     architectures: Sequence[str], model_impl: ModelImpl, auto_map: object
 ) -> ModelImpl:
-    """Return ``model_impl``, or ``"transformers"`` for what only code of a checkpoint defines.
+    """Return ``model_impl``, or ``"transformers"`` if only code of a checkpoint defines the model.
 
-    ``auto_map`` is that of ``config.json``, which names the code. Whether it may be run is asked
-    later, when its class is needed.
+    ``auto_map`` is that of ``config.json``, which names the code. Whether the code may run is
+    checked later, when its class is needed.
     """
     if model_impl != "auto" or find_spec("transformers") is None:
         return model_impl
@@ -242,22 +243,22 @@ def settled_impl(
 
 
 def in_transformers(architectures: Sequence[str]) -> bool:
-    """Tell whether the transformers library is there and has one of these language models.
+    """Return whether transformers is installed and has one of these language models.
 
-    The wrapper may refuse it all the same, when it is built.
+    The wrapper may still refuse the model when it is built.
     """
     installed = find_spec("transformers") is not None
     return installed and any(name in _of_transformers() for name in architectures)
 
 
 def implementation(cls: type[vLLMModule]) -> Literal["native", "transformers"]:
-    """Return the ``model_impl`` that ``cls``, of :func:`model_class`, is."""
+    """Return the ``model_impl`` of ``cls``, a class from :func:`model_class`."""
     wrapper = f"{cls.__module__}:{cls.__qualname__}" == _WRAPPER
     return "transformers" if wrapper else "native"
 
 
 def config_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -> type[HFConfig]:
-    """Return the class that checks and reads the configuration of the first known architecture."""
+    """Return the configuration class of the first known architecture."""
     cls = model_class(architectures, model_impl)
     config_cls: Any = getattr(cls, "config_class", HFConfig)
     if not (isinstance(config_cls, type) and issubclass(config_cls, HFConfig)):
@@ -270,9 +271,9 @@ def config_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -
 
 @contextmanager
 def blamed_on(cls: type) -> Iterator[None]:
-    """Raise ``UnsupportedModelError`` from what the code of a model from outside raises.
+    """Turn exceptions of a model's code from outside into ``UnsupportedModelError``.
 
-    Errors about a checkpoint or about other ranks stay as they are, and so do those of our models.
+    Errors about a checkpoint or about other ranks are not changed, nor are those of our own models.
     """
     try:
         yield
@@ -295,7 +296,7 @@ def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:
 
 
 def _line(error: BaseException, file: str | None) -> str:
-    """Return where in ``file`` an error was raised, or nothing if it was not raised there."""
+    """Return the line of ``file`` where an error was raised; empty if it was elsewhere."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1]}" if lines else ""
 
@@ -327,11 +328,11 @@ def _of_transformers() -> frozenset[str]:
 
 @cache
 def _announced() -> dict[str, list[str]]:
-    """Return the targets that installed packages announce by entry points, by architecture."""
+    """Return the entry points of installed packages, by architecture."""
     targets: dict[str, list[str]] = {}
     for point in entry_points(group=_GROUP):
         if point.value not in targets.setdefault(point.name, []):
-            # One that replaces a model of ours is more than news.
+            # A class that replaces one of our models is worth a warning.
             level = logging.WARNING if point.name in _OURS else logging.INFO
             instead = " instead of ours" if point.name in _OURS else ""
             text = "the model %s is %s of an installed package%s"
@@ -341,14 +342,14 @@ def _announced() -> dict[str, list[str]]:
 
 
 def _import(architecture: str, target: str) -> type[vLLMModule]:
-    # Of an installed package it may name a class in a class, and extras.
+    # An installed package's entry may name a nested class, and extras.
     point = EntryPoint(architecture, target, _GROUP)
     matched = point.pattern.match(target)
     if matched is None or not matched["attr"]:
         raise UnsupportedModelError(
             f"the model {shorten(target)} of {architecture} should be named package.module:Class"
         )
-    # Another error of our modules is a bug.
+    # Another error in one of our modules is a bug.
     ours = target.startswith("vllm_module.")
     failures = (ImportError, AttributeError) if ours else _FAILURES
     try:
@@ -375,7 +376,7 @@ def _not_a_model(architecture: str, cls: object) -> str | None:
 
 
 def _models_in(module: ModuleType) -> dict[str, type[vLLMModule]]:
-    """Return the classes that the file defines, not those that it imports."""
+    """Return the model classes that the file defines, without those that it imports."""
     from vllm_module.core.module import vLLMModule
 
     return {

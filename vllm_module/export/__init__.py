@@ -1,1 +1,1 @@
-"""Writing folders that a model is loaded from: sharded states and quantized checkpoints."""
+"""Writing folders of weights: sharded states and quantized checkpoints."""

@@ -1,4 +1,4 @@
-"""Writing a quantized checkpoint: weights as an online load holds them, under the original's names.
+"""Writing a quantized checkpoint: an online load's weights, under the original's names.
 
 Layers are loaded one after another, as the model itself would load them, written and freed.
 """
@@ -34,9 +34,9 @@ from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.weights import Weight
 from vllm_module.weights.sharded_state import ShardedState
 
-FILE_BYTES = 5_000_000_000  # of a file, at most, unless one layer has more
+FILE_BYTES = 5_000_000_000  # bytes of a file, at most, unless one layer has more
 _WEIGHT = ".weight"
-# Entries of config.json that say how llama.cpp and Mistral store tensors.
+# Entries of config.json about the way in which llama.cpp and Mistral store tensors.
 _ELSEWHERE = {
     "stored_rotary_pairs": "the rows of queries and keys in the order of llama.cpp and Mistral",
     "stored_experts_apart": "gate and up of experts apart, as llama.cpp does",
@@ -45,11 +45,11 @@ _ELSEWHERE = {
 
 
 class Converted(NamedTuple):
-    """What :func:`convert` wrote.
+    """The result of :func:`convert`.
 
     Attributes:
-        report: what the load of the original did with every name; skipped ones are not written.
-        quantized: the names of the layers that are quantized.
+        report: report of the original's load; skipped names are not written.
+        quantized: names of the layers that are quantized.
         read, written: bytes of tensors.
 
     """
@@ -68,17 +68,17 @@ def convert(
     file_bytes: int = FILE_BYTES,
     on_tensors: Callable[[int], object] = lambda nbytes: None,
 ) -> Converted:
-    """Quantize a checkpoint as ``config.quantization`` says, in compressed-tensors' layout.
+    """Quantize a checkpoint by ``config.quantization`` and write it in compressed-tensors' layout.
 
-    On one rank, a load of the folder ``out`` gives the bits of an online load of the original. On
-    several it does so where each scale is of one rank's part; others are those of whole tensors.
-    Tensors that are not quantized are copied as they are stored. Host memory holds one layer.
-    ``on_tensors`` is called with the bytes of tensors written so far.
+    On one rank, loading the folder ``out`` gives the bits of an online load of the original. On
+    several ranks it does so for scales that cover one rank's part; other scales are those of whole
+    tensors. Tensors that are not quantized are copied as they are stored. Host memory holds one
+    layer. ``on_tensors`` is called with the bytes of tensors written so far.
 
     Raises:
-        ValueError: ``out`` exists and is no empty folder, or no quantization is asked for.
-        UnsupportedModelError: the checkpoint is quantized already; or a layer's tensors are stored
-            in a way that the layout does not have.
+        ValueError: ``out`` exists and is no empty folder, or no quantization is requested.
+        UnsupportedModelError: the checkpoint is already quantized; or a layer's tensors are stored
+            in a way that the layout lacks.
         WeightLoadError: the checkpoint is refused.
 
     """
@@ -126,7 +126,7 @@ class _Unit(Protocol):
 
     @property
     def tensors(self) -> dict[str, Stored]:
-        """What is written, by name."""
+        """Dtype and shape of the tensors, by name."""
 
     def write(self, file: SafetensorsWriter) -> None:
         """Read or compute the tensors, and write them."""
@@ -151,9 +151,9 @@ class _Layer(NamedTuple):
     """A layer that is quantized while it is loaded.
 
     Attributes:
-        path: of the layer.
-        stored_as: what loads it from the checkpoint that is written.
-        pairs: what it is loaded from, with names relative to it.
+        path: path of the layer.
+        stored_as: the QuantizeMethod that will read this layer from the new checkpoint.
+        pairs: tensors that the layer is loaded from, with names relative to it.
         names: the checkpoint's name of each slot.
 
     """
@@ -173,7 +173,7 @@ class _Layer(NamedTuple):
         }
 
     def _parameters(self) -> dict[str, BasevLLMParameter]:
-        """Return what the layer would hold if it were loaded from what is written."""
+        """Return parameters such as the layer would have after loading the new checkpoint."""
         if isinstance(self.stored_as, PackedMethod):
             return self.stored_as.create_weights(self.layer)
         layer = self.layer
@@ -197,7 +197,7 @@ class _Layer(NamedTuple):
 def _packed(
     layer: QuantizableLayer, parameters: dict[str, BasevLLMParameter]
 ) -> dict[str, BasevLLMParameter]:
-    """Return the parameters of compressed-tensors' words, with the values of an online layer."""
+    """Return compressed-tensors' packed parameters, with the values of an online layer."""
     names = COMPRESSED_TENSORS
     held = {attr: parameter.materialize_on("cpu") for attr, parameter in parameters.items()}
     with torch.no_grad():
@@ -210,19 +210,19 @@ def _packed(
 
 
 def _units(plan: LoadPlan) -> Iterator[_Unit]:
-    """Yield what is written for each fill, in the order of the plan."""
+    """Yield the units to write, in the order of the plan's fills."""
     of_module: dict[nn.Module, list[Fill]] = {}
     for each in plan.fills:
         of_module.setdefault(each.location.node.module, []).append(each)
     for each in plan.fills:
         if each.location.conversion is None:
             yield _Copy(each.name, each.weight)
-        elif fills := of_module.pop(each.location.node.module, None):  # the first of a layer
+        elif fills := of_module.pop(each.location.node.module, None):  # the first fill of a layer
             yield _layer(fills)
 
 
 def _layer(fills: Sequence[Fill]) -> _Layer:
-    """Return the unit of one layer; refuse what the layout cannot describe."""
+    """Return the unit of one layer; raise if the layout cannot describe it."""
     location = fills[0].location
     path, layer = location.node.path[:-1], location.node.module
     assert isinstance(layer, QuantizableLayer)
@@ -251,7 +251,7 @@ def _layer(fills: Sequence[Fill]) -> _Layer:
 
 
 def _names(fill: Fill) -> dict[str, str]:
-    """Return the slots that ``fill`` fills, by the names that a checkpoint has for them.
+    """Return the slots that ``fill`` fills, by their names in a checkpoint.
 
     A tensor of several slots is split, because each may have scales of its own.
     """
@@ -264,7 +264,7 @@ def _names(fill: Fill) -> dict[str, str]:
 
 
 def _as_stored(parameter: BasevLLMParameter, slot: str) -> torch.Tensor:
-    """Return a slot as a checkpoint stores it; this rank holds all of it."""
+    """Return a slot in the form that a checkpoint stores; this rank holds all of it."""
     stored = torch.empty(parameter.checkpoint_shape(slot), dtype=parameter.dtype)
     for piece in parameter.pieces(stored, slot):
         source = piece.source
@@ -275,7 +275,7 @@ def _as_stored(parameter: BasevLLMParameter, slot: str) -> torch.Tensor:
 
 
 def _undone(order: StoredOrder, held: torch.Tensor) -> torch.Tensor:
-    """Return what ``order`` restores to ``held``; nothing of it is padding."""
+    """Return the tensor that ``order`` restores to ``held``, which has no padding."""
     assert not order.transposed
     parts: list[tuple[int, StoredOrder]] = []
     if order.groups is not None:
@@ -283,7 +283,7 @@ def _undone(order: StoredOrder, held: torch.Tensor) -> torch.Tensor:
     if order.pairs is not None:
         parts.append((order.pairs[0], StoredOrder(pairs=(0, order.pairs[1]))))
     for dim, along in parts:
-        # Bytes, because not every dtype of eight bits has an operation to move rows.
+        # Viewed as bytes, because some eight-bit dtypes have no operation to move rows.
         moved = held.movedim(dim, 0).contiguous()
         rows = moved.view(torch.uint8)
         places = along.restore(torch.arange(len(rows)))
@@ -295,7 +295,7 @@ def _undone(order: StoredOrder, held: torch.Tensor) -> torch.Tensor:
 
 
 def _ignored(model: vLLMModule, plan: LoadPlan) -> set[str]:
-    """Return the checkpoint's names of the layers that are not quantized, tied heads included."""
+    """Return the checkpoint's names of layers that are not quantized, with tied heads."""
     ignored = {
         name
         for each in plan.fills

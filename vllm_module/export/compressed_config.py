@@ -1,4 +1,4 @@
-"""``quantization_config`` of config.json, as compressed-tensors reads it."""
+"""Writing ``quantization_config`` of config.json in compressed-tensors' format."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from vllm_module.quantization import Scheme
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.quantization.packed_online import OnlinePackedMethod
 
-_MIXED = "mixed-precision"  # where groups have formats of their own
+_MIXED = "mixed-precision"  # format of a checkpoint whose groups have formats of their own
 
-Stored = Scheme | PackedMethod  # how a layer is stored: what loads it
+Stored = Scheme | PackedMethod  # method by which a layer is stored and will be loaded
 
 
 def quantization_config(layers: Mapping[str, Stored], ignored: Iterable[str]) -> dict[str, Any]:
-    """Return the entries for layers that are quantized, and for those that are not.
+    """Return the entries for quantized layers, and for those that are not quantized.
 
-    Layers have the checkpoint's names. What most layers have is that of every ``Linear``; others
-    name their layers.
+    Layers have the checkpoint's names. The method of most layers is that of every ``Linear``; the
+    other methods list the names of their layers.
     """
     names: dict[Stored, list[str]] = {}
     for name, stored in layers.items():
@@ -41,7 +41,7 @@ def quantization_config(layers: Mapping[str, Stored], ignored: Iterable[str]) ->
 
 
 def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
-    """Return a group of ``config_groups``."""
+    """Return one group of ``config_groups``."""
     weights: dict[str, Any] = {"dynamic": False}
     inputs: dict[str, Any] | None = None
     if isinstance(stored, PackedMethod):
@@ -52,7 +52,7 @@ def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
         is_float = stored.dtype == torch.float8_e4m3fn
         numbers = {"num_bits": 8, "type": "float" if is_float else "int", "symmetric": True}
         weights |= numbers | {"strategy": stored.strategy}
-        # A scale for each token; for each token and block of inputs where weights have blocks.
+        # A scale for each token, or for each token and block of inputs if weights have blocks.
         inputs = numbers | {"strategy": "token", "dynamic": True}
         if stored.strategy == "block":
             weights["block_structure"] = list(stored.block)
@@ -70,9 +70,9 @@ def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
 
 
 def stored_as(path: str, method: Any) -> Stored:
-    """Return what loads a layer from the checkpoint that is written of it.
+    """Return the method that will load a layer from the new checkpoint.
 
-    Raises ``UnsupportedModelError`` if compressed-tensors' layout has nothing for its method.
+    Raises ``UnsupportedModelError`` if compressed-tensors' layout lacks the layer's method.
     """
     if isinstance(method, OnlinePackedMethod):
         return PackedMethod(COMPRESSED_TENSORS, method.bits, method.group_size)

@@ -1,4 +1,4 @@
-"""A folder that is written whole or not at all, and the small files that it takes over."""
+"""Writing a folder whole or not at all, with small files copied from another one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from vllm_module.base.messages import printable
 from vllm_module.weights import read_file
 from vllm_module.weights.hub import CODE, SMALL_FILES
 
-_POOLING = "1_Pooling/config.json"  # of sentence-transformers
-_OF_THE_WEIGHTS = ("config.json", "sharded_state.json", "*.index.json")  # written anew, or not true
+_POOLING = "1_Pooling/config.json"  # file of sentence-transformers
+# Files that are written anew, or would be wrong.
+_OF_THE_WEIGHTS = ("config.json", "sharded_state.json", "*.index.json")
 
 
 class FolderExistsError(ValueError, FileExistsError):
-    """A folder that was to be written is there already."""
+    """The folder to write exists already."""
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``out``, which is renamed to ``out`` if the block succeeds.
 
-    ``SHA256SUMS`` gets digests of its safetensors files, as ``sha256sum -c`` reads them. If the
-    block fails, nothing is left. Raises ``FolderExistsError`` if ``out`` exists and is no empty
-    folder, before the block or after it.
+    ``SHA256SUMS`` gets digests of its safetensors files, in the format of ``sha256sum -c``. If the
+    block fails, the temporary folder is removed. Raises ``FolderExistsError`` if ``out`` exists and
+    is no empty folder, before the block or after it.
     """
     demand_free(out)
     out = Path(os.path.abspath(out))
@@ -43,9 +44,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         _write_digests(temporary)
         mask = os.umask(0)
         os.umask(mask)
-        temporary.chmod(0o777 & ~mask)  # mkdtemp made it for this user alone
+        temporary.chmod(0o777 & ~mask)  # mkdtemp allows the owner only
         try:
-            temporary.rename(out)  # replaces an empty folder only
+            temporary.rename(out)  # replaces only an empty folder
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise FolderExistsError(
@@ -54,11 +55,11 @@ def new_folder(out: Path) -> Iterator[Path]:
                 ) from error
             raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # which it is not called any more if renamed
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is nothing to remove
 
 
 def _write_digests(folder: Path) -> None:
-    """Write the SHA-256 of each safetensors file, which no load computes: that would slow it."""
+    """Write the SHA-256 of each safetensors file; loads do not check it, which would be slow."""
     lines = []
     for path in sorted(folder.glob("*.safetensors")):
         digest = hashlib.sha256()
@@ -79,7 +80,7 @@ def demand_free(out: Path) -> None:
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer, of generation and of code, but none of the weights."""
+    """Copy the files of tokenizer, generation and code, without the weights."""
     names = [path.name for path in source.iterdir() if not path.is_dir()]
     wanted = [
         name
@@ -93,5 +94,5 @@ def copy_small_files(source: Path, target: Path) -> None:
 
 
 def write_json(path: Path, entries: Mapping[str, Any]) -> None:
-    """Write a JSON object, for people to read too."""
+    """Write a JSON object, indented for people."""
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")

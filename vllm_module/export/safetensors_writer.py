@@ -1,4 +1,4 @@
-"""Writing a safetensors file tensor by tensor, in any order, so that one is in memory at a time."""
+"""Writing a safetensors file tensor by tensor, in any order, with one of them in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.weights.header import DTYPES
 
 _CODES = {getattr(torch, dtype.name): code for code, dtype in DTYPES.items()}
-_ALIGNMENT = 8  # bytes, of the first tensor
+_ALIGNMENT = 8  # alignment of the first tensor, in bytes
 
 
 class Stored(NamedTuple):
-    """The dtype and shape of a tensor that a file is to have."""
+    """Dtype and shape of a tensor to write."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,12 +31,12 @@ class Stored(NamedTuple):
 
 
 class SafetensorsWriter:
-    """A new file with ``tensors``, whose values :meth:`write` is given in any order.
+    """A new file with ``tensors``, whose values :meth:`write` takes in any order.
 
-    Tensors are laid out in the order of ``tensors``. With ``aligned``, those of wide dtypes are
-    before those of narrow ones, as safetensors' own writer has them, so that each can be mapped.
-    ``metadata`` says ``{"format": "pt"}``, which transformers asks for. Use it as a context: the
-    end of the block closes the file, and all tensors have to be written by then.
+    Tensors are laid out in the order of ``tensors``. With ``aligned``, those of wide dtypes come
+    before those of narrow ones, as in safetensors' own writer, so that each can be mapped.
+    ``metadata`` is ``{"format": "pt"}``, which transformers requires. Use it as a context manager:
+    the end of the block closes the file, and all tensors must be written by then.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Stored], *, aligned: bool) -> None:
@@ -80,7 +80,8 @@ class SafetensorsWriter:
         try:
             if kind is None:
                 assert not self._places, f"not written: {', '.join(self._places)}"
-                os.fsync(self._file.fileno())  # the folder's rename must not be there before
+                # The data must be on disk before the folder is renamed.
+                os.fsync(self._file.fileno())
         finally:
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""Writing what each rank holds after loading, for ``load_format="sharded_state"``."""
+"""Writing the tensors that each rank holds after loading, for ``load_format="sharded_state"``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vllm_module.weights.sharded_state import (
 )
 from vllm_module.weights.source import Remote
 
-PART_BYTES = 4 << 30  # of a file, at most, unless one tensor is larger
+PART_BYTES = 4 << 30  # bytes of a file, at most, unless one tensor is larger
 _CPU = torch.device("cpu")
 
 
@@ -47,22 +47,23 @@ def shard(
     part_bytes: int = PART_BYTES,
     on_rank: Callable[[int, int], object] = lambda rank, nbytes: None,
 ) -> Manifest:
-    """Load each rank of a model in turn, and write what it holds to the folder ``out``.
+    """Load each rank of a model in turn, and write its tensors to the folder ``out``.
 
-    These are its parameters and persistent buffers: cut, fused, quantized and padded. A tied one is
-    written once. Host memory holds one rank. ``on_rank`` is called with each rank that is written,
-    and the bytes of its tensors.
+    The tensors are its parameters and persistent buffers: cut, fused, quantized and padded. A tied
+    one
+    is written once. Host memory holds one rank. ``on_rank`` is called after each rank, with the
+    bytes of its tensors.
 
     Raises:
         ValueError: ``out`` exists and is no empty folder.
         UnsupportedModelError: the checkpoint is a sharded state; a layer changes its weights when
-            it processes them, and would change them again after a load of what it holds; or a dtype
-            is none of safetensors files.
+            it processes them, and a load of the sharded state would change them again; or
+            safetensors files lack a dtype.
         WeightLoadError: the checkpoint is refused.
 
     """
     source = ModelSource.find(config, load_format)
-    is_own = isinstance(source.source, Remote)  # whose opener knows its format
+    is_own = isinstance(source.source, Remote)  # its opener knows its format
     if not is_own and find_manifest(source.folder, load_format) is not None:
         raise UnsupportedModelError(
             f"{printable(source.folder)} is a sharded state already: shard the original checkpoint"
@@ -106,7 +107,7 @@ def _write_rank(
     for number, part in enumerate(_parts(held, part_bytes)):
         path = folder / shard_name(rank, number)
         stored = {name: Stored(each.dtype, tuple(each.shape)) for name, each in part.items()}
-        # In the order of the tree, which is the order in which they are read.
+        # In the order of the tree, which is the order of reading.
         with SafetensorsWriter(path, stored, aligned=False) as file:
             for name, tensor in part.items():
                 file.write(name, tensor)
@@ -120,7 +121,7 @@ def _write_rank(
 
 
 def _parts(held: dict[str, torch.Tensor], part_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Divide tensors into files of at most ``part_bytes``, if no tensor has more; at least one."""
+    """Divide tensors into at least one file, each of at most ``part_bytes`` or of one tensor."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     nbytes = 0
     for path, tensor in held.items():
@@ -133,10 +134,10 @@ def _parts(held: dict[str, torch.Tensor], part_bytes: int) -> list[dict[str, tor
 
 
 def _demand_same_when_processed_again(model: vLLMModule) -> None:
-    """Raise ``UnsupportedModelError`` if processing what is processed changes it.
+    """Raise ``UnsupportedModelError`` if processing a second time changes tensors.
 
-    A load of a sharded state processes each module, as every load does. It is tried with each
-    module that has a ``process_weights_after_loading`` of its own.
+    A load of a sharded state processes each module, as every load does. Each module with its own
+    ``process_weights_after_loading`` is processed again here.
     """
     own = vLLMModule.process_weights_after_loading
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The engine and what it needs; it logs under the logger ``vllm_module``."""
+"""The inference engine and its parts; they log under the logger ``vllm_module``."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that mean nothing here: which values of them are accepted, and what is said."""
+"""Arguments of vLLM that have no effect here: accepted values, and the errors for others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllm_module.base.messages import shorten
 from vllm_module.config import unknown_name
 
-# The values that ask for what happens here anyway; ... stands for any value. None is one always.
+# Values that ask for what happens here anyway; ... stands for any value. None is always accepted.
 Accepted = Mapping[str, tuple[Any, ...]]
 
 LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -65,8 +65,8 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "worker_extension_cls": ("",),
 }
 
-# The other arguments of vLLM's EngineArgs (0.32), which are about what is not here, by the default
-# that is accepted besides None.
+# The other arguments of vLLM's EngineArgs (0.32), about features that are missing here, with the
+# default that is accepted besides None.
 _DEFAULTS: tuple[tuple[Any, str], ...] = (
     (
         {},
@@ -160,7 +160,7 @@ _DEFAULTS: tuple[tuple[Any, str], ...] = (
 )
 LLM_ARGUMENTS |= {name: (value,) for value, names in _DEFAULTS for name in names.split()}
 
-# The first value is vLLM's default, which is read where none is given.
+# The first value is vLLM's default, which is used where none is given.
 SAMPLING_ARGUMENTS: Accepted = {
     "best_of": (None, 1),
     "early_stopping": (False,),
@@ -205,9 +205,9 @@ TOKENIZATION_ARGUMENTS: Accepted = {
 def known_arguments(
     what: str, given: Mapping[str, Any], own: Collection[str], accepted: Accepted
 ) -> dict[str, Any]:
-    """Return the arguments that are among ``own``; leave out those with an ``accepted`` value.
+    """Return the arguments that are among ``own``, and drop those with an ``accepted`` value.
 
-    Raises ``ValueError`` for another value, which is not supported here, and for an unknown name.
+    Raises ``ValueError`` for any other value, which is not supported here, and for an unknown name.
     """
     known = {}
     for name, value in given.items():
@@ -227,13 +227,13 @@ def known_arguments(
 
 
 def check_type(name: str, value: object, expected: str, *types: type) -> None:
-    """Raise ``ValueError`` for a value of another type; a bool is no integer."""
+    """Raise ``ValueError`` for a value of another type; a bool does not count as an integer."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ValueError(f"{name} should be {expected}, got {shorten(value)}")
 
 
 def _is_among(value: object, values: Collection[Any]) -> bool:
-    """Tell whether ``value`` is one of ``values``; arrays, which compare by element, are not."""
+    """Return whether ``value`` is one of ``values``; arrays, which compare by element, are not."""
     try:
         return value in values
     except Exception:

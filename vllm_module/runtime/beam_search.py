@@ -1,4 +1,4 @@
-"""The search of beams: the most probable continuations of a prompt, several at a time."""
+"""Beam search: keeping several of the most probable continuations of a prompt at each token."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from vllm_module.base.messages import shorten
 from vllm_module.runtime.metrics import progress
 from vllm_module.runtime.sampling.sampler import Logprob
 
-# Returns, for each sequence of tokens, the logprobs of so many of the most probable next ones.
+# Function from token sequences and a count to the logprobs of that many most probable next tokens.
 NextLogprobs = Callable[[list[list[int]], int], list[dict[int, Logprob]]]
 
 
 @dataclass
 class BeamSearchParams:
-    """How to search; names and defaults are vLLM's.
+    """Settings of a beam search; names and defaults are vLLM's.
 
     Attributes:
-        beam_width: how many sequences are kept after each token, and returned.
-        max_tokens: most tokens of a continuation.
-        ignore_eos: do not end a sequence at an end token.
-        length_penalty: a sequence's score is the sum of its logprobs divided by its length, the
-            prompt's included, to this power.
-        skip_special_tokens: leave special tokens out of the text.
+        beam_width: number of sequences kept after each token, and returned.
+        max_tokens: largest number of tokens of a continuation.
+        ignore_eos: True if an end token does not end a sequence.
+        length_penalty: exponent of the length (with the prompt) by which the sum of a sequence's
+            logprobs is divided to give its score.
+        skip_special_tokens: True if special tokens are left out of the text.
 
     Raises ``ValueError`` for a width or length below 1.
 
@@ -56,15 +56,15 @@ class BeamSearchParams:
 
 @dataclass
 class BeamSearchSequence:
-    """A sequence that was found.
+    """A sequence found by beam search.
 
     Attributes:
-        tokens: the prompt's and the continuation's.
-        logprobs: of the continuation's tokens and the candidates beside them.
-        cum_logprob: the sum over the continuation's tokens.
-        text: of all tokens; ``None`` without a tokenizer.
+        tokens: tokens of the prompt and the continuation.
+        logprobs: for each token of the continuation, the logprobs of it and of other candidates.
+        cum_logprob: sum of the logprobs of the continuation's tokens.
+        text: text of all tokens; ``None`` without a tokenizer.
         finish_reason: ``"stop"`` after an end token, else ``"length"``.
-        stop_reason: that end token.
+        stop_reason: the end token, if there is one.
 
     """
 
@@ -91,9 +91,9 @@ def search(
     max_model_len: int,
     use_tqdm: bool | Callable[..., Any] = False,
 ) -> list[BeamSearchOutput]:
-    """Search all prompts together, until ``max_tokens`` or ``max_model_len`` with the prompt.
+    """Search all prompts together, up to ``max_tokens``, or ``max_model_len`` with the prompt.
 
-    As in vLLM and transformers, each beam has twice as many candidates as beams are kept.
+    As in vLLM and transformers, each beam has twice as many candidates as there are beams.
     """
     ends = () if params.ignore_eos else end_tokens
     beams = [[BeamSearchSequence(list(prompt))] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Devices and streams, which torch keeps for each thread: an engine has its own, in any thread."""
+"""The current device and stream, which torch keeps for each thread, set for an engine's calls."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def own_device(device: torch.device, local_rank: int | None = None) -> torch.device:
-    """Return ``device``; of ``cuda``, the device with index ``local_rank``.
+    """Return ``device``; ``cuda`` becomes the device with index ``local_rank``.
 
-    Without ``local_rank``, that is the one which is current where this is called: threads differ.
-    Raises ``ValueError`` if there are not enough devices.
+    Without ``local_rank``, it becomes this thread's current device. Raises ``ValueError`` if there
+    are not enough devices.
     """
     if str(device) != "cuda":
         return device
@@ -31,20 +31,20 @@ def own_device(device: torch.device, local_rank: int | None = None) -> torch.dev
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one of this thread inside, if it is a CUDA device.
+    """Make ``device`` this thread's current one inside the block, if it is a CUDA device.
 
-    Streams, events, graphs and synchronization are of the current device, which is the first one in
-    a new thread.
+    Streams, events, graphs and synchronization belong to the current device, which is the first one
+    in a new thread.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def queued_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launch on ``stream`` what this thread launches inside, and all in the order of the calls.
+    """Launch this thread's kernels on ``stream`` inside the block, ordered with those outside it.
 
-    The stream waits for what this thread has queued before, and what it queues afterwards waits for
-    the stream. So threads with streams of their own may share what is computed on it. ``None`` is
+    The stream waits for work that this thread has queued before, and work queued after the block
+    waits for the stream. So threads with streams of their own may share its results. ``None`` is
     for a device without streams.
     """
     if stream is None or (own := torch.cuda.current_stream(stream.device)) == stream:
@@ -59,7 +59,7 @@ def queued_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def as_called(items: Iterator[T], device: torch.device) -> Iterator[T]:
-    """Yield what ``items`` yields, with ``device`` current while it computes the next."""
+    """Yield the items, with ``device`` current while each one is computed."""
     while True:
         with current(device):
             try:

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time."""
+"""The engine: it takes requests and computes their tokens, one step at a time."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _BROKEN_LOGITS = (
 
 
 class Engine:
-    """Serves requests together: :meth:`add` them, and call :meth:`step` until all have ended.
+    """Computes requests together: :meth:`add` them, and call :meth:`step` until all have ended.
 
     Threads may share an engine; one of them runs at a time.
 
     Args:
-        execute: runs the model, as :class:`Execute` says.
-        scheduler: chooses what each step computes.
+        execute: function that runs the model (:class:`Execute`).
+        scheduler: scheduler that chooses the tokens of each step.
         vocab_size: number of tokens that the model knows.
-        max_model_len: most tokens of a sequence, prompt and output.
+        max_model_len: largest number of tokens of a sequence, prompt and output.
         tokenizer: needed for text and stop strings, not for token ids.
         stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
         eos_token_id: the one of them that is no ``stop_reason``; the others are.
@@ -66,7 +66,7 @@ class Engine:
         stream: of a GPU, for all that the engine launches, in whichever thread it is called.
 
     Attributes:
-        requests: those that have not ended, by id.
+        requests: requests that have not ended, by id.
         totals: sums over all requests.
 
     """
@@ -103,21 +103,23 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.totals = Totals()
         self.token_counts = TokenCounts()
-        self.refusal: str | None = None  # why no requests are accepted
+        self.refusal: str | None = None  # reason why no requests are accepted
         self._pid = os.getpid()
         self.lock = threading.RLock()
-        self._next: Launched | None = None  # launched before the step before it was finished
-        self._start_over = False  # after the current step, whose states may be advanced
+        # The step that was launched before the current one was finished.
+        self._next: Launched | None = None
+        self._start_over = False  # True if states start over after the current step
         self._busy = False
-        self._aborts: list[tuple[str, FinishReason]] = []  # to be done when nothing else is
+        # Aborts to carry out when the lock is free.
+        self._aborts: list[tuple[str, FinishReason]] = []
         self._arrivals = 0
 
     def step(self) -> list[Request]:
         """Compute the next tokens of all requests that fit into one step.
 
         Returns the requests that got a token or ended. If the model raises, each sequence of the
-        step is computed alone, and only requests that fail alone end with the error. If that finds
-        no culprit, the error is raised, and all requests end with it.
+        step is computed alone, and only requests that fail alone end with the error. If no single
+        request is at fault, the error is raised, and all requests end with it.
         """
         with self.alone():
             step = Step()
@@ -144,7 +146,7 @@ class Engine:
                 raise
 
     def _launch(self, step: Step) -> Launched:
-        """Have the model compute a step, whose logits have the rows that :func:`step_inputs` chose.
+        """Launch the model on a step; it returns logits for ``rows`` of :func:`step_inputs`.
 
         A prompt that is computed in chunks gets a token after its last chunk.
         """
@@ -159,7 +161,7 @@ class Engine:
         return Launched(step, prompts, complete, logits)
 
     def _execute(self, inputs: StepInputs, *sampled: torch.Tensor) -> torch.Tensor:
-        """Run the model. If it raises, all saved states are given up: copies may be missing."""
+        """Run the model. If it raises, evict all saved states, because copies may be missing."""
         try:
             return self.execute(inputs, *sampled)
         except BaseException:
@@ -167,15 +169,14 @@ class Engine:
             raise
 
     def _launch_next(self, launched: Launched) -> Launched | None:
-        """Launch the step after one that is not finished, if it is known what it computes.
+        """Launch the step after ``launched``, whose tokens stay on the device, if it is known.
 
-        That is the tokens which this one gives, and which stay on the device. A sequence may turn
-        out to have ended with its token: then what is computed for it is dropped. Its page may be
-        freed and given to another sequence before this step runs. That sequence's writes are queued
-        later on the same stream, so they win.
+        A sequence may turn out to have ended with its token. Then the results for it are dropped.
+        Its page may be freed and given to another sequence before this step runs. That sequence's
+        writes are queued later on the same stream, so they win.
 
-        If the launch raises, the error is found again when the step is launched in its turn, unless
-        nothing can be launched any more: then it is raised. Sequences with states start over.
+        If the launch raises, the step is launched again in its turn, which finds the error again;
+        sequences with states start over. If nothing can be launched any more, the error is raised.
         """
         rows = launched.rows_of_next(len(self.scheduler.running))
         sequences = [launched.complete[row] for row in rows]
@@ -200,13 +201,13 @@ class Engine:
         return Launched(step, [], sequences, logits)
 
     def _compute_apart(self, step: Step, error: Exception) -> list[Request]:
-        """Compute each sequence of a step that failed by itself; end requests that fail again.
+        """Compute each sequence of a failed step by itself; end requests that fail again.
 
-        With states, which the step may have advanced, all running sequences start over, and each of
-        the step is computed from its first token.
+        If layers have states, which the step may have advanced, all running sequences start over,
+        and each of the step is computed from its first token.
 
-        Raises ``error`` if there is no telling which request is at fault: pages were moved, which
-        cannot be repeated, or every sequence fails, or no other request is left.
+        Raises ``error`` if the request at fault cannot be found: pages were moved, which cannot be
+        repeated, or every sequence fails, or no other request is left.
         """
         if not self.repeatable or step.moves:
             raise error
@@ -242,7 +243,7 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def _launch_alone(self, sequence: Sequence, end: int) -> Launched | None:
-        """Compute the tokens of one sequence up to ``end``; return the launched last step.
+        """Compute the tokens of one sequence up to ``end``; return its last step, launched.
 
         Returns None if other sequences, which start over too, have left too few pages.
         """
@@ -257,7 +258,7 @@ class Engine:
             self._add_prompt_logprobs(launched)
 
     def _finish_step(self, launched: Launched) -> list[Request]:
-        """Use a step's logits: prompt logprobs, then tokens. Return the requests that change."""
+        """Read a step's prompt logprobs and append its tokens; return the requests that change."""
         changed = [s.request for s in launched.complete if s.finish_reason is None]
         self.scheduler.mark_computed(launched.step)
         sampled = launched.sampled
@@ -269,7 +270,7 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def _add_prompt_logprobs(self, launched: Launched) -> None:
-        """Read the prompt logprobs that a step gives, and leave the logits of tokens."""
+        """Read a step's prompt logprobs, and drop their rows of the logits."""
         assert launched.logits is not None
         row = 0
         for request, positions in launched.prompts:
@@ -286,7 +287,7 @@ class Engine:
         launched.logits = launched.logits[row:]
 
     def _fork(self, launched: Launched) -> None:
-        """Begin the other samples of prompts that are complete: each gets a token of its own."""
+        """Add the other samples of complete prompts, each with a row of the logits."""
         assert launched.logits is not None
         rows, sequences = [], []
         for row, sequence in enumerate(launched.complete):
@@ -303,7 +304,7 @@ class Engine:
             launched.complete, launched.logits = sequences, launched.logits[index]
 
     def _sample(self, launched: Launched) -> Sampled:
-        """Have the next token of each complete sequence chosen."""
+        """Launch the choice of the next token of each complete sequence."""
         assert launched.logits is not None
         rows = [self._row(sequence) for sequence in launched.complete]
         launched.sampled = sample(launched.logits, rows, self.token_counts, self.first_tokens)
@@ -311,9 +312,9 @@ class Engine:
         return launched.sampled
 
     def _append_tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
-        """Wait for the next token of each sequence, and end the sequences that it ends.
+        """Wait for the next tokens, append them, and end sequences that are complete.
 
-        Requests with broken logits end instead.
+        Requests with broken logits end with an error.
         """
         tokens = sampled.read(self.wait)
         now = time.monotonic()
@@ -339,7 +340,7 @@ class Engine:
                 self._finish(sequence, reason)
 
     def _count(self, request: Request, now: float) -> None:
-        """Count a token of a request that became known ``now``."""
+        """Count a token of a request that became known at ``now``."""
         totals, metrics = self.totals, request.metrics
         if not metrics.num_generation_tokens:
             totals.prompt_tokens += request.prompt_len
@@ -370,12 +371,12 @@ class Engine:
         streamed: bool = False,
         cache_salt: str | None = None,
     ) -> Request:
-        """Accept a request; with ``streamed``, its text is updated at every step.
+        """Add a request; with ``streamed``, its text is updated at every step.
 
-        It reuses cached pages of requests with the same ``cache_salt`` only. Its parameters are
+        It reuses only cached pages of requests with the same ``cache_salt``. Its parameters are
         copied.
 
-        Raises ``ValueError`` for a request that cannot be served; nothing changes then.
+        Raises ``ValueError`` for a request that cannot be served, and then changes nothing.
         """
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
@@ -397,7 +398,7 @@ class Engine:
             self.requests[request_id] = request
             try:
                 self.scheduler.add(request.sequences[0])
-            except BaseException:  # an interrupt
+            except BaseException:  # an interrupt, for example
                 self._end_request(request, "abort")
                 raise
             return request
@@ -430,7 +431,7 @@ class Engine:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request and free its pages; do nothing if it has ended.
 
-        Never waits, so a finalizer can call it: during a step, the request ends after the step.
+        Never waits, so a finalizer can call it. During a step, the request ends after the step.
         """
         self._aborts.append((request_id, reason))
         self._do_aborts()
@@ -441,9 +442,9 @@ class Engine:
         self._end_all(reason)
 
     def resume(self) -> None:
-        """Accept requests again, which reuse no keys and values computed before now.
+        """Accept requests again; they reuse no keys and values computed before now.
 
-        What is launched and not finished is computed again.
+        A step that is launched and not finished is computed again.
         """
         self.refusal = None
         self.drop()
@@ -451,18 +452,18 @@ class Engine:
 
     @property
     def is_fork(self) -> bool:
-        """Whether this process is a fork of the one that made the engine."""
+        """True if this process is a fork of the process that made the engine."""
         return os.getpid() != self._pid
 
     def drop(self) -> None:
-        """Drop what is launched and not finished, with its memory; states start over."""
+        """Drop the launched step and free its memory; sequences with states start over."""
         if self._next is not None and self.scheduler.has_states:
             self.scheduler.start_over()
         self._next = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold the engine's lock: other threads wait, and their aborts are done afterwards.
+        """Hold the engine's lock; other threads wait, and their aborts are carried out afterwards.
 
         Raises ``RuntimeError`` in a fork, where another thread's lock would never be released.
         """
@@ -479,12 +480,12 @@ class Engine:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the engine's lock, as :meth:`reading`, to change what it does.
+        """Hold the engine's lock, as :meth:`reading` does, to change the engine.
 
-        What is launched inside is launched on the engine's stream.
+        Work launched inside the block runs on the engine's stream.
 
-        Raises ``RuntimeError`` if this thread holds it already, such as a signal handler that
-        interrupts a step.
+        Raises ``RuntimeError`` if this thread already holds the lock, for example in a signal
+        handler that interrupts a step.
         """
         with self.reading():
             if self._busy:
@@ -497,7 +498,7 @@ class Engine:
                 self._busy = False
 
     def _do_aborts(self) -> None:
-        """End aborted requests; if the lock is held, :meth:`reading` does it afterwards."""
+        """End aborted requests; if the lock is held, its holder does that in :meth:`reading`."""
         while self._aborts and self.lock.acquire(blocking=False):
             try:
                 if self._busy:
@@ -535,7 +536,7 @@ class Engine:
                 self._finish(sequence, reason)
 
     def _end_all(self, error: str) -> None:
-        """End all requests and free all pages, even if a step failed in the middle."""
+        """End all requests and free all pages, even after a failure in the middle of a step."""
         requests = list(self.requests.values())
         self.requests.clear()
         self._next, self._start_over = None, False
@@ -551,7 +552,7 @@ class Engine:
 
 
 def _of_requests(step: Step) -> str:
-    """Name the requests of a step for a message."""
+    """Return the request ids of a step, for a message."""
     ids = list(dict.fromkeys(sequence.request.request_id for sequence, _ in step.scheduled))
     if not ids:
         return ""

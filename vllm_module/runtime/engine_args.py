@@ -14,7 +14,7 @@ from vllm_module.runtime.llm import LLM
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
-    """Return all arguments with their defaults; those that mean nothing here are not shown."""
+    """Return name, type and default of all arguments; arguments without effect are not shown."""
     own = list(inspect.signature(LLM.__init__).parameters.values())[1:-1]
     found: list[tuple[str, Any, Any]] = []
     for each in own:
@@ -40,7 +40,7 @@ def _add_cli_args(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _value(text: str) -> Any:
-    """Return what JSON reads of ``text``, else the text."""
+    """Parse ``text`` as JSON; return it unchanged if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -48,7 +48,7 @@ def _value(text: str) -> Any:
 
 
 def _from_cli_args(args: Namespace) -> Any:
-    """Return the arguments among those of a command; others have their defaults."""
+    """Make engine arguments from a command's; missing ones have their defaults."""
     names = [each.name for each in fields(EngineArgs) if hasattr(args, each.name)]
     return EngineArgs(**{name: getattr(args, name) for name in names})
 

@@ -1,4 +1,4 @@
-"""What ``generation_config.json`` says: sampling parameters, and the tokens that end a text."""
+"""Reading ``generation_config.json``: sampling parameters, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights import read_json
 from vllm_module.weights.regular_file import is_there
 
-_NAMES = {  # the entries that vLLM reads too, and ours
+_NAMES = {  # entries that vLLM reads too, and our names of them
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -26,9 +26,9 @@ _NAMES = {  # the entries that vLLM reads too, and ours
 
 
 def own_folder(given: str | Path) -> Path | None:
-    """Return the folder that is given as ``generation_config``; ``None`` for the model's.
+    """Return the folder given as ``generation_config``; ``None`` for the model's own.
 
-    Raises ``ValueError`` for one without the file.
+    Raises ``ValueError`` for a folder without the file.
     """
     check_type("generation_config", given, "'auto', 'vllm' or a folder", str, Path)
     if str(given) in ("auto", "vllm"):
@@ -46,9 +46,9 @@ def default_sampling_params(
 ) -> SamplingParams:
     """Return the parameters that the file recommends; ``model_fields_set`` names those it has.
 
-    As in vLLM, ``do_sample`` is not read: a temperature counts. Entries of ``override`` replace the
-    file's; without a ``folder`` there are only these. Raises ``CheckpointFormatError`` for a value
-    that is no such parameter.
+    As in vLLM, ``do_sample`` is not read, because temperature decides. Entries of ``override``
+    replace the file's; without a ``folder``, only these are used. Raises ``CheckpointFormatError``
+    for a value that is no such parameter.
     """
     path = None if folder is None else folder / "generation_config.json"
     entries: dict[str, Any] = {}
@@ -72,10 +72,10 @@ def default_sampling_params(
 def stop_tokens(
     folder: Path, generation: Path | None = None, override: Mapping[str, Any] | None = None
 ) -> set[int]:
-    """Return ``eos_token_id`` of generation_config.json and of config.json: all that either has.
+    """Return the tokens in ``eos_token_id`` of generation_config.json and of config.json.
 
-    A fine-tune may change one of them only. The tokenizer has an end token of its own. The first
-    file is in ``folder`` unless ``generation`` is another, and what ``override`` says replaces it.
+    A fine-tune may change only one of the two files. The tokenizer's end token is separate. The
+    first file is in ``generation``, or else in ``folder``, and entries of ``override`` replace it.
 
     Raises ``CheckpointFormatError`` if a file is not a JSON object, or the entry is not integers.
     """

@@ -14,26 +14,26 @@ from vllm_module.runtime.step_inputs import StepInputs
 
 
 class Execute(Protocol):
-    """What runs the model for an engine."""
+    """The function by which an engine runs its model."""
 
     def __call__(self, inputs: StepInputs, sampled: torch.Tensor | None = None, /) -> torch.Tensor:
         """Launch a step on every rank and return the logits of its rows, ``[rows, vocab]``.
 
-        ``sampled`` are the tokens that ``inputs.input_ids`` index, if they do.
+        ``sampled`` has the tokens that ``inputs.input_ids`` index, if they are indices.
         """
 
 
 @dataclass
 class Launched:
-    """A step that is launched and not finished: the device may still compute it.
+    """A step that is launched and not finished; the device may still compute it.
 
     Attributes:
-        step: what it computes.
+        step: the scheduled sequences and copies.
         prompts: requests, each with the positions of the prompt logprobs that the step gives.
-        complete: sequences that get a token, because all tokens that they have are computed.
-        logits: of all these positions, and then of each complete sequence; None once the tokens
+        complete: sequences that get a token, because all their tokens are computed.
+        logits: logits of all these positions, and then of each complete sequence; None once tokens
             are being chosen.
-        sampled: the tokens of the complete sequences, if they are being chosen.
+        sampled: the tokens of the complete sequences, once they are being chosen.
 
     """
 
@@ -45,15 +45,15 @@ class Launched:
 
     @property
     def ended(self) -> bool:
-        """Whether no sequence gets a token, because each has ended since the launch."""
+        """True if no sequence gets a token, because each has ended since the launch."""
         return all(sequence.finish_reason is not None for sequence in self.complete)
 
     def rows_of_next(self, running: int) -> list[int]:
-        """Return which of ``complete`` will compute the token that they get, in the next step.
+        """Return the rows of sequences that run on in the next step, with their new token.
 
-        Others have ended, or end with that token by their length. The list is empty if that step
-        depends on more than these tokens: if one of the ``running`` sequences gets no token here,
-        the samples of a prompt begin, or a prompt's logprobs have to be read.
+        The others have ended, or end with that token by their length. The list is empty if the next
+        step depends on more than these tokens: one of the ``running`` sequences gets no token here,
+        the samples of a prompt begin, or a prompt's logprobs must be read.
         """
         if any(positions for _, positions in self.prompts):
             return []

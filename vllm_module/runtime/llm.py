@@ -1,3 +1,5 @@
+"""``LLM``: a loaded model with its engine, as scripts use it."""
+
 from __future__ import annotations
 
 import itertools

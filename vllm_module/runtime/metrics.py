@@ -1,4 +1,4 @@
-"""What is counted of requests and of the engine; names are vLLM's."""
+"""Counts and times of requests and of the engine, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 @dataclass
 class RequestStateStats:
-    """When a request did what.
+    """Times and counts of one request.
 
     Attributes:
         arrival_time: seconds since 1970.
-        queued_ts: when it was added, as all that follow in seconds of ``time.monotonic``.
-        scheduled_ts: when its first step was chosen; 0 before.
-        first_token_ts: when its first token was known; 0 before.
-        last_token_ts: when its latest token was known; 0 before.
+        queued_ts: time when it was added; this and the following in seconds of ``time.monotonic``.
+        scheduled_ts: time when its first step was chosen; 0 before.
+        first_token_ts: time when its first token was known; 0 before.
+        last_token_ts: time when its latest token was known; 0 before.
         first_token_latency: seconds from its arrival to its first token.
-        num_generation_tokens: of all samples.
-        num_preemptions: how often a sample had to make room for others.
+        num_generation_tokens: tokens of all samples.
+        num_preemptions: number of times that one of its samples was preempted.
 
     """
 
@@ -44,7 +44,7 @@ class RequestStateStats:
 
 @dataclass
 class Metric:
-    """A number of the engine, by its name in vLLM."""
+    """A number about the engine, under its name in vLLM."""
 
     name: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Counter(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """A number that is true now."""
+    """A number that is valid at this moment."""
 
     value: float = 0.0
 
@@ -69,11 +69,11 @@ class Totals:
     """Sums over all requests of an engine.
 
     Attributes:
-        prompt_tokens: of prompts whose computation was begun.
-        cached_tokens: those of them that the prefix cache had.
-        generation_tokens: chosen so far.
-        preemptions: of samples.
-        requests: that ended, by the reason of their first sample.
+        prompt_tokens: tokens of prompts whose computation was begun.
+        cached_tokens: tokens among them that the prefix cache had.
+        generation_tokens: tokens chosen so far.
+        preemptions: number of preempted samples.
+        requests: number of ended requests, by the finish reason of their first sample.
 
     """
 
@@ -85,7 +85,7 @@ class Totals:
 
 
 def engine_metrics(totals: Totals, labels: dict[str, str], **now: float) -> list[Metric]:
-    """Return sums as counters, and numbers of the moment, which are named, as gauges."""
+    """Return the totals as counters, and the values of ``now`` as gauges."""
     counted = {
         "prompt_tokens": totals.prompt_tokens,
         "generation_tokens": totals.generation_tokens,
@@ -104,9 +104,9 @@ def engine_metrics(totals: Totals, labels: dict[str, str], **now: float) -> list
 def progress(
     use_tqdm: bool | Callable[..., Any], total: int, what: str, done: int = 0
 ) -> Iterator[Callable[[int], object]]:
-    """Yield a function that counts on, and draw its progress bar on standard error if wanted.
+    """Yield a function that advances a count; if wanted, draw a progress bar on standard error.
 
-    ``use_tqdm`` is true for a bar of tqdm, or makes one, such as a class of tqdm's.
+    ``use_tqdm`` is True for a bar of tqdm, or a callable that makes one, such as a class of tqdm's.
     """
     if not use_tqdm:
         yield lambda _: None

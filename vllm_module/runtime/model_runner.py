@@ -1,4 +1,4 @@
-"""One rank's part of a step: tensors of its tokens, the model, logits."""
+"""Running a step on one rank: from its numbers to tensors, hidden states and logits."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from vllm_module.runtime.ranks.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
 
-_NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step of no tokens
+_NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step without tokens
 
 
 class ModelRunner:
     """Runs steps on one rank's model, whose attention layers have a cache.
 
-    The block tables stay on the device. A step's other numbers come in one buffer, by one copy.
+    The block tables stay on the device. A step's other numbers are copied there in one buffer.
 
     On a GPU, steps that only decode replay CUDA graphs of the model, its logits and their first
     tokens, which :meth:`capture` records for some batch sizes. The next such step overwrites logits
     and tokens. A batch
     is padded to the next of these sizes with sequences of no tokens: context 0, and cache slot -1,
-    where nothing is stored. Other steps of few tokens replay graphs of what is between attention
-    layers, unless torch.compile fuses that.
+    where nothing is stored. Other steps of few tokens replay graphs of the parts between attention
+    layers, unless torch.compile fuses those.
 
     Args:
-        model: this rank's.
-        device: of the model.
-        max_num_seqs: most sequences in a step; the rows of the block tables.
-        max_pages: most pages of a sequence.
-        compiled: whether torch.compile fuses the model's operations.
+        model: this rank's model.
+        device: the model's device.
+        max_num_seqs: largest number of sequences in a step; the rows of the block tables.
+        max_pages: largest number of pages of a sequence.
+        compiled: True if torch.compile fuses the model's operations.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
-    error, where a model from outside fails.
+    error, if a model from outside fails.
 
     """
 
@@ -62,7 +62,7 @@ class ModelRunner:
             )
         self.model: Any = torch.compile(model, dynamic=True) if compiled else model
         self.device = device
-        # A step may get a view of some rows, so each begins at an address that kernels expect.
+        # Each row begins at an aligned address, because a step may get a view of some rows.
         width = -(-max_pages // ALIGNMENT) * ALIGNMENT
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -80,9 +80,9 @@ class ModelRunner:
         """Compute the step's tokens and return logits ``[rows, vocab]``.
 
         Args:
-            inputs: of the step.
-            sampled: the tokens that ``inputs.input_ids`` index, int64 ``[inputs.num_sampled]``, if
-                that is not 0. What follows a -1, which is no token, is arbitrary.
+            inputs: the numbers of the step.
+            sampled: tokens that ``inputs.input_ids`` index, int64 ``[inputs.num_sampled]``, if that
+                is not 0. After a -1, which is no token, results are arbitrary.
 
         Raises ``UnsupportedModelError`` if the model does not return a row for each token.
 
@@ -93,7 +93,7 @@ class ModelRunner:
         parts = self._parts(inputs, padding, 0 if size is None else padding)
         packed = pack(parts)
         if self.device.type == "cuda":
-            packed = packed.pin_memory()  # torch reuses this memory once copies of it are done
+            packed = packed.pin_memory()  # torch reuses this memory once its copies are done
         if size is None:
             packed = packed.to(self.device, non_blocking=True)
         else:
@@ -117,7 +117,8 @@ class ModelRunner:
                 hidden = self._pieces.run(step[0], step[1], metadata)
             return self._logits(hidden, rows)
         longest = inputs.max_query_len
-        fresh = longest > 1 and sum(inputs.context_lens) == count  # no context has other tokens
+        # True if the step has all tokens of every context.
+        fresh = longest > 1 and sum(inputs.context_lens) == count
         hidden = self._compute(step, tables, longest, fresh=fresh)
         self._check(hidden, count)
         return self._logits(hidden, rows)
@@ -137,23 +138,25 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int) -> None:
-        """Capture the graphs of steps of so many tokens at most, in one memory pool.
+        """Capture the graphs of steps of at most ``max_num_batched_tokens``, in one memory pool.
 
-        Those in pieces come first, because they are the largest.
+        Graphs in pieces are captured first, because they are the largest.
         """
-        # torch's own stream is that of the first capture in the process, maybe on another device.
+        # A new stream: torch's own belongs to the process's first capture, maybe on another device.
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch has no hints
         pool = torch.cuda.graph_pool_handle()
         if not self._compiled:
-            torch.cuda.synchronize(self.device)  # weights and tables are there for that stream
+            # Weights and tables must be complete for the new stream.
+            torch.cuda.synchronize(self.device)
             with torch.cuda.stream(stream):
                 self._capture_pieces(captured_sizes(max_num_batched_tokens), pool)
         self._capture_decoding(stream, pool)
 
     def _capture_pieces(self, sizes: list[int], pool: Any) -> None:
-        """Capture graphs of what is between attention layers, the largest first."""
+        """Capture graphs of the parts between attention layers, the largest first."""
         self._pieces = Pieces(self.device, sizes)
-        gc.collect()  # what is collected inside a capture may free what it must not
+        # Collecting garbage inside a capture could free memory that must not be freed then.
+        gc.collect()
         for size in reversed(sizes):
             parts = self._parts(_NOTHING, size, 1)
             step = unpack(pack(parts).to(self.device), parts)[:-3]
@@ -164,7 +167,7 @@ class ModelRunner:
         """Capture graphs of whole steps that only decode, the largest first."""
         most = len(self._tables)
         sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most]
-        # No part of a step that replays a graph has more numbers.
+        # A step that replays a graph has no list longer than these.
         longest = [(torch.int64, range(most + 1)) for _ in self._parts(_NOTHING, most, most)]
         self._static = torch.zeros_like(pack(longest), device=self.device)
         plain = plain_rows(most, self.device)
@@ -173,7 +176,7 @@ class ModelRunner:
             packed = pack(parts)
             self._static[: len(packed)].copy_(packed)
             step = unpack(self._static, parts)[:-3]
-            # This compiles kernels and allocates the libraries' workspaces.
+            # The first run compiles kernels and allocates the libraries' workspaces.
             logits = self._decode(step)
             if self._decoded is None:
                 self._decoded = torch.empty(logits.shape, dtype=logits.dtype, device=self.device)
@@ -188,7 +191,7 @@ class ModelRunner:
         self._sizes = sorted(self._graphs)
 
     def _decode(self, step: list[torch.Tensor]) -> torch.Tensor:
-        """Return the logits of sequences of one new token each."""
+        """Return the logits of sequences with one new token each."""
         hidden = self._compute(step, self._tables.index_select(0, step[-1]))
         return self._logits(hidden, slice(None))
 
@@ -219,7 +222,7 @@ class ModelRunner:
     ) -> list[tuple[torch.dtype, list[int]]]:
         """Return all numbers that the device needs, with ``padding`` tokens that are not stored.
 
-        As many of them as ``sequences`` are one of a sequence of context 0 each.
+        The first ``sequences`` of these tokens form a sequence of context 0 each.
         """
         width, tokens = self._tables.shape[1], len(inputs.input_ids)
         entries: list[int] = []
@@ -243,7 +246,7 @@ class ModelRunner:
         ]
 
     def _tables_of(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
-        """Return the block tables of a step's sequences, as a view where their rows adjoin."""
+        """Return the block tables of a step's sequences; a view, if their rows are adjacent."""
         tables = self._tables[:, : inputs.num_table_pages]
         first, count = inputs.table_rows[0], len(inputs.table_rows)
         if inputs.table_rows == list(range(first, first + count)):
@@ -258,7 +261,7 @@ class ModelRunner:
         *,
         fresh: bool = False,
     ) -> torch.Tensor:
-        """Return the hidden states of a step, whose tensors are in the order of :meth:`_parts`."""
+        """Return the hidden states of a step; its tensors are in the order of :meth:`_parts`."""
         metadata = _metadata(step, tables, max_query_len, fresh)
         return self._forward(step[0], step[1], metadata.laid_out())
 

@@ -1,4 +1,4 @@
-"""What callers get: what is served, a request, its samples, and how each one ended."""
+"""Outputs of ``LLM``: requests, samples, vectors and scores, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from vllm_module.runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ServedModelConfig:
-    """What a model is and how it is served, by vLLM's names.
+    """Properties of a served model, under vLLM's names.
 
     Attributes:
-        model, revision, trust_remote_code, seed: as they were given.
-        tokenizer: where it is read.
-        dtype: of the parameters.
-        max_model_len: most tokens of a sequence.
+        model, revision, trust_remote_code, seed: the arguments, as given.
+        tokenizer: the place of the tokenizer.
+        dtype: dtype of the parameters.
+        max_model_len: largest number of tokens of a sequence.
         hf_config: config.json, with its entries as attributes.
 
     """
@@ -54,12 +54,12 @@ class CompletionOutput:
     """One sample of a request.
 
     Attributes:
-        index: of the sample, from 0.
-        text: of the tokens; empty without a tokenizer.
-        token_ids: generated so far.
-        cumulative_logprob: the sum over the tokens; ``None`` unless logprobs were asked for.
+        index: number of the sample, from 0.
+        text: text of the tokens; empty without a tokenizer.
+        token_ids: tokens generated so far.
+        cumulative_logprob: sum of the tokens' logprobs; ``None`` unless logprobs were requested.
         logprobs: for each token, the logprobs of it and of the most probable ones, by token id;
-            ``None`` unless they were asked for.
+            ``None`` unless they were requested.
         finish_reason: ``"stop"``, ``"length"``, ``"abort"`` or ``"error"``; ``None`` before the
             end.
         stop_reason: the token id or string of the request's parameters that ended it; ``None`` for
@@ -87,15 +87,15 @@ class RequestOutput:
     """A request and its samples so far.
 
     Attributes:
-        prompt: its text; ``None`` if it was given as token ids.
+        prompt: text of the prompt; ``None`` if it was given as token ids.
         outputs: one for each sample.
-        finished: whether all samples have ended.
+        finished: True if all samples have ended.
         prompt_logprobs: for each token of the prompt, as ``CompletionOutput.logprobs``; ``None``
-            for the first token, and altogether unless they were asked for.
-        error: why the request was refused or failed; a refused one has no tokens.
-        num_cached_tokens: first tokens of the prompt that were not computed, because the cache had
-            them of earlier requests; ``None`` before the prompt is begun.
-        metrics: when the request did what.
+            for the first token, and altogether unless they were requested.
+        error: reason why the request was refused or failed; a refused one has no tokens.
+        num_cached_tokens: number of tokens at the prompt's start that were not computed, because
+            the cache had them; ``None`` before the prompt is begun.
+        metrics: times and counts of the request.
         lora_request: always ``None``.
 
     """
@@ -114,7 +114,7 @@ class RequestOutput:
 
 @dataclass
 class PoolingOutput:
-    """What was pooled of a prompt: ``[numbers]``, or ``[tokens, hidden_size]`` for each token."""
+    """Pooled result of a prompt: ``[numbers]``, or ``[tokens, hidden_size]`` for each token."""
 
     data: Tensor
 
@@ -127,7 +127,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """The number of numbers."""
+        """Length of the embedding."""
         return len(self.embedding)
 
 
@@ -139,13 +139,13 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
+        """Number of classes."""
         return len(self.probs)
 
 
 @dataclass
 class ScoringOutput:
-    """How well two texts fit; NaN if they have an error."""
+    """Similarity or relevance of a pair of texts; NaN if the pair has an error."""
 
     score: float
 
@@ -155,14 +155,14 @@ _Output = TypeVar("_Output")
 
 @dataclass
 class PoolingRequestOutput(Generic[_Output]):
-    """A prompt and what was pooled of it.
+    """A prompt and its pooled result.
 
     Attributes:
-        request_id: the number of the prompt in its call.
-        prompt_token_ids: those that were computed.
-        num_cached_tokens: always 0: an encoder has no cache.
-        finished: always true.
-        error: why the prompt was refused or failed.
+        request_id: number of the prompt in its call.
+        prompt_token_ids: tokens that were computed.
+        num_cached_tokens: always 0, because an encoder has no cache.
+        finished: always True.
+        error: reason why the prompt was refused or failed.
 
     """
 
@@ -188,7 +188,7 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 @dataclass
 class RerankResult:
-    """A document, its place among those that were given, and its score for the query."""
+    """A document with its index in the list of documents and its score for the query."""
 
     index: int
     document: str
@@ -196,7 +196,7 @@ class RerankResult:
 
 
 def request_output(request: Request) -> RequestOutput:
-    """Return the state of a request, as its caller sees it."""
+    """Return the current state of a request as an output."""
     return RequestOutput(
         request.request_id,
         request.prompt,
@@ -213,7 +213,7 @@ def request_output(request: Request) -> RequestOutput:
 def decode_logprobs(
     entries: Iterable[Mapping[int, Logprob] | None] | None, tokenizer: Tokenizer
 ) -> None:
-    """Give logprobs of tokens their texts; ``None`` where the tokenizer fails."""
+    """Set the text of each logprob's token; ``None`` where the tokenizer fails."""
     for entry in entries or ():
         for token, logprob in (entry or {}).items():
             if logprob.decoded_token is None:
@@ -226,7 +226,7 @@ def _completion_output(sequence: Sequence) -> CompletionOutput:
     has_logprobs = params.logprobs is not None
     text = sequence.text
     if params.stop and sequence.finish_reason is None and not params.include_stop_str_in_output:
-        # The end of the text may be the beginning of a stop string, which will be cut off.
+        # The end of the text may be the beginning of a stop string, which would be cut off.
         text = text[: max(0, len(text) + 1 - max(map(len, params.stop)))]
     return CompletionOutput(
         sequence.index,

@@ -1,10 +1,10 @@
-"""CUDA graphs of a model between its attention layers, for steps of any sequences.
+"""CUDA graphs of the parts of a model between its attention layers, for any sequences.
 
-Attention alone depends on the sequences of a step: see
+Only attention depends on the sequences of a step: see
 :meth:`~vllm_module.layers.AttentionMetadata.attend`. So a graph ends where attention begins, and
 the next one begins after it. A step replays them in turn, and calls attention between them. It is
-padded to a number of tokens that was captured, with tokens of no sequence: their keys and values
-are not stored, and attention gives them zeros.
+padded to a captured number of tokens, with tokens of no sequence: their keys and values are not
+stored, and their attention output is zero.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from vllm_module.layers import AttentionMetadata
 
 _log = logging.getLogger(__name__)
 
-# Beyond, a step takes the device longer than the host needs to launch it kernel by kernel.
+# With more tokens, the device takes longer for a step than the host to launch its kernels.
 MOST_TOKENS = 512
-_ALIAS = "_construct_storage_from_data_pointer"  # what alias() needs; torch does not document it
+# torch's function for alias(), which is not documented.
+_ALIAS = "_construct_storage_from_data_pointer"
 _LAYOUT = frozenset(each.name for each in fields(AttentionMetadata))
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
@@ -38,12 +39,12 @@ def captured_sizes(most: int) -> list[int]:
 
 @dataclass
 class _Call:
-    """What runs between two graphs."""
+    """The call between two graphs."""
 
     function: Callable[..., torch.Tensor]
     tensors: list[torch.Tensor]
     others: dict[str, Any]
-    output: torch.Tensor  # where the next graph reads the result
+    output: torch.Tensor  # memory from which the next graph reads the result
 
     def __call__(self, metadata: AttentionMetadata) -> None:
         self.output.copy_(self.function(*self.tensors, metadata, **self.others))
@@ -51,7 +52,7 @@ class _Call:
 
 @dataclass
 class _Captured:
-    """The graphs of one number of tokens, the calls between them, and what the last one writes."""
+    """The graphs of one number of tokens, the calls between them, and the last output."""
 
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
@@ -59,11 +60,11 @@ class _Captured:
 
 
 class Pieces:
-    """The graphs of a model for some numbers of tokens.
+    """Graphs of a model, in pieces, for some numbers of tokens.
 
     Args:
-        device: of the model.
-        sizes: the numbers of tokens, ascending; none for no graphs.
+        device: the device of the model.
+        sizes: numbers of tokens, ascending; empty for no graphs.
 
     """
 
@@ -76,14 +77,14 @@ class Pieces:
     def capture(self, size: int, forward: Forward, example: AttentionMetadata, pool: Any) -> None:
         """Capture the graphs of ``size`` tokens on the current stream, after a run without them.
 
-        If the model reads the step's metadata itself, no graphs are captured from now on, and the
-        log says so.
+        If the model itself reads the step's metadata, no graphs are captured from now on, and a log
+        message says so.
 
         Args:
             size: one of ``sizes``.
-            forward: of the model.
-            example: of a step of so many tokens, none of which is stored.
-            pool: the memory of all graphs, as ``torch.cuda.graph_pool_handle`` names it.
+            forward: the model's forward pass.
+            example: metadata of a step of ``size`` tokens, none of which is stored.
+            pool: the memory pool of all graphs (``torch.cuda.graph_pool_handle``).
 
         """
         if not self.sizes:
@@ -100,7 +101,7 @@ class Pieces:
                 hidden = forward(self._ids[:size], self._positions[:size], metadata)
                 metadata.end()
             except BaseException as error:
-                with suppress(Exception):  # what a failed capture says hides why it failed
+                with suppress(Exception):  # errors of a failed capture would hide its cause
                     metadata.end()
                 if metadata.was_read is None or not isinstance(error, Exception):
                     _log.error(
@@ -123,7 +124,7 @@ class Pieces:
         self._captured[size] = metadata.captured
 
     def size_for(self, tokens: int) -> int | None:
-        """Return the least number of tokens that is captured and not below ``tokens``."""
+        """Return the least captured number of tokens that is not below ``tokens``, or None."""
         at = bisect_left(self.sizes, tokens)
         return self.sizes[at] if at < len(self.sizes) else None
 
@@ -133,8 +134,8 @@ class Pieces:
         """Return the hidden states of a step, which the next step overwrites.
 
         Args:
-            ids, positions: ``[size]``, of a size that was captured.
-            metadata: of the step, with cache slots of -1 for its padding.
+            ids, positions: ``[size]``, for a size that was captured.
+            metadata: metadata of the step, with cache slots of -1 for its padding.
 
         """
         captured = self._captured[len(ids)]
@@ -149,11 +150,11 @@ class Pieces:
 
 
 class _CaptureMetadata(AttentionMetadata):
-    """Stands for the metadata of every step while graphs are captured, and in the run before.
+    """A stand-in for the metadata of every step, during a capture and the run before it.
 
     Attributes:
         captured: the graphs so far.
-        was_read: the attribute of a step that the model has read, if it has.
+        was_read: name of an attribute that the model has read, or None.
 
     """
 
@@ -196,7 +197,7 @@ class _CaptureMetadata(AttentionMetadata):
     def attend(
         self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, **others: Any
     ) -> torch.Tensor:
-        """End a graph, call the function, and begin another; return where it reads the result."""
+        """End a graph, call the function, and begin another; return the input of that graph."""
         self.end()
         result = function(*tensors, self._example, **others)
         self.begin()
@@ -209,10 +210,10 @@ class _CaptureMetadata(AttentionMetadata):
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor at the same address, which does not keep the memory from being used again.
+    """Return a tensor at the same address that does not keep its memory alive.
 
-    The memory belongs to the graphs. Whatever they compute later may use it again, as in a step
-    without graphs: else every layer of every size would keep its queries, keys and values.
+    The memory belongs to the graphs, which may reuse it for later results, as a step without graphs
+    does. Otherwise every layer of every size would keep its queries, keys and values.
     """
     storage = tensor.untyped_storage()
     same = getattr(torch._C, _ALIAS)(storage.data_ptr(), tensor.device, storage.nbytes())

@@ -1,3 +1,5 @@
+"""Parameters of an encoder's answers."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -5,12 +7,12 @@ from dataclasses import dataclass, replace
 
 @dataclass
 class PoolingParams:
-    """How the answer of an encoder is finished; names and defaults are vLLM's.
+    """Last operations on an encoder's answer; names and defaults are vLLM's.
 
     Attributes:
-        use_activation: whether an embedding is divided by its norm, and logits of classes become
-            probabilities; ``None`` is ``True``.
-        dimensions: how many first numbers of an embedding are kept; ``None`` for all.
+        use_activation: True if embeddings are divided by their norm, and logits of classes become
+            probabilities; ``None`` means ``True``.
+        dimensions: number of first entries kept of an embedding; ``None`` for all.
 
     Raises ``ValueError`` for a value of another type.
 

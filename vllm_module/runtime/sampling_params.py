@@ -1,3 +1,5 @@
+"""Sampling parameters of a request, under vLLM's names."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -15,17 +17,17 @@ _Count = Annotated[int, Field(ge=-1)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
-_List = Annotated[list[_T], Field(strict=False)]  # or a tuple
-_MOST_BIAS = 100.0  # that from_optional lets a token's bias be
+_List = Annotated[list[_T], Field(strict=False)]  # a tuple is accepted too
+_MOST_BIAS = 100.0  # the largest bias of a token in from_optional
 _POSITIONAL = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature")
 
 
 def _listed(value: Any) -> Any:
-    """Return several as a list without repetitions; one text as a list; None as an empty list."""
+    """Return a list without repetitions; a single text becomes a list, and None an empty list."""
     if value is None or isinstance(value, str):
         return [] if value is None else [value]
     hashable = isinstance(value, (list, tuple)) and all(isinstance(v, (str, int)) for v in value)
-    # Pairs with the type, because True equals 1 and is no token.
+    # Keys contain the type, because True equals 1 and is no token.
     return [each for _, each in dict.fromkeys((type(v), v) for v in value)] if hashable else value
 
 
@@ -33,51 +35,52 @@ _Listed = BeforeValidator(_listed)
 
 
 class SamplingParams(Settings):
-    """How to choose the tokens of a request, and when to stop; names and defaults are vLLM's.
+    """Parameters for choosing the tokens of a request and for stopping, under vLLM's names.
 
     The next token is chosen in this order: ``logit_bias``, the penalties, ``min_tokens``; then the
     most probable token if ``temperature`` is 0, otherwise ``temperature``, ``min_p``, ``top_k``,
     ``top_p`` and a random draw.
 
     Attributes:
-        n: samples of each prompt.
-        temperature: divides the logits; 0 takes the most probable token, whatever ``min_p``,
+        n: number of samples of each prompt.
+        temperature: divisor of the logits; 0 takes the most probable token, whatever ``min_p``,
             ``top_k`` and ``top_p`` are.
-        top_p: in (0, 1]; draw from the fewest most probable tokens whose probabilities add up to
-            this.
-        top_k: draw from this many of the most probable tokens; 0 or -1 for all.
-        min_p: in [0, 1]; draw from tokens with at least this fraction of the most probable token's
-            probability.
-        repetition_penalty: above 0; divides the positive logits of tokens in the prompt or the
-            output, and multiplies the others (CTRL, arXiv 1909.05858).
-        presence_penalty: in [-2, 2]; subtracted from the logits of tokens in the output.
-        frequency_penalty: in [-2, 2]; the same, once for each occurrence.
-        seed: of the random draws, from -2**63 to 2**64 - 1. The same seed and logits give the
+        top_p: number in (0, 1]; draw from the fewest most probable tokens whose probabilities add
+            up to this.
+        top_k: number of most probable tokens to draw from; 0 or -1 for all.
+        min_p: number in [0, 1]; draw from tokens with at least this fraction of the most probable
+            token's probability.
+        repetition_penalty: number above 0 that divides the positive logits of tokens in the prompt
+            or the output, and multiplies the others (CTRL, arXiv 1909.05858).
+        presence_penalty: number in [-2, 2], subtracted from the logits of tokens in the output.
+        frequency_penalty: number in [-2, 2], subtracted once for each occurrence in the output.
+        seed: seed of the random draws, from -2**63 to 2**64 - 1. The same seed and logits give the
             same tokens, whatever else is in the batch. None for a random seed.
         stop: strings, none of them empty; the output ends at the first that occurs. One string
             becomes a list, and None an empty one.
         stop_token_ids: tokens that end the output, besides the checkpoint's own; None for none.
-        ignore_eos: do not end at the checkpoint's own end tokens.
-        max_tokens: most tokens of the output, at least 1; None for as many as the context holds.
-        min_tokens: nothing but the context's length ends the output before it has this many.
-        logprobs: return, for each token of the output, the logprobs of it and of this many of the
-            most probable ones, from the model's logits before any parameter changes them; -1 for
-            all tokens.
-        prompt_logprobs: the same for the tokens of the prompt.
-        logit_bias: added to the logits of these tokens.
+        ignore_eos: True if the checkpoint's own end tokens do not end the output.
+        max_tokens: largest number of tokens of the output, at least 1; None for as many as the
+            context holds.
+        min_tokens: number of tokens before which only the context's length ends the output.
+        logprobs: number of most probable tokens whose logprobs are returned for each token of the
+            output, besides its own, from the model's logits before any parameter changes them; -1
+            for all tokens.
+        prompt_logprobs: the same number for the tokens of the prompt.
+        logit_bias: numbers added to the logits of these tokens.
         allowed_token_ids: the only tokens that may be chosen; None for all.
         bad_words: texts that may not be generated: where the output ends with all tokens of one but
             the last, that one is not chosen. Each counts with and without a space before it.
-        detokenize: return text; without, token ids only.
-        skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: changes nothing, as in vLLM with tokenizers of this kind.
-        include_stop_str_in_output: keep the stop string at the end of the text.
-        extra_args: of a caller's own; nothing here reads them.
+        detokenize: True to return text; otherwise token ids only.
+        skip_special_tokens: True to leave special tokens out of the text.
+        spaces_between_special_tokens: no effect, as in vLLM with tokenizers of this kind.
+        include_stop_str_in_output: True to keep the stop string at the end of the text.
+        extra_args: a caller's own values; nothing here reads them.
 
     The first five of vLLM's may be given by position: ``n``, ``presence_penalty``,
-    ``frequency_penalty``, ``repetition_penalty``, ``temperature``. What is assigned later is
-    checked as well; a request keeps the parameters that it was added with. Other arguments of vLLM
-    are accepted with the values that change nothing, and can be read.
+    ``frequency_penalty``, ``repetition_penalty``, ``temperature``. Later assignments are checked as
+    well; a request keeps the parameters that it was added with. Other arguments of vLLM are
+    accepted with the values that change nothing, and can be read.
 
     Raises:
         ValueError: a value is outside of its range, NaN or infinite, or of another type; or
@@ -127,7 +130,7 @@ class SamplingParams(Settings):
                 super().__setattr__(name, value)
                 return
             given = {each: getattr(self, each) for each in self.model_fields_set}
-            # All together: what fits alone may not fit the others.
+            # All fields together, because values that fit alone may not fit the others.
             checked = type(self)(**{**given, **self._others, name: value})
             self.__dict__.update(checked.__dict__)
             self.__pydantic_fields_set__ = checked.model_fields_set
@@ -140,9 +143,10 @@ class SamplingParams(Settings):
 
     @classmethod
     def from_optional(cls, *positional: Any, **given: Any) -> SamplingParams:
-        """Return parameters as a server gets them: ``None`` is the default, but for ``max_tokens``.
+        """Return parameters from a server's arguments; ``None`` means the default.
 
-        Keys of ``logit_bias`` may be text, and its values are bounded to [-100, 100].
+        For ``max_tokens``, ``None`` means no limit. Keys of ``logit_bias`` may be text, and its
+        values are clamped to [-100, 100].
         """
         given = _named(positional, given)
         with_default = cls.model_fields.keys() - {"max_tokens"}
@@ -178,12 +182,12 @@ class SamplingParams(Settings):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """True if the most probable token is always taken."""
         return self.temperature == 0
 
 
 def _named(positional: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name."""
+    """Return all arguments by name, also those given by position."""
     if len(positional) > len(_POSITIONAL):
         raise ValueError(
             f"SamplingParams takes at most {', '.join(_POSITIONAL)} by position: name the others, "
@@ -201,4 +205,4 @@ def _token(key: Any) -> Any:
 
 def _bounded(bias: Any) -> Any:
     is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and bias == bias
-    return min(_MOST_BIAS, max(-_MOST_BIAS, bias)) if is_number else bias  # NaN is refused
+    return min(_MOST_BIAS, max(-_MOST_BIAS, bias)) if is_number else bias  # NaN is refused later

@@ -1,4 +1,4 @@
-"""Which tokens a step computes, and which pages hold their keys and values."""
+"""Scheduling: choosing the tokens of each step, and allocating pages for them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from vllm_module.runtime.cache.saved_states import SavedStates
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.step import Step
 
-_BY_ARRIVAL = attrgetter("request.arrival", "index")  # of sequences
+_BY_ARRIVAL = attrgetter("request.arrival", "index")  # sort key of sequences
 
 
 class Scheduler:
     """Continuous batching, first come, first served.
 
-    Every step has all running sequences that fit into it. There are no phases: a sequence that
-    decodes has one token to compute, and one that prefills has its whole prompt, which is cut into
-    chunks when the step is full.
+    Every step has all running sequences that fit into it. There are no phases: a decoding sequence
+    has one token to compute, and a prefilling one has its whole prompt, which is cut into chunks
+    when the step is full.
 
-    When pages run out, the sequence that came last is preempted: its pages are freed, and it
-    starts over later, or continues if its pages could be swapped to host memory. The first sequence
-    is never preempted, and every sequence becomes the first at some time, so none starves.
+    When pages run out, the sequence that came last is preempted: its pages are freed. It is
+    computed
+    again later, or continues if its pages could be swapped to host memory. The first sequence is
+    never preempted, and every sequence becomes the first at some time, so none starves.
 
     With ``has_states``, layers keep a state of each running sequence, in the slot that is its row
     of the block tables. So a sequence keeps its row while it runs, and no more run than there are
@@ -36,17 +37,17 @@ class Scheduler:
 
     Args:
         pool: pages of the cache.
-        host: pages of the host memory that sequences are swapped to.
-        max_num_seqs: most sequences in a step.
-        max_num_batched_tokens: most tokens in a step.
-        prefix_caching: whether a prompt reuses the pages of earlier sequences that begin alike.
+        host: pages in host memory that sequences are swapped to.
+        max_num_seqs: largest number of sequences in a step.
+        max_num_batched_tokens: largest number of tokens in a step.
+        prefix_caching: True if a prompt reuses the pages of earlier sequences with the same start.
         window: the widest sliding window of all layers, in tokens; pages before it are freed.
             ``None`` if a layer attends to all tokens.
-        has_states: whether layers keep a state of each sequence.
-        host_states: states in host memory, of sequences that are swapped out.
+        has_states: True if layers keep a state of each sequence.
+        host_states: number of states in host memory, for sequences that are swapped out.
 
     Attributes:
-        saved: the states that are kept for later prompts.
+        saved: saved states for later prompts.
 
     """
 
@@ -68,7 +69,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching = prefix_caching
         self.window = window
-        self.waiting: list[Sequence] = []  # both in the order of arrival
+        self.waiting: list[Sequence] = []  # both lists are in the order of arrival
         self.running: list[Sequence] = []
         self.preemptions = 0
         saves_states = has_states and prefix_caching
@@ -78,9 +79,11 @@ class Scheduler:
         self._free_all()
 
     def _free_all(self) -> None:
-        self._free_rows = list(range(self.max_num_seqs))  # a heap: neighbouring rows are a view
+        # A heap, because the tables of neighbouring rows are a view.
+        self._free_rows = list(range(self.max_num_seqs))
         self._free_host_states = list(range(self.host_states))
-        self._forked: dict[int, int] = {}  # rows of new samples, and those with their states
+        # Rows of new samples, with the rows that have their states.
+        self._forked: dict[int, int] = {}
         self.saved.forget_all()
 
     def schedule(self) -> Step:
@@ -104,20 +107,21 @@ class Scheduler:
             position += 1
         step.states.copied += [(first, row) for row, first in self._forked.items()]
         self._forked.clear()
-        if self.preemptions == preemptions:  # else pages are short: admit nothing
+        if self.preemptions == preemptions:  # else pages are short, and nothing is admitted
             while self.waiting and budget and len(self.running) < self.max_num_seqs:
                 count = self._start(self.waiting[0], budget, step)
                 if not count:
                     break
                 budget -= count
-        if step.scheduled:  # else the step is not run
+        if step.scheduled:  # an empty step is not run
             step.saved += self.saved.copies()
         return step
 
     def schedule_alone(self, sequence: Sequence, end: int) -> Step | None:
-        """Return a step of ``sequence`` alone, which computes its tokens up to ``end`` at most.
+        """Schedule a step of ``sequence`` alone, which computes its tokens up to ``end`` at most.
 
-        If it waits, it starts from its first token. Returns None, and changes nothing, if too few
+        A waiting sequence starts from its first token. Returns None, and changes nothing, if too
+        few
         pages are free.
         """
         step = Step()
@@ -135,16 +139,16 @@ class Scheduler:
         return step
 
     def schedule_next(self, sequences: list[Sequence]) -> Step | None:
-        """Return the step after one that is launched and not finished, which gives each a token.
+        """Schedule the step after one that is launched and not finished, which gives each a token.
 
-        In it, each of ``sequences`` computes that token, whatever it is. The other running
-        sequences end with the launched step. Returns None, and changes nothing, if
+        In it, each of ``sequences`` computes that token, whose value is not known here. The other
+        running sequences end with the launched step. Returns None, and changes nothing, if
         :meth:`schedule` would admit a waiting sequence after that step, or preempt one.
         """
         assert not self.saved.waiting, "a prompt that is not complete has no next token"
         most = min(self.max_num_seqs, self.max_num_batched_tokens)
         if self.waiting and (
-            len(sequences) < len(self.running)  # what the others free may suffice
+            len(sequences) < len(self.running)  # the pages that the others free may suffice
             or (len(self.running) < most and self._fits(self.waiting[0]))
         ):
             return None
@@ -153,7 +157,8 @@ class Scheduler:
             return None
         step = Step([(sequence, 1) for sequence in sequences])
         for sequence in growing:
-            count = len(sequence.tokens) + 1 - sequence.num_computed  # with the launched step's
+            # With the launched step's token.
+            count = len(sequence.tokens) + 1 - sequence.num_computed
             allocated = self._allocate(sequence, count, step)
             assert allocated, "each takes one page, and so many are free"
         assert not step.copied, "the launched step has copied the pages that it writes"
@@ -162,7 +167,7 @@ class Scheduler:
     def mark_listed(self, step: Step) -> None:
         """Record that the step's pages are in the block tables of all ranks.
 
-        If the step fails, this is not called, and they are sent again.
+        If the step fails, this is not called, and the pages are sent again.
         """
         for sequence, _ in step.scheduled:
             sequence.num_listed_pages = len(sequence.pages)
@@ -172,10 +177,10 @@ class Scheduler:
         size = self.pool.page_size
         for sequence, count in step.scheduled:
             if sequence.finish_reason is not None:
-                continue  # it ended after the step was launched
+                continue  # the sequence ended after the launch
             sequence.num_computed += count
             if sequence.num_computed % size >= count and self.window is None:
-                continue  # no page is full that was not full before
+                continue  # no further page is full
             full = sequence.num_computed // size if self.prefix_caching else 0
             while sequence.num_cached_pages < full:
                 index = sequence.num_cached_pages
@@ -191,7 +196,7 @@ class Scheduler:
                 self._free_passed_pages(sequence, self.window)
 
     def add(self, sequence: Sequence) -> None:
-        """Add ``sequence`` to those that wait, in the order of arrival."""
+        """Add ``sequence`` to the waiting ones, in the order of arrival."""
         insort(self.waiting, sequence, key=_BY_ARRIVAL)
 
     def fork(self, request: Request) -> None:
@@ -204,7 +209,8 @@ class Scheduler:
         while len(request.sequences) < request.params.n:
             sequence = request.new_sequence()
             if self.has_states:
-                if not self._free_rows:  # no state can be copied: it computes the prompt again
+                # No row to copy a state to: this sample computes the prompt again.
+                if not self._free_rows:
                     request.sequences.append(sequence)
                     self.add(sequence)
                     continue
@@ -228,10 +234,11 @@ class Scheduler:
         self._free_host_state(sequence)
 
     def start_over(self) -> None:
-        """Have every running sequence wait, and compute all of its tokens again.
+        """Move every running sequence back to the waiting ones, to compute all of its tokens again.
 
-        That is what happens after a step that failed or was dropped, if there are states: it may
-        have advanced any of them. Saved states stay, which no step advances.
+        This follows a step that failed or was dropped, if layers have states: the step may have
+        advanced
+        any of them. Saved states stay, because no step advances them.
         """
         for sequence in list(self.running):
             self.running.remove(sequence)
@@ -239,18 +246,18 @@ class Scheduler:
             self.add(sequence)
 
     def reset(self) -> None:
-        """Remove all sequences and free all pages, even if a step failed in the middle."""
+        """Remove all sequences and free all pages, even after a failure in the middle of a step."""
         self.waiting, self.running = [], []
         self.pool.reset()
         self.host.reset()
         self._free_all()
 
     def reset_prefix_cache(self) -> None:
-        """Make later prompts reuse no page computed before now, as after a weight update."""
+        """Evict all cached pages, so that later prompts reuse none, as after a weight update."""
         self.pool.evict_all()
         self.saved.forget_all()
         for sequence in (*self.running, *self.waiting):
-            sequence.prefix = self.pool.new_prefix()  # which no prompt can find
+            sequence.prefix = self.pool.new_prefix()  # no prompt can find this prefix
             sequence.saved_at = []
 
     def _fits(self, sequence: Sequence) -> bool:
@@ -260,7 +267,7 @@ class Scheduler:
         return self._find_pages(sequence) is not None
 
     def _start(self, sequence: Sequence, most: int, step: Step, *, reuse: bool = True) -> int:
-        """Have a waiting sequence run, with at most so many tokens in the step.
+        """Start a waiting sequence, with at most ``most`` tokens in the step.
 
         Unless ``reuse``, no cached pages are reused. Returns the number of tokens; it is 0, and
         nothing has changed, if too few pages are free.
@@ -286,7 +293,7 @@ class Scheduler:
         return count
 
     def _admit(self, sequence: Sequence, step: Step, *, reuse: bool) -> bool:
-        """Prepare a waiting sequence to run; return whether pages for all its tokens are free."""
+        """Assign pages to a waiting sequence; return whether pages for all its tokens are free."""
         if sequence.host_pages:
             return self._swap_in(sequence, step)
         found = self._find_pages(sequence, reuse=reuse)
@@ -309,15 +316,15 @@ class Scheduler:
     def _find_pages(
         self, sequence: Sequence, *, reuse: bool = True
     ) -> tuple[list[tuple[int, int]], int] | None:
-        """Return the cached pages to reuse, each with its prefix, and the number of cached ones.
+        """Return the cached pages to reuse, each with its prefix, and the number of cached pages.
 
-        With states, these are more if no state is saved after the last. Returns None if too few
-        other pages are free.
+        With states, that number is larger if no state is saved after the last page. Returns None if
+        too few other pages are free.
         """
         pool = self.pool
         found: list[tuple[int, int]] = []
         if self.prefix_caching and reuse and sequence.request.params.prompt_logprobs is None:
-            # The last token is always computed: its logits give the next one.
+            # The last token is always computed, because its logits give the next one.
             limit = (len(sequence.tokens) - 1) // pool.page_size
             found = pool.find_cached(sequence.tokens, limit, sequence.request.cache_salt)
         num_known = len(found)
@@ -346,7 +353,7 @@ class Scheduler:
         return True
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int, step: Step) -> bool:
-        """Allocate, preempting the last sequences if needed; return False if it was preempted."""
+        """Allocate, preempting the last sequences if needed; False if it was preempted itself."""
         while not self._allocate(sequence, count, step):
             last = self.running[-1]
             self._preempt(last, step)
@@ -358,11 +365,12 @@ class Scheduler:
         """Allocate pages for the next ``count`` tokens; return whether enough are free."""
         pool, pages = self.pool, sequence.pages
         needed = pool.pages_for(sequence.num_computed + count) - len(pages)
-        written = sequence.num_computed // pool.page_size  # the first page that is written to
+        # Index of the first page that is written to.
+        written = sequence.num_computed // pool.page_size
         shared = written < len(pages) and pool.reference_count(pages[written]) > 1
         if needed + shared > pool.free_pages:
             return False
-        if shared:  # copy on write: other samples of the prompt use the page
+        if shared:  # copy on write: other samples of the prompt share the page
             (copy,) = pool.allocate(1)
             step.copied.append((pages[written], copy))
             pool.free([pages[written]])
@@ -374,7 +382,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
-        """Move a running sequence back to those that wait; swap its pages out if the host can."""
+        """Preempt a running sequence; swap its pages to the host if that has enough."""
         self.preemptions += 1
         sequence.request.metrics.num_preemptions += 1
         self.running.remove(sequence)
@@ -392,7 +400,7 @@ class Scheduler:
         self.add(sequence)
 
     def _swap_out_state(self, sequence: Sequence, step: Step) -> None:
-        """Copy a sequence's state to the host; of a new sample, that is its first one's."""
+        """Copy a sequence's state to the host; a new sample's is that of its first sample."""
         if self.has_states:
             sequence.host_state = heappop(self._free_host_states)
             row = self._forked.get(sequence.row, sequence.row)
@@ -404,10 +412,11 @@ class Scheduler:
         sequence.host_state = -1
 
     def _take_row(self, sequence: Sequence) -> None:
-        """Give ``sequence`` a row of the block tables.
+        """Assign a row of the block tables to ``sequence``.
 
-        Samples may be more than ``max_num_seqs``. Then the last sequence with a row loses it: it is
-        not in this step, which has fewer sequences than there are rows. Not if there are states.
+        There may be more samples than rows (``max_num_seqs``). Then the last sequence with a row
+        loses it; it is not in this step, which has fewer sequences than rows. With states this does
+        not occur.
         """
         if not self._free_rows:
             assert not self.has_states, "no more sequences run than there are rows"
@@ -430,7 +439,7 @@ class Scheduler:
             sequence.num_passed_pages += 1
 
     def _free_pages(self, sequence: Sequence) -> None:
-        """Free the sequence's pages, the last first, since a prompt reuses the first ones.
+        """Free the sequence's pages, the last first, because a prompt reuses the first ones.
 
         Pages freed first are allocated first, which evicts them.
         """

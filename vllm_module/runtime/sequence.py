@@ -1,4 +1,4 @@
-"""A request and its samples: the state that the engine and the scheduler work on."""
+"""Requests and their samples, with the state that the engine and the scheduler keep."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Sequence:
     """One sample of a request: its tokens, and the pages that hold their keys and values.
 
     Attributes:
-        tokens: the prompt's and the generated ones.
-        num_computed: the first tokens, whose keys and values are in the cache.
-        pages: of the cache, in the order of the tokens; -1 for a page that was freed because the
-            sliding window has passed it.
-        host_pages: in host memory, while the sequence is swapped out.
-        num_cached_pages: the first pages, which the pool has in its index under ``prefix``.
-        num_passed_pages: the first pages, which the sliding window has passed.
-        num_writable: while it runs, the first tokens that can be stored without allocating or
+        tokens: tokens of the prompt and the generated ones.
+        num_computed: number of first tokens whose keys and values are in the cache.
+        pages: pages of the cache, in the order of the tokens; -1 for a page that was freed because
+            the sliding window has passed it.
+        host_pages: pages in host memory, while the sequence is swapped out.
+        num_cached_pages: number of first pages that the pool has in its index under ``prefix``.
+        num_passed_pages: number of first pages that the sliding window has passed.
+        num_writable: while it runs, number of first tokens that can be stored without allocating or
             copying a page.
-        row: of the block tables, which every rank keeps, and the slot of its state; -1 for none.
-        host_state: the slot of its state in host memory, while it is swapped out; else -1.
-        num_listed_pages: the first pages, which the row has on every rank.
+        row: row of the block tables on every rank, and slot of its state; -1 for none.
+        host_state: slot of its state in host memory, while it is swapped out; else -1.
+        num_listed_pages: number of first pages that the row has on every rank.
         saved_at: while it runs, numbers of tokens after which its state is saved, ascending.
-        uniform: generator of this sequence's random numbers, one per generated token.
-        stream: turns tokens into text, if the text is needed at every step.
+        uniform: generator of this sequence's random numbers, one for each generated token.
+        stream: decoder from tokens to text, if the text is needed at every step.
 
     """
 
@@ -62,19 +62,19 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        """The generated tokens."""
+        """Generated tokens."""
         return self.tokens[self.request.prompt_len :]
 
     @property
     def remaining(self) -> int:
-        """The number of tokens whose keys and values are not in the cache yet."""
+        """Number of tokens whose keys and values are not in the cache yet."""
         return len(self.tokens) - self.num_computed
 
     def prompt_logprob_positions(self, count: int) -> range:
-        """Return which of the next ``count`` positions give a prompt logprob that is still missing.
+        """Return the positions, of the next ``count``, whose prompt logprobs are still missing.
 
         The logits at a position give the logprob of the prompt's next token. The range is empty
-        unless the request asked for them; a sequence that starts over has some already.
+        unless the request asked for logprobs; a sequence that starts over already has some.
         """
         logprobs = self.request.prompt_logprobs
         if logprobs is None or self.index:
@@ -88,13 +88,13 @@ class Request:
     """A prompt and its samples. There is one sequence until the prompt is computed, then ``n``.
 
     Attributes:
-        arrival: place in the order of requests; earlier requests are served first.
-        max_len: most tokens of a sequence, the prompt's among them.
-        streamed: whether the text is needed at every step, and not only at the end.
-        num_cached_tokens: first tokens of the prompt that were not computed, because pages of
-            earlier requests held them; ``None`` before the prompt is begun.
-        bad_words: the tokens of each text that may not be generated.
-        cache_salt: pages are reused among prompts with the same one only.
+        arrival: number in the order of requests; earlier requests are served first.
+        max_len: largest number of tokens of a sequence, with the prompt.
+        streamed: True if the text is needed at every step, and not only at the end.
+        num_cached_tokens: number of tokens at the prompt's start that were not computed, because
+            cached pages held them; ``None`` before the prompt is begun.
+        bad_words: tokens of each text that may not be generated.
+        cache_salt: salt of the prompt; cached pages are shared only among equal salts.
 
     """
 
@@ -116,7 +116,7 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # the first token has none
+            self.prompt_logprobs = [None]  # the first token has no logprob
         seed = self.params.seed
         self._seeds = random.Random(seed) if seed is not None else random.Random()
         self.sequences = [self.new_sequence()]
@@ -128,5 +128,5 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
+        """True if every sample has ended."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)

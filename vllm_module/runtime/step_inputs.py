@@ -9,23 +9,23 @@ from vllm_module.runtime.step import Moves, Step
 
 @dataclass
 class StepInputs:
-    """What a rank needs to compute a step, as plain numbers that one message carries to all ranks.
+    """The plain numbers by which a rank computes a step; one message carries them to all ranks.
 
     Attributes:
-        input_ids, positions: of the step's tokens, one sequence after another.
-        slot_mapping: the cache slot of each token: its page * page size + its place on the page.
-        context_lens: each sequence's tokens up to the end of this step.
-        query_start_loc: where each sequence's tokens start, and where the last one's end.
-        table_rows: the row of the block tables that has each sequence's pages.
-        new_pages: the changes of these rows: a row, the first entry that changes, and the pages
-            from there on. Every rank keeps the tables, and writes the changes before the step.
-        num_table_pages: the most pages of a sequence.
-        rows: the indices of the tokens whose logits are returned.
-        max_query_len: the most tokens of a sequence in this step.
-        num_sampled: if not 0, ``input_ids`` are not tokens but indices of tokens: of those, so
-            many, which were chosen after the step before and are on the device.
+        input_ids, positions: tokens of the step and their positions, sequence by sequence.
+        slot_mapping: cache slot of each token: its page * page size + its place on the page.
+        context_lens: number of each sequence's tokens up to the end of this step.
+        query_start_loc: start of each sequence's tokens, and the end of the last one's.
+        table_rows: row of the block tables with each sequence's pages.
+        new_pages: changes of these rows: a row, the first entry that changes, and the pages from
+            there on. Every rank keeps the tables, and writes the changes before the step.
+        num_table_pages: largest number of pages of a sequence.
+        rows: indices of the tokens whose logits are returned.
+        max_query_len: largest number of tokens of a sequence in this step.
+        num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
+            ``num_sampled`` tokens that the step before has chosen, which are on the device.
         swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.step.Step`.
-        states: as there, with the copies of saved states; ``None`` if no states are moved. The
+        states: copies of states, with those of saved states; ``None`` if no states are moved. The
             slot of a sequence's state is the row of its block table.
 
     """
@@ -48,10 +48,10 @@ class StepInputs:
 
 
 def step_inputs(step: Step, page_size: int) -> StepInputs:
-    """Lay out the tokens that ``step`` computes.
+    """Return the numbers of the tokens that ``step`` computes.
 
-    ``rows`` has first the prompt tokens that give missing prompt logprobs, and then the last token
-    of each sequence that has no tokens left after this step.
+    In ``rows``, the prompt tokens that give missing prompt logprobs come first, and then the last
+    token of each sequence that has no tokens left after this step.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -64,7 +64,7 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
     for sequence, count in step.scheduled:
         pages, tokens, start = sequence.pages, sequence.tokens, sequence.num_computed
         end = start + count
-        if count == 1:  # decoding: most sequences of most steps
+        if count == 1:  # decoding: most sequences in most steps
             ids.append(tokens[start])
             positions.append(start)
             slot_mapping.append(pages[start // page_size] * page_size + start % page_size)
@@ -111,12 +111,12 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
 
 
 def next_inputs(step: Step, sampled: list[int], num_sampled: int, page_size: int) -> StepInputs:
-    """Lay out a step of one token of each sequence: its next one, which the host does not know.
+    """Return the numbers of a step with each sequence's next token, which the host does not know.
 
     Args:
-        step: of :meth:`~vllm_module.runtime.scheduler.Scheduler.schedule_next`.
-        sampled: where each sequence's token is among those on the device.
-        num_sampled: how many these are.
+        step: the result of :meth:`~vllm_module.runtime.scheduler.Scheduler.schedule_next`.
+        sampled: index of each sequence's token among those on the device.
+        num_sampled: number of tokens on the device.
         page_size: tokens per page.
 
     """

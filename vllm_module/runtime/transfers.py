@@ -1,4 +1,4 @@
-"""Numbers that the host sends to a device at once, and those of a device that it reads."""
+"""Copying numbers from the host to a device, and back, in one copy each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Numbers: TypeAlias = "array[float] | array[int]"
 
 
 def upload(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device, all in one copy that the host does not wait for.
+    """Copy arrays to the device in one copy, for which the host does not wait.
 
     Args:
-        arrays: of type code "d" or "q".
-        device: that the tensors shall be on.
+        arrays: arrays of type code "d" or "q".
+        device: device of the tensors.
 
     Returns:
         A tensor for each array, in float64 or int64.
@@ -36,37 +36,37 @@ _DTYPES = {"d": torch.float64, "q": torch.int64}
 
 def _send(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
-        # From pageable memory, the copy would wait for the device.
+        # A copy from pageable memory would wait for the device.
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
 
 
-# Returns when the device has come to an event.
+# Function that returns when the device has reached an event.
 Wait: TypeAlias = Callable[[torch.cuda.Event], None]
 
 
 def synchronize(event: torch.cuda.Event) -> None:
-    """Wait for the device."""
+    """Wait until the device has reached ``event``."""
     event.synchronize()
 
 
 class Download:
-    """A copy of numbers to the host, which begins now, and for which :meth:`read` waits.
+    """A copy of numbers to the host, which is launched at once; :meth:`read` waits for it.
 
-    On a GPU, the copy comes after the work that was queued before it, and work that is queued later
+    On a GPU, the copy comes after work that was queued before it, and work that is queued later
     does not delay it.
     """
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            device = numbers.device  # not always that of the caller's thread
-            numbers = numbers.to("cpu", non_blocking=True)  # torch takes pinned memory for it
+            device = numbers.device  # may differ from the current device of the thread
+            numbers = numbers.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
             self._event = torch.cuda.current_stream(device).record_event()
         self._numbers = numbers
 
     def read(self, wait: Wait = synchronize) -> list[Any]:
-        """Return the numbers, all in one list."""
+        """Return the numbers as one list."""
         if self._event is not None:
             wait(self._event)
         values: list[Any] = self._numbers.view(-1).tolist()

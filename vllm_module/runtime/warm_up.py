@@ -1,9 +1,9 @@
-"""The steps that measure memory and compile every variant of a kernel before the first request.
+"""Steps that measure memory and compile every variant of a kernel before the first request.
 
-Kernels are compiled when they are first launched, which takes seconds. A variant is chosen by a
-model's own shapes and by ranges of three numbers: the tokens of a step, its sequences, and the
-pages of its longest sequence. No range lies between two powers of two, so that steps of every power
-meet every variant. Nothing is stored in the cache, and only its first pages are read.
+Kernels are compiled at their first launch, which takes seconds. A variant is chosen by the model's
+shapes and by ranges of three numbers: the tokens of a step, its sequences, and the pages of its
+longest sequence. No range lies between two powers of two, so steps of every power meet every
+variant. Nothing is stored in the cache, and only its first pages are read.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def warm_up_steps(
     num_pages: int,
     host_pages: int,
 ) -> Iterator[StepInputs]:
-    """Yield the steps that meet every variant which steps within these limits can meet.
+    """Yield steps that meet every variant which steps within these limits can meet.
 
-    The first step also copies a page in each direction in which pages are copied: run it before
-    any page is allocated.
+    The first step also copies a page in each direction of copying: run it before any page is
+    allocated.
     """
     most_pages = -(-max_model_len // page_size)
     step = _step([1], [1], 1)
@@ -35,7 +35,7 @@ def warm_up_steps(
     yield step
     for pages in _powers(most_pages):  # one new token on cached pages
         yield _step([1], [min(pages * page_size, max_model_len)], pages)
-    for sequences in _powers(min(max_num_seqs, max_num_batched_tokens)):  # batches that decode
+    for sequences in _powers(min(max_num_seqs, max_num_batched_tokens)):  # decoding batches
         yield _step([1] * sequences, [1] * sequences, most_pages)
     for tokens in _powers(min(max_num_batched_tokens, max_num_seqs * max_model_len)):  # prompts
         counts = _lengths(tokens, max_model_len)
@@ -45,11 +45,11 @@ def warm_up_steps(
 def largest_steps(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, page_size: int
 ) -> Iterator[StepInputs]:
-    """Yield the steps that need most memory: the longest prompts, and one token of many sequences.
+    """Yield the steps that need the most memory: longest prompts, and one token of many sequences.
 
     Attention reads pages in both, as in every step. Attention of a whole prompt without pages would
-    keep the scores of all pairs of tokens where a model has soft caps, slopes or sinks. All
-    sequences have the first row of the block tables, and so the first state: there is no other yet.
+    keep the scores of all pairs of tokens if a model has soft caps, slopes or sinks. All sequences
+    use the first row of the block tables, and so the first state, the only one that exists yet.
     """
     most_pages = -(-max_model_len // page_size)
     prompts = _lengths(min(max_num_batched_tokens, max_num_seqs * max_model_len), max_model_len)
@@ -62,8 +62,8 @@ def largest_steps(
 def warm_up_batches(
     max_num_batched_tokens: int, max_num_seqs: int, max_length: int
 ) -> Iterator[EmbeddingInputs]:
-    """Yield the batches of an encoder that meet every variant, as :func:`warm_up_steps` does."""
-    most = max(max_num_batched_tokens, max_length)  # a prompt of any length is a batch
+    """Yield the batches of an encoder that meet every variant, like :func:`warm_up_steps`."""
+    most = max(max_num_batched_tokens, max_length)  # a batch may be one prompt of any length
     for tokens in _powers(min(most, max_num_seqs * max_length)):
         yield EmbeddingInputs([0] * tokens, _lengths(tokens, max_length), "mean")
 
@@ -74,9 +74,9 @@ def _step(
     """Return a step that stores nothing and reads the first page in place of every other.
 
     Args:
-        new, contexts: of each sequence, its tokens in this step, and all of them.
-        pages: in each block table.
-        most_rows: logits are of so many tokens at most; by default of all.
+        new, contexts: number of each sequence's tokens in this step, and in all.
+        pages: number of pages in each block table.
+        most_rows: largest number of tokens whose logits are computed; by default all.
 
     """
     counts = list(zip(new, contexts, strict=True))
@@ -88,7 +88,7 @@ def _step(
         context_lens=contexts,
         query_start_loc=[0, *accumulate(new)],
         table_rows=list(range(len(new))),
-        new_pages=[],  # the tables have the first page everywhere before they are written
+        new_pages=[],  # unwritten tables have the first page everywhere
         num_table_pages=pages,
         rows=list(range(len(positions)))[:most_rows],
         max_query_len=max(new),

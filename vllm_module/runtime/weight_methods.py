@@ -1,4 +1,4 @@
-"""What happens to the weights of a running LLM: updates, sleep, and functions of a caller."""
+"""Methods of ``LLM`` on the weights of a running engine: updates, sleep, functions of a caller."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class WeightMethods:
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
         """Update weights of the running model in place, between two steps.
 
-        Running requests keep the keys and values that are computed already. An update that is
-        refused before anything was written changes nothing: requests go on. If it fails later,
-        they end with the reason as their ``error``, and new requests are refused until an update
-        brings a whole checkpoint, or :meth:`reload_weights` succeeds.
+        Running requests keep the keys and values that are already computed. An update that is
+        refused before anything was written changes nothing, and requests continue. If it fails
+        later, they end with the reason as their ``error``, and new requests are refused until an
+        update brings a whole checkpoint, or :meth:`reload_weights` succeeds.
 
-        An engine that sleeps at level 2 takes a whole checkpoint, and is awake then.
+        An engine that sleeps at level 2 needs a whole checkpoint, and is awake afterwards.
 
         Raises:
             WeightLoadError: the model refuses the weights.
@@ -48,14 +48,14 @@ class WeightMethods:
         """Free the memory of the weights and the KV cache, until :meth:`wake_up`.
 
         Args:
-            level: 1 copies the weights to host memory, so that the engine wakes up with them; on a
-                CPU they stay where they are. 2 drops them.
-            options: ``mode`` of vLLM, with any value: nothing goes on when an engine sleeps.
+            level: 1 copies the weights to host memory, from which the engine wakes up; on a CPU
+                they stay in place. 2 drops them.
+            options: ``mode`` of vLLM, with any value: a sleeping engine has no requests.
 
         Raises:
             RuntimeError: there are requests.
-            MemoryError: host memory has no room for the weights.
-            ModelNotReadyError: an update of the weights broke midway, and the level is 1.
+            MemoryError: host memory is too small for the weights.
+            ModelNotReadyError: the level is 1, and an update of the weights had failed midway.
 
         """
         known_arguments("LLM.sleep", options, (), {"mode": (...,)})
@@ -71,14 +71,14 @@ class WeightMethods:
             self.engine.fail("the engine sleeps: wake_up() first")
 
     def wake_up(self, tags: None = None) -> None:
-        """Give the engine the weights that it slept with, and accept requests.
+        """Restore the weights of a sleeping engine, and accept requests.
 
-        Those of level 2 are loaded from the model's folder again, if no update had changed them and
-        the folder has not changed since. Does nothing if the engine is awake. All of it wakes up:
-        ``tags`` of vLLM are not supported.
+        Weights dropped at level 2 are loaded from the model's folder again, if no update had
+        changed them and the folder has not changed since. Does nothing if the engine is awake.
+        Everything wakes up: ``tags`` of vLLM are not supported.
 
-        Raises ``ModelNotReadyError`` if the weights that slept are nowhere any more, or if an
-        update of the weights broke midway.
+        Raises ``ModelNotReadyError`` if those weights exist nowhere any more, or if an update of
+        the weights had failed midway.
         """
         known_arguments("LLM.wake_up", {"tags": tags}, (), {"tags": ()})
         with self.engine.alone():
@@ -92,10 +92,10 @@ class WeightMethods:
                 )
 
     def reload_weights(self) -> None:
-        """Load the weights of the model's folder again, as they are there now.
+        """Load the weights in the model's folder again, as they are now.
 
-        Updates since the first load are lost. A sleeping engine wakes up, and one whose update
-        broke is repaired. Raises what loading raises.
+        Updates since the first load are lost. A sleeping engine wakes up, and one with a failed
+        update is repaired. Raises the errors of loading.
         """
         with self.engine.alone():
             self.executor.check()
@@ -104,9 +104,9 @@ class WeightMethods:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Have later prompts reuse no page that is computed by now; return ``True``.
+        """Evict all cached pages, so that later prompts reuse none; return ``True``.
 
-        Requests that are running go on, whatever the arguments of vLLM are.
+        Running requests continue, whatever the arguments of vLLM are.
         """
         del reset_running_requests, reset_connector
         with self.engine.alone():
@@ -118,11 +118,11 @@ class WeightMethods:
         """Call a function with the model on every rank, and return all results, by rank.
 
         Args:
-            func: takes the model. Several ranks need a function of a module, which pickle can send,
-                and results that it can send back. To change weights, call :meth:`update_weights`:
-                what a function changes, no check sees.
+            func: function of the model. With several ranks it must be a module's function, which
+                pickle can send, and its results must be picklable. To change weights, call
+                :meth:`update_weights`: changes made by a function are not checked.
 
-        Raises what the function raises.
+        Raises the exceptions of the function.
 
         """
         if not callable(func):

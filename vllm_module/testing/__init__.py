@@ -1,4 +1,4 @@
-"""The model author's toolkit: the laws of loading, which any module can be tested against.
+"""The model author's toolkit: laws of loading as functions that test any module.
 
 A whole test file::
 
@@ -10,7 +10,7 @@ A whole test file::
     def test_my_model_keeps_the_law(law):
         law(MyForCausalLM, model_configs(MyForCausalLM))
 
-Hypothesis draws the cases; its settings say how many.
+Hypothesis draws the cases; its settings choose how many.
 """
 
 from vllm_module.base.messages import install

@@ -1,4 +1,4 @@
-"""Laws of what a load accepts: every tensor is accounted for, in any order and any form."""
+"""Laws of accounting: every tensor is loaded, skipped or refused, in any order and form."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def assert_accounting_exact(case: Case) -> None:
     """Law 1: every tensor is loaded or skipped by a rule, and every slot is filled exactly once.
 
     The report of a complete checkpoint lists every name. A checkpoint, collection or stream, with
-    missing, unexpected, duplicated or misshapen tensors is refused by exactly these names, and the
-    module does not run. Nothing of a refused collection is read, so a module that was loaded keeps
+    missing, unexpected, duplicated or misshapen tensors is refused with exactly these names, and
+    the module does not run. No tensor of a refused collection is read, so a loaded module keeps
     running. A tied tensor, which two modules share, may be stored twice, but not with two values;
-    the module is tied if and only if the configuration's ``tie_word_embeddings`` says so.
+    the module is tied if and only if the configuration's ``tie_word_embeddings`` is true.
     """
     names = Names.of(case.whole)
     _assert_tied_as_configured(case, names)
@@ -69,7 +69,7 @@ def assert_accounting_exact(case: Case) -> None:
         lambda: module.load_weights(tuple(damage.pairs)),
         f"a damaged checkpoint was loaded anew: {damage.problems}",
     )
-    module.check_ready()  # nothing was written, so it can still run
+    module.check_ready()  # nothing was written, so the module can still run
     assert_same_state(state(module), before, "after it refused another checkpoint")
     module = case.build(case.rank, case.size)
     streamed = case.choose([False, True], "as a stream")
@@ -92,7 +92,7 @@ def assert_accounting_exact(case: Case) -> None:
 def _assert_tied_as_configured(case: Case, names: Names) -> None:
     """Check that the head and the embedding are tied if and only if the configuration says so."""
     if not hasattr(case.whole, "compute_logits"):
-        return  # an encoder's configuration ties a head that it does not have
+        return  # an encoder's configuration ties a head that the model lacks
     ties = getattr(getattr(case.whole, "config", None), "tie_word_embeddings", None)
     if ties:
         assert names.tied, "the configuration ties the embedding and the head, the module does not"
@@ -102,12 +102,12 @@ def _assert_tied_as_configured(case: Case, names: Names) -> None:
 
 
 def _assert_tie_is_compared(case: Case, tensors: Tensors, name: str, other: str) -> None:
-    """Check that two names of one tensor are refused if one bit that the rank keeps differs."""
+    """Check that two stored copies of a tied tensor are refused if one bit that is kept differs."""
     module = case.build(case.rank, case.size)
     reads = module.plan_weights(WatchedSource(tensors)).reads()
     kept = [read.source for read in reads if read.name == other and read.source.shape.numel()]
     if not kept:
-        return  # the rank keeps nothing but padding
+        return  # the rank keeps only padding
     assert isinstance(kept[0], WatchedHandle)
     position = case.choose(range(kept[0].shape.numel()), f"element of {other}")
     index = torch.unravel_index(torch.tensor(position), kept[0].shape)
@@ -128,7 +128,7 @@ def _assert_tie_is_compared(case: Case, tensors: Tensors, name: str, other: str)
 
 
 def _may_be_absent(module: vLLMModule) -> set[str]:
-    """Return the names that a checkpoint may lack, because a layer has what fills their slots."""
+    """Return names that a checkpoint may lack, because the layer itself fills their slots."""
     return {
         location.stored_name(slot)
         for location in locations(module)
@@ -138,7 +138,7 @@ def _may_be_absent(module: vLLMModule) -> set[str]:
 
 
 class _Damage:
-    """A checkpoint damaged in one to three places, and the names to be reported for it.
+    """A checkpoint damaged in one to three places, and the names that must be reported.
 
     ``first_name`` maps names that store a tied tensor again to the name that stores it first.
     """
@@ -166,7 +166,7 @@ class _Damage:
         stored_twice = {*first_name, *first_name.values()}
         absent = _may_be_absent(case.whole)
         for name in case.some(sorted([*case.tensors, *first_name]), "damaged names", most=3):
-            # Nothing is missing if another name stores the same tensor, or the layer has it.
+            # Nothing is missing if another name stores the same tensor, or the layer fills it.
             dropped = {"dropped", "renamed"}
             harmless = dropped if name in stored_twice or name in absent else set()
             kind = case.choose(sorted(kinds.keys() - harmless), f"damage of {name}")
@@ -209,7 +209,7 @@ class _Damage:
         tensor = self._tensors[name]
         others = {torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64}
         others.discard(tensor.dtype)
-        if tensor.dtype == torch.int64:  # which takes narrower integers
+        if tensor.dtype == torch.int64:  # narrower integers are accepted for int64
             others.discard(torch.int32)
         dtype = self._case.choose(sorted(others, key=str), "dtype")
         self._replace(name, torch.zeros(tensor.shape, dtype=dtype))
@@ -222,12 +222,11 @@ class _Damage:
 def assert_order_independent(case: Case) -> None:
     """Law 2: any order of names, any split into files or calls and any form give the same bits.
 
-    Drawn are the order, which fused layers are stored as one tensor, the names of tied tensors, the
-    stored dtype, and whether the checkpoint is given as a collection, a stream, files or several
-    updates.
+    Drawn are the order, the fused layers stored as one tensor, the names of tied tensors, the
+    stored dtype, and the form: a collection, a stream, files or several updates.
     """
     floats = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-    # The results of an override or a conversion depend on the precision of its input.
+    # An override or a conversion may give other results for an input of another precision.
     computed = case.overridden or converted(case.whole)
     dtype = None if computed else case.choose([None, *floats], "stored dtype")
     given = {
@@ -240,7 +239,8 @@ def assert_order_independent(case: Case) -> None:
     note(f"stored as {form}")
     tensors = form.of(given)
     pairs = list(tensors.items())
-    ways = ["collection", "files", "stream", "calls", "files"]  # files twice: they find the most
+    # Files are listed twice because they find the most faults.
+    ways = ["collection", "files", "stream", "calls", "files"]
     way = case.choose(ways, "given as")
     module = case.build(case.rank, case.size)
     if way == "calls":

@@ -1,4 +1,4 @@
-"""One drawn case of a law, and the decorator that makes a law of a check.
+"""A drawn case of a law, and the decorator that turns a check into a law.
 
 Hypothesis draws the module's arguments, the tensor-parallel size and a seed. A failure shrinks to
 the smallest case, and its message names the parameter.
@@ -38,10 +38,10 @@ class Law(Protocol):
     Args:
         build: a class or function that builds the module.
         *args, **kwargs: arguments of ``build``, each a value or a Hypothesis strategy.
-        inputs: a function that takes the unsharded module and returns the arguments of ``forward``,
-            the same on every rank: a tuple, or a dict by name. By default a causal language model
-            (a module with ``compute_logits``) gets token ids and positions; a module without
-            ``forward`` needs none.
+        inputs: a function from the unsharded module to the arguments of ``forward``, the same on
+            every rank: a tuple, or a dict by name. By default a causal language model (a module
+            with ``compute_logits``) gets token ids and positions; a module without ``forward``
+            needs none.
 
     Returns the number of cases tried, which Hypothesis' settings choose.
 
@@ -60,11 +60,11 @@ class Law(Protocol):
         inputs: Inputs | None = None,
         **kwargs: Any,
     ) -> int:
-        """Test what ``build`` returns against the law."""
+        """Test modules that ``build`` returns against the law."""
 
 
 class Case:
-    """One drawn example: how to build the module, and a checkpoint for it."""
+    """A drawn example: a way to build the module, and a checkpoint for it."""
 
     def __init__(
         self, data: st.DataObject, build: Callable[[], vLLMModule], inputs: Inputs | None
@@ -73,24 +73,24 @@ class Case:
         self._build = build
         self._inputs = inputs
         self._built: dict[int, vLLMModule] = {}
-        self.sizes: tuple[int, int] | None = None  # the size drawn, and the size used
+        self.sizes: tuple[int, int] | None = None  # size drawn, and size used
 
     def draw(self, strategy: st.SearchStrategy[T], label: str) -> T:
-        """Draw a value, which a failure shows under ``label``."""
+        """Draw a value, which a failure prints under ``label``."""
         return self._data.draw(strategy, label)
 
     @cached_property
     def seed(self) -> int:
-        """The seed of all tensor values, and of ``choose`` and ``some``."""
+        """Seed of all tensor values, and of ``choose`` and ``some``."""
         return self.draw(st.integers(0, 2**16 - 1), "seed")
 
     @cached_property
     def random(self) -> Random:
-        """Makes choices that need no shrinking; unlike Hypothesis, with equal probability."""
+        """Random generator for choices that need no shrinking; its probabilities are equal."""
         return Random(self.seed)
 
     def choose(self, options: Sequence[T], label: str) -> T:
-        """Choose one of ``options``, which a failure shows under ``label``."""
+        """Choose one of ``options``, which a failure prints under ``label``."""
         chosen = self.random.choice(options)
         note(f"{label}: {chosen!r}")
         return chosen
@@ -103,7 +103,7 @@ class Case:
         return chosen
 
     def build(self, rank: int = 0, size: int = 1) -> vLLMModule:
-        """Build the module of rank ``rank`` of ``size``, not loaded."""
+        """Build the module of rank ``rank`` of ``size``, without weights."""
         with tensor_parallel(rank=rank, size=size):
             return self._new()
 
@@ -118,12 +118,12 @@ class Case:
 
     @cached_property
     def whole(self) -> vLLMModule:
-        """The unsharded module; it is never loaded."""
+        """Unsharded module, which is never loaded."""
         return self.build()
 
     @cached_property
     def tensors(self) -> Tensors:
-        """A checkpoint: random values for every name that the module expects."""
+        """Checkpoint with random values for every name that the module expects."""
         if not self.whole.expected_weights():
             raise ValueError(
                 f"{type(self.whole).__name__} expects no weights: the laws of loading do not apply"
@@ -136,7 +136,7 @@ class Case:
 
     @cached_property
     def overridden(self) -> bool:
-        """Whether a module of the tree overrides ``load_weights``, and may transform weights."""
+        """True if a module of the tree overrides ``load_weights``, and may transform weights."""
         return any(
             type(module).load_weights is not vLLMModule.load_weights
             for module in self.whole.modules()
@@ -145,7 +145,7 @@ class Case:
 
     @cached_property
     def size(self) -> int:
-        """The tensor-parallel size: the one drawn, or the next smaller one that the module accepts.
+        """Tensor-parallel size: the drawn one, or the next smaller one that the module accepts.
 
         Every rank must refuse the other sizes, with the numbers in the message.
         """
@@ -162,7 +162,7 @@ class Case:
 
     @cached_property
     def rank(self) -> int:
-        """The rank that the law looks at."""
+        """Rank that the law checks."""
         return self.choose(range(self.size), "rank")
 
     def _accepts(self, size: int) -> bool:
@@ -180,7 +180,7 @@ class Case:
         return not refusals
 
     def at(self) -> str:
-        """Return ``rank 0 of 2``, for messages."""
+        """Return a text such as ``rank 0 of 2``, for messages."""
         return f"rank {self.rank} of {self.size}"
 
     def on_every_rank(self, work: Callable[[vLLMModule], T]) -> list[T]:
@@ -189,7 +189,8 @@ class Case:
         Ranks are threads, or the processes of an initialized process group.
         """
         if world_size() is None:
-            # Built one by one: a constructor may set the process's default dtype.
+            # Modules are built one by one, because a constructor may set the process's default
+            # dtype.
             modules = [self.build(rank, self.size) for rank in range(self.size)]
             return run_ranks(self.size, lambda rank: work(modules[rank]))
         results: list[Any] = [None] * self.size
@@ -201,11 +202,11 @@ class Case:
 
     @cached_property
     def inputs(self) -> tuple[Any, ...] | dict[str, Any] | None:
-        """The arguments of ``forward``; ``None`` if the module has no ``forward``."""
+        """Arguments of ``forward``; ``None`` if the module has no ``forward``."""
         module: Any = self.whole
         if self._inputs is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # so that every process draws the same inputs
+                torch.manual_seed(0)  # every process must draw the same inputs
                 inputs = self._inputs(module)
             if not isinstance(inputs, tuple | dict):
                 raise TypeError(
@@ -225,7 +226,7 @@ class Case:
 
     def run(self, module: Any) -> list[Any]:
         """Run a loaded module; return its outputs, or a language model's logits, as a flat list."""
-        inputs = copy.deepcopy(self.inputs)  # forward may write to them
+        inputs = copy.deepcopy(self.inputs)  # forward may write to its arguments
         assert inputs is not None
         with torch.no_grad():
             outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
@@ -254,8 +255,8 @@ def law(check: Callable[[Case], None]) -> Law:
         tried = 0
         sizes: set[tuple[int, int]] = set()
 
-        # One failure at a time, without runs that tell which draws do not matter; and no deadline,
-        # which would depend on the machine.
+        # Stop at the first failure, without runs that find which draws matter. No deadline, because
+        # it would depend on the machine.
         phases = [phase for phase in settings().phases if phase is not Phase.explain]
 
         @settings(report_multiple_bugs=False, deadline=None, phases=phases)
@@ -271,8 +272,8 @@ def law(check: Callable[[Case], None]) -> Law:
             if case.sizes is not None:
                 sizes.add(case.sizes)
 
-        # Each law and module gets its own cases and database entry, as pytest's parameters do.
-        # Addresses differ from run to run, so they are left out.
+        # The digest separates the cases and database entries of laws and modules, as pytest's
+        # parameters do. Addresses differ from run to run, so they are left out.
         identity = re.sub("0x[0-9a-f]+", "", f"{check.__name__} {build!r} {args!r} {kwargs!r}")
         digest = hashlib.sha256(identity.encode()).digest()
         one_case.hypothesis.inner_test._hypothesis_internal_add_digest = digest  # type: ignore[attr-defined]
@@ -305,7 +306,7 @@ def world_size() -> int | None:
 
 
 def _outcome(work: Callable[[], T]) -> T | BaseException:
-    """Return the result of ``work`` or the error it raised, which every rank then raises."""
+    """Return the result of ``work``, or its error, which every rank then raises."""
     try:
         return work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Made-up checkpoints of a module: their values, the forms they are stored in, and their files."""
+"""Random checkpoints of a module: their values, the forms they are stored in, and their files."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from vllm_module.parameters import BasevLLMParameter, FlattenedParameter
 from vllm_module.quantization import valid_weights
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
-# What names begin with, and what they may begin with instead, by the declarations of one module.
+# Pairs of a prefix and its alias, declared by one module.
 _Aliases: TypeAlias = list[tuple[str, str]]
 
 
 def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Tensors:
-    """Return a random tensor for each name, with the shape and dtype of the one given.
+    """Return a random tensor for each name, of the given tensor's shape and dtype.
 
-    ``expected`` is what :meth:`vLLMModule.expected_weights` returns. Matrices are normal, divided
-    by the root of their last dimension, so that outputs have the size of inputs. Vectors and scales
-    are positive: a vector may be a variance.
+    ``expected`` is the result of :meth:`vLLMModule.expected_weights`. Matrices are normal, divided
+    by the root of their last dimension, so that outputs are about as large as inputs. Vectors and
+    scales are positive, because a vector may be a variance.
     """
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -41,7 +41,7 @@ def random_weights(expected: Mapping[str, torch.Tensor], *, seed: int = 0) -> Te
 
 
 def made_up_weights(module: vLLMModule, *, seed: int = 0) -> Tensors:
-    """Return :func:`random_weights` of a module, but what its methods of quantization expect.
+    """Return :func:`random_weights` of a module, with values that its quantization methods accept.
 
     A method may accept few values of a tensor (:attr:`StoredTensor.valid`).
     """
@@ -68,12 +68,12 @@ class Fused:
     """A parameter whose slots a checkpoint stores apart, or as one tensor.
 
     Attributes:
-        path: of the parameter in the tree.
-        name: of all slots as one tensor.
-        names: for each dimension with slots that are stored apart, their names in order. A slot's
-            name has one of each.
-        dims: for each of these dimensions, which one it is of a slot's tensor, counted from the
-            end; ``None`` for experts, because the tensor of one expert lacks their dimension.
+        path: path of the parameter in the tree.
+        name: name of all slots as one tensor.
+        names: for each dimension with slots that are stored apart, the slots' names in order. A
+            slot of the parameter has one name of each dimension.
+        dims: for each of these dimensions, its index in a slot's tensor, counted from the end;
+            ``None`` for experts, because the tensor of one expert lacks their dimension.
 
     """
 
@@ -84,12 +84,12 @@ class Fused:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The slots, in the order of their declaration."""
+        """Slots, in the order of their declaration."""
         return tuple(".".join(names) for names in itertools.product(*self.names))
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """The name of each slot in a checkpoint."""
+        """Name of each slot in a checkpoint."""
         return tuple(slot_name(self.path, slot) for slot in self.slots)
 
     def join(self, tensors: Mapping[str, torch.Tensor], chosen: tuple[str, ...] = ()) -> Any:
@@ -103,10 +103,10 @@ class Fused:
 
 @dataclass(frozen=True)
 class Names:
-    """The names that a module's checkpoint may use, beside those that the module expects.
+    """Names that a module's checkpoint may use, besides those that the module expects.
 
     Attributes:
-        fused: the fused parameters, each of which may be stored as one tensor.
+        fused: fused parameters, each of which may be stored as one tensor.
         tied: for each expected name of a tied tensor, its other names.
         aliases: for each name with aliases in the tree, the other spellings.
         skipped: names that a module's rule skips, with all names below them.
@@ -122,18 +122,19 @@ class Names:
 
     @classmethod
     def of(cls, module: vLLMModule) -> Names:
-        """Collect what the modules of a tree declare, a shared module under each of its paths.
+        """Collect the declarations of a tree's modules, those of a shared module for each path.
 
         Raises ``AssertionError`` for an alias of a name that does not exist.
         """
         fused: list[Fused] = []
-        names: dict[tuple[int, str], list[str]] = {}  # of each tensor and slot
-        below: list[str] = []  # names of slots below their layer, where they are accepted too
+        names: dict[tuple[int, str], list[str]] = {}  # names of each tensor and slot
+        below: list[str] = []  # names of slots below their layer, which are accepted too
         aliases: list[_Aliases] = []
         skipped: list[str] = []
         for prefix, owner in module.named_modules(remove_duplicate=False):
             if isinstance(owner, vLLMModule):
-                for name in owner.skipped_weights:  # aliases of the same module do not lead here
+                # Aliases of the same module do not lead to these names.
+                for name in owner.skipped_weights:
                     name = _joined(prefix, name)
                     skipped += [name, *_other_spellings(name, aliases)]
                 aliases.append(
@@ -148,7 +149,7 @@ class Names:
                     assert isinstance(owner, vLLMModule), f"{path} has slots that nobody declares"
                     layer = _fused(path, whole, tensor)
                     slots = list(layer.slots)
-                    # A method may hold slots of different types in parameters of their own.
+                    # A method may hold slots of different types in separate parameters.
                     assert slots == [each for each in owner.shard_names if each in slots], (
                         f"{path} has the slots {slots}, and shard_names are {owner.shard_names}"
                     )
@@ -283,10 +284,10 @@ def converted(module: vLLMModule) -> dict[str, Conversion]:
 
 
 def slot_name(path: str, slot: str) -> str:
-    """Return the name by which a checkpoint stores slot ``slot`` of the parameter at ``path``.
+    """Return the checkpoint's name of slot ``slot`` of the parameter at ``path``.
 
-    ``layers.0.qkv_proj.weight`` and ``q_proj`` give ``layers.0.q_proj.weight``: the slot stands in
-    place of its layer.
+    ``layers.0.qkv_proj.weight`` and ``q_proj`` give ``layers.0.q_proj.weight``: the slot replaces
+    its layer.
     """
     layer, _, attr = path.rpartition(".")
     return _joined(_above(layer), slot, attr)
@@ -301,14 +302,14 @@ def fuse(tensors: Mapping[str, torch.Tensor], layers: Sequence[Fused]) -> Tensor
 
 @dataclass(frozen=True)
 class CheckpointForm:
-    """One of the forms in which a module's checkpoint may be stored.
+    """A form in which a module's checkpoint may be stored.
 
     Attributes:
-        fused: the layers whose slots are stored as one tensor.
+        fused: layers whose slots are stored as one tensor.
         tied: for each tied tensor, the names that store it.
         spelled: for each name with aliases, the spelling that stores it.
         order: all names, in the order in which they are stored.
-        files: the number of files.
+        files: number of files.
 
     """
 
@@ -342,7 +343,7 @@ class CheckpointForm:
         return cls(tuple(fused), tied, spelled, tuple(order), files)
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return ``tensors``, given by the names that the module expects, in this form."""
+        """Return ``tensors``, which have the names that the module expects, in this form."""
         stored = fuse(tensors, self.fused)
         for name, names in self.tied.items():
             if name in stored:
@@ -352,9 +353,9 @@ class CheckpointForm:
 
 
 def checkpoint_forms(module: vLLMModule) -> st.SearchStrategy[CheckpointForm]:
-    """Draw how a checkpoint of ``module`` is stored: fused or split, tied names, order and files.
+    """Draw a form of a checkpoint of ``module``: fused or split, tied names, order and files.
 
-    All forms have to load as the same model.
+    All forms must load as the same model.
     """
     seeds = st.integers(0, 2**16 - 1)
     return seeds.map(lambda seed: CheckpointForm.choose(module, Random(seed)))
@@ -372,13 +373,13 @@ def write_checkpoint(
     """Write a checkpoint in Hugging Face's layout into ``folder``, and return the folder.
 
     Args:
-        folder: is created if it does not exist.
-        tensors: by name, in the order in which they are stored. Tensors that share memory are
-            stored separately.
-        files: the number of files; several files get an index.
+        folder: the folder, which is created if it does not exist.
+        tensors: tensors by name, in the order in which they are stored. Tensors that share memory
+            are stored separately.
+        files: number of files; several files get an index.
         fused: layers whose slots are stored as one tensor.
         renamed: other names for some of the tensors.
-        config: the entries of ``config.json``; by default the file is not written.
+        config: entries of ``config.json``; by default the file is not written.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -405,7 +406,7 @@ def write_checkpoint(
 
 
 def state(module: nn.Module) -> Tensors:
-    """Return a copy of every parameter and buffer, computed ones too, by path."""
+    """Return a copy of every parameter and buffer, with computed ones, by path."""
     tensors = module.state_dict() | dict(module.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 

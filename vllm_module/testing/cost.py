@@ -1,4 +1,4 @@
-"""Laws of what a load costs: memory, bytes read, and function calls of routing."""
+"""Laws of cost: memory, bytes read, and function calls of routing."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from vllm_module.testing.sources import WatchedSource, WatchedStream
 
 @law
 def assert_reads_what_it_keeps(case: Case) -> None:
-    """Law 8: a rank reads what it keeps, once, and only after every name has been routed."""
+    """Law 8: a rank reads exactly what it keeps, once, and only after every name is routed."""
     module = case.build(case.rank, case.size)
     source = WatchedSource(case.tensors)
-    # Handles hold no memory, so even a stream of them is routed to its end first.
+    # Handles hold no memory, so even a stream of handles is routed to its end first.
     streamed = case.choose([False, True], "as a stream")
     module.load_weights(iter(source.items()) if streamed else source)
     watch = source.watch
@@ -49,7 +49,7 @@ def _loaded(module: vLLMModule) -> list[torch.Tensor]:
 
 
 def _kept(tensor: torch.Tensor) -> int:
-    """Return the number of elements that come from the checkpoint: all but padding."""
+    """Return the number of elements that come from the checkpoint, without padding."""
     if not isinstance(tensor, BasevLLMParameter):
         return tensor.numel()
     dims = tensor.dims if tensor.experts is None else tensor.dims[1:]
@@ -68,18 +68,18 @@ def _length(slot: Slot, tp_rank: int, tp_size: int) -> int:
 
 @law
 def assert_memory_bounded(case: Case) -> None:
-    """Law 7: a load takes the memory of the final module and of one tensor of the checkpoint.
+    """Law 7: a load needs memory for the final module and for one tensor of the checkpoint.
 
     No streamed tensor is held while the next one is made, and no tensor of a collection after the
-    load. The peak of all allocations is the parameters and one tensor of the checkpoint. To these
-    come a copy of it where slots alternate or are stored as pairs and, if weights are processed,
-    the working memory for one tensor.
+    load. The peak of all allocations is the parameters and one tensor of the checkpoint. Slots that
+    alternate or are stored as pairs need a copy of it too, and weights that are processed need the
+    working memory for one tensor.
     """
     module = case.build(case.rank, case.size)
     stream = WatchedStream(case.tensors)
     with _Allocations() as allocations:
         module.load_weights(stream)
-    held = 1 if case.overridden else 0  # the loop of an override holds the tensor it passed on
+    held = 1 if case.overridden else 0  # an override's loop holds the tensor it passed on
     assert stream.most_held <= held, f"{stream.most_held} streamed tensors are held at a time"
     given = {name: tensor.clone() for name, tensor in case.tensors.items()}
     kept = [weakref.ref(tensor) for tensor in given.values()]
@@ -92,14 +92,14 @@ def assert_memory_bounded(case: Case) -> None:
     persistent = module.state_dict(keep_vars=True).values()
     final = sum({id(tensor): tensor.nbytes for tensor in persistent}.values())
     largest = max(tensor.nbytes for tensor in case.tensors.values())
-    # What is stored in another order is put in order in a copy of it, padded as the parameter is.
+    # A tensor in another order is reordered in a copy, padded as the parameter is.
     copies = max(_reorderings(each) * max(largest, each.nbytes) for each in module.parameters())
     working = 0
     if any(each.processing() for each in module.modules() if isinstance(each, vLLMModule)):
         # Converting and checking work on one tensor at a time, with float32 copies of it and of its
         # scales.
         working = 6 * 4 * max(tensor.numel() for tensor in case.tensors.values())
-    number = 8  # the sum that tells whether a tensor has a NaN
+    number = 8  # bytes of the sum that shows whether a tensor has a NaN
     assert allocations.peak <= final + (1 + held) * largest + copies + working + number, (
         f"loading {final} bytes, of which the largest tensor has {largest} in the checkpoint, "
         f"took {allocations.peak}"
@@ -107,7 +107,7 @@ def assert_memory_bounded(case: Case) -> None:
 
 
 def _reorderings(parameter: nn.Parameter) -> int:
-    """Count how often features are stored in another order, which a copy undoes."""
+    """Count the reorderings of features, each of which takes a copy."""
     dims = parameter.dims if isinstance(parameter, BasevLLMParameter) else ()
     pairs = any(slot.pairs for dim in dims for slot in dim.slots)
     return pairs + any(dim.alternates for dim in dims)
@@ -135,7 +135,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as Py
 
 @law
 def assert_cost_linear(case: Case) -> None:
-    """Law 10: routing costs as many function calls for each name in a large tree as in a small one.
+    """Law 10: routing needs as many function calls per name in a large tree as in a small one.
 
     The names of different modules alternate. Counted are a plan of a collection, a load of a stream
     and an update of one name, whose cost does not depend on the size of the tree (unless its tensor
@@ -157,7 +157,8 @@ def _calls(case: Case, copies: int) -> tuple[int, int, int]:
         each.tree = case.build()
     expected = forest.expected_weights()
     tensors = made_up_weights(forest)
-    names = sorted(expected, key=lambda name: name[::-1])  # so that modules alternate
+    # Sorted from the end, so that modules alternate.
+    names = sorted(expected, key=lambda name: name[::-1])
     pairs = [(name, tensors[name]) for name in names]
     planned = count_calls(lambda: forest.plan_weights([(name, expected[name]) for name in names]))
     loaded = count_calls(lambda: forest.load_weights(iter(pairs)))
@@ -167,7 +168,7 @@ def _calls(case: Case, copies: int) -> tuple[int, int, int]:
 
 
 def count_calls(work: Callable[[], object]) -> int:
-    """Return how many Python functions are called in ``work``."""
+    """Return the number of Python function calls in ``work``."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

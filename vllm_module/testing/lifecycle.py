@@ -33,10 +33,11 @@ from vllm_module.testing.sources import failing_reads, failing_stream
 def assert_pure(case: Case) -> None:
     """Law 5: loading changes the values of tensors and nothing else.
 
-    Before, during and after a load, plain parameters have an empty ``__dict__`` and typed ones have
-    what their constructor declares. Types, strides and ``requires_grad`` stay. The checkpoint's
-    tensors get no attributes, modules no attributes, Python modules no globals, and the settings of
-    PyTorch and the interpreter stay. Modules loaded by two threads at once get the same bits.
+    Before, during and after a load, plain parameters have an empty ``__dict__``, and typed ones
+    only the attributes that their constructor declares. Types, strides and ``requires_grad`` stay.
+    The checkpoint's tensors get no attributes, modules no attributes, Python modules no globals,
+    and the settings of PyTorch and the interpreter stay. Modules loaded by two threads at once get
+    the same bits.
     """
     tensors, module = case.tensors, case.build(case.rank, case.size)
     declared = {path: dict(vars(tensor)) for path, tensor in _tensors(module)}
@@ -126,8 +127,8 @@ def _contents(where: str, names: dict[str, object]) -> dict[str, object]:
 def assert_meta_first(case: Case) -> None:
     """Law 6: parameters are created on meta and materialize as their weights arrive.
 
-    With part of the checkpoint, the module refuses to run and names the slots that are not filled;
-    only parameters with a filled slot have memory. When the rest arrives, it runs.
+    With part of the checkpoint, the module refuses to run and names the unfilled slots; only
+    parameters with a filled slot have memory. When the rest arrives, it runs.
     """
     module = case.build(case.rank, case.size)
     for path, parameter in module.named_parameters():
@@ -167,7 +168,7 @@ def _slots_by_name(module: vLLMModule) -> Iterator[tuple[str, torch.Tensor, list
 
 
 def _unfolded(name: str) -> Iterator[str]:
-    """Yield the names that a message folds to one: ``x.0.y`` and ``x.1.y`` of ``x.{0..1}.y``."""
+    """Yield the names that a message folds into one: ``x.0.y`` and ``x.1.y`` of ``x.{0..1}.y``."""
     folded = re.search(r"\{([\d.,]+)\}", name)
     if folded is None:
         yield name
@@ -179,8 +180,8 @@ def _unfolded(name: str) -> Iterator[str]:
 
 
 def _assert_refuses(module: vLLMModule, when: str) -> str:
-    """Check that calling the module is refused, and return the message."""
-    # The refusal comes before the missing arguments are noticed.
+    """Check that the module raises when called, and return the message."""
+    # The module raises before it misses its arguments.
     error = refusal((ModelNotReadyError, TypeError), module, f"runs {when}")
     assert isinstance(error, ModelNotReadyError), f"runs {when}: {error}"
     return str(error)
@@ -231,8 +232,8 @@ def assert_reload_in_place(case: Case) -> None:
     path, broken = below[case.choose(range(len(below)), "which module breaks")]
     if not _break(case, broken):
         if not case.overridden:
-            module.check_ready()  # the load broke before anything was written
-        return  # with an override, which may read the whole stream first
+            module.check_ready()  # the load failed before anything was written
+        return  # an override may read the whole stream before it passes anything on
     when = f"after a load of {path or 'the module'} that broke midway"
     for each in broken.modules():
         if isinstance(each, vLLMModule):
@@ -247,7 +248,7 @@ def assert_reload_in_place(case: Case) -> None:
 
 
 def _break(case: Case, module: vLLMModule) -> bool:
-    """Break a load or an update; return whether something was written before."""
+    """Break a load or an update; return whether anything was written before."""
     tensors = made_up_weights(module, seed=case.seed + 2)
     before = state(module)
     call = case.choose(["load_weights", "update_weights"], "call")

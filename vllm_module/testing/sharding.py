@@ -1,4 +1,4 @@
-"""Laws of where weights go: by exact name into one slot, and to the ranks that keep it."""
+"""Laws of sharding and routing: names fill exact slots, and ranks keep the right shards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from vllm_module.testing.checkpoints import (
     stored_tensors,
 )
 
-# How much sharded outputs may differ from unsharded ones, relative to the largest, since sums have
-# another order. float64 models normalize and rotate in float32.
+# Largest difference between sharded and unsharded outputs, relative to the largest output, because
+# sums have another order. float64 models normalize and rotate in float32.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -36,7 +36,8 @@ def assert_sharding_equivalent(case: Case) -> None:
     """Law 3: the ranks' shards cover every tensor, and the ranks compute the unsharded outputs.
 
     The shards, reassembled, are the checkpoint bit for bit: replicas agree, padding is zero, and
-    nothing is left out. A tensor that a conversion changes, such as quantizing, is within the
+    nothing
+    is left out. A tensor that a conversion changes, for example by quantizing, is within the
     conversion's error bound. If the module has a ``forward``, every rank's outputs are those of the
     unsharded module up to the order of sums, or approximately if a conversion's bits depend on the
     cut.
@@ -64,7 +65,7 @@ def assert_sharding_equivalent(case: Case) -> None:
 
 
 def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
-    """Compare outputs of forward: numbers up to the order of sums, everything else exactly."""
+    """Compare outputs of ``forward``: numbers up to the order of sums, everything else exactly."""
     assert len(got) == len(expected), f"{where}s: {len(got)}, and {len(expected)} on one rank"
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         what = f"{where} {index}"
@@ -82,7 +83,7 @@ def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
         if not finite.any():
             continue
         error, most = (one - other)[finite].abs().max().item(), other[finite].abs().max().item()
-        # In 16 bits, a few outputs may all happen to be small.
+        # In 16 bits, a few outputs may happen to be small all at once.
         tolerance = _TOLERANCES[other.dtype] * max(most, 0.1 if other.itemsize == 2 else 0)
         assert error <= tolerance, (
             f"{what} differs by {error:.3g} from the unsharded module's, whose largest is "
@@ -93,14 +94,14 @@ def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
 def assert_covers(case: Case) -> bool:
     """Reassemble the ranks' parameters and compare them with the checkpoint, bit by bit.
 
-    Return whether they are the unsharded module's; only converted tensors may differ, within their
-    error bound.
+    Return whether they are equal to the unsharded module's; only converted tensors may differ,
+    within their error bound.
     """
     size, tensors = case.size, case.tensors
 
     def load(module: vLLMModule) -> Tensors:
         module.load_weights(tensors)
-        # Processes exchange tensors by pickle, which cannot encode eight-bit floats.
+        # Processes exchange tensors by pickle, which lacks eight-bit floats.
         return {
             path: tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
             for path, tensor in _restored(module).items()
@@ -160,7 +161,7 @@ def _restored(module: vLLMModule) -> Tensors:
 def _stored(
     modules: Sequence[vLLMModule], ranks: list[Tensors], where: str
 ) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the ranks' states reassembled, by checkpoint name, each tensor with its path."""
+    """Reassemble the ranks' states; return each tensor with its path, by checkpoint name."""
     declared = [dict(module.named_parameters(remove_duplicate=False)) for module in modules]
     whole_names = {
         path: whole
@@ -187,9 +188,9 @@ def reassemble(
 ) -> dict[str, torch.Tensor]:
     """Reassemble the ranks' tensors of one parameter into the stored tensor of each slot.
 
-    Works from the declared dimensions alone, and shares no arithmetic with the code that cuts.
-    Raises ``AssertionError`` if replicas differ or padding is not zero; ``what`` names the tensor,
-    and ``parameters`` has each rank's.
+    This uses only the declared dimensions, and shares no arithmetic with the code that cuts. Raises
+    ``AssertionError`` if replicas differ or padding is not zero; ``what`` names the tensor, and
+    ``parameters`` has each rank's parameter.
     """
     first: BasevLLMParameter = parameters[0]
     if first.experts is None:
@@ -215,7 +216,7 @@ def reassemble(
 def _of_expert(
     expert: int, parameters: Sequence[Any], ranks: Sequence[torch.Tensor], what: str
 ) -> list[torch.Tensor]:
-    """Return what each rank that keeps ``expert`` has of it."""
+    """Return the part of ``expert`` on each rank that keeps it."""
     found = []
     for parameter, tensor in zip(parameters, ranks, strict=True):
         kept = experts_kept(parameter.experts)
@@ -227,7 +228,7 @@ def _of_expert(
 
 
 def experts_kept(experts: Experts) -> list[int]:
-    """Return the experts that a rank keeps; the first ranks have one more where it is uneven."""
+    """Return the experts that a rank keeps; if uneven, the first ranks have one more."""
     owners = sorted(expert % experts.size for expert in range(experts.count))
     return [expert for expert, owner in enumerate(owners) if owner == experts.rank]
 
@@ -236,7 +237,8 @@ def _stored_slots(
     dims: Sequence[Dim], ranks: Sequence[torch.Tensor], transposed: bool, what: str
 ) -> dict[str, torch.Tensor]:
     """Return the tensor of each slot that a checkpoint stores apart; ``dims`` lack the experts'."""
-    whole = ranks[0].new_empty([dim.size for dim in dims])  # as a parameter of one rank, unpadded
+    # Like a parameter of one rank, without padding.
+    whole = ranks[0].new_empty([dim.size for dim in dims])
     for slots in product(*[range(len(dim.slots)) for dim in dims]):
         region = whole
         for dim, (declared, at) in enumerate(zip(dims, slots, strict=True)):
@@ -254,9 +256,9 @@ def _stored_slots(
 
 
 def _stored_order(dim: Dim, at: int | None) -> list[int]:
-    """Return which features of a parameter a checkpoint stores, one after the other.
+    """Return the indices of a parameter's features in the order in which a checkpoint stores them.
 
-    ``at`` is the slot that they are of; ``None`` if they are of all slots, which are stored as one.
+    ``at`` is the features' slot; ``None`` if the checkpoint stores all slots as one tensor.
     """
     features = iter(range(dim.size))
     slots = [_in_pairs(list(islice(features, slot.size)), slot.pairs) for slot in dim.slots]
@@ -272,7 +274,7 @@ def _stored_order(dim: Dim, at: int | None) -> list[int]:
 
 
 def _in_pairs(features: list[int], size: int) -> list[int]:
-    """Let the halves of each run of ``size`` features alternate; of none if ``size`` is 0."""
+    """Interleave the halves of each run of ``size`` features; 0 means unchanged."""
     if not size:
         return features
     runs = [features[start : start + size] for start in range(0, len(features), size)]
@@ -288,7 +290,7 @@ def _in_pairs(features: list[int], size: int) -> list[int]:
 def _whole_slot(
     dims: Sequence[Dim], slots: Sequence[int], ranks: Sequence[torch.Tensor], what: str
 ) -> torch.Tensor:
-    """Join what the ranks keep of one slot in each dimension, and remove the padding."""
+    """Join the ranks' parts of one slot in each dimension, and remove the padding."""
     declared = [dim.slots[at] for dim, at in zip(dims, slots, strict=True)]
     what = f"slot {'.'.join(slot.name for slot in declared if slot.name)!r} of {what}"
     pieces = list(ranks)
@@ -322,8 +324,9 @@ def _joined(pieces: list[torch.Tensor], slot: Slot, dim: int, what: str) -> torc
 def assert_routed_exactly(case: Case) -> None:
     """Law 4: a name fills exactly the slot that it names, and whole components are compared.
 
-    A fused tensor, with its slots in the order of ``shard_names``, loads like separate tensors: cut
-    by slot first and by rank second. A name that only resembles a known one, or that belongs
+    A fused tensor, with its slots in the order of ``shard_names``, loads like separate tensors: it
+    is
+    cut by slot first and by rank second. A name that only resembles a known one, or that belongs
     elsewhere in the tree, is unexpected.
     """
     names = Names.of(case.whole)
@@ -332,7 +335,7 @@ def assert_routed_exactly(case: Case) -> None:
     fused = fuse(case.tensors, names.fused)
     whole.load_weights(fused)
     assert_same_state(state(whole), state(split), f"on {case.at()} when it is stored fused")
-    # Spelled otherwise, a name leads to the same place.
+    # Another spelling of a name leads to the same place.
     spelled = {case.choose([n, *names.aliases.get(n, ())], "spelled"): n for n in fused}
     other = case.build(case.rank, case.size)
     other.load_weights({spelling: fused[name] for spelling, name in spelled.items()})
@@ -356,7 +359,7 @@ def assert_routed_exactly(case: Case) -> None:
 
 
 def _resembling(name: str, known: Iterable[str]) -> set[str]:
-    """Return names that differ from ``name`` in one component, or have one more or one fewer."""
+    """Return names that differ from ``name`` in one component, or by one more or one fewer."""
     components = name.split(".")
     others = {component for other in known for component in other.split(".")}
     similar = {f"{name}.", f".{name}", f"{name}.{components[-1]}"}

@@ -1,4 +1,4 @@
-"""Sources that record how they are read, or fail on the way."""
+"""Sources for tests: they record how they are read, or fail midway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def failing_stream(
     """Yield the first ``after`` pairs of ``weights``, then fail.
 
     ``fault`` is an exception to raise, or a function to call. The function may raise, wait or end
-    the process; if it returns, the stream goes on.
+    the process; if it returns, the stream continues.
     """
     for index, pair in enumerate(weights.items()):
         if index == after:
@@ -34,7 +34,7 @@ def failing_reads(
 ) -> dict[str, Weight]:
     """Return ``weights`` as handles; those in ``names`` fail when they are read.
 
-    ``fault`` is as for :func:`failing_stream`. Looking at a handle or narrowing it does not fail.
+    ``fault`` is as for :func:`failing_stream`. Reading attributes or narrowing does not fail.
     """
     failing = set(names)
     if unknown := failing - weights.keys():
@@ -60,7 +60,7 @@ class FailingHandle:
         self._fault = fault
 
     def narrow(self, dim: int, start: int, length: int) -> FailingHandle:
-        """Return a handle of a part, which fails too."""
+        """Return a handle of a part, which also fails when it is read."""
         return FailingHandle(self._tensor.narrow(dim, start, length), self._fault)
 
     def read_into(self, destination: torch.Tensor) -> None:
@@ -76,13 +76,12 @@ class FailingHandle:
 
 @dataclass
 class Watch:
-    """A record of how a source is loaded.
+    """A record of the reads of a source.
 
     Attributes:
-        reads: for each read, the tensor's name, where the part begins in each dimension, and its
-            shape.
-        given_out: whether every name has been given out.
-        routed: whether every name had been given out at every read.
+        reads: for each read, the tensor's name, the part's start in each dimension, and its shape.
+        given_out: True once every name has been given out.
+        routed: True if every name had been given out at every read.
 
     """
 
@@ -117,11 +116,11 @@ class WatchedHandle:
         self, tensor: torch.Tensor, name: str, start: tuple[int, ...], watch: Watch
     ) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.start = start  # where the handle begins, in each dimension of the tensor
+        self.start = start  # start of the handle in each dimension of the tensor
         self._tensor, self._name, self._watch = tensor, name, watch
 
     def narrow(self, dim: int, start: int, length: int) -> WatchedHandle:
-        """Return a handle of a part."""
+        """Return a handle of a part of the tensor."""
         begin = list(self.start)
         begin[dim] += start
         part = self._tensor.narrow(dim, start, length)
@@ -132,13 +131,13 @@ class WatchedHandle:
         return WatchedHandle(self._tensor.view(shape), self._name, (0,) * len(shape), self._watch)
 
     def read_into(self, destination: torch.Tensor) -> None:
-        """Read, and record it."""
+        """Read, and record the read."""
         self._watch.routed &= self._watch.given_out
         self._watch.reads.append((self._name, self.start, tuple(self.shape)))
         read_into(self._tensor, destination)
 
     def read(self) -> torch.Tensor:
-        """Read into a new tensor, and record it."""
+        """Read into a new tensor, and record the read."""
         destination = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(destination)
         return destination

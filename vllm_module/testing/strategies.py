@@ -1,4 +1,4 @@
-"""Strategies for Hypothesis: sizes, layouts, dtypes, parameters and model configurations.
+"""Hypothesis strategies: sizes, layouts, dtypes, parameters and model configurations.
 
 Every strategy shrinks towards the simplest case: one rank, one head, the fewest features.
 """
@@ -58,7 +58,7 @@ def features(most: int = 3) -> st.SearchStrategy[int]:
 
 
 def vocabularies(most: int = 150) -> st.SearchStrategy[int]:
-    """Draw a vocabulary size. Nearly all need padding, and a rank may hold nothing but padding."""
+    """Draw a vocabulary size; nearly all need padding, and a rank may hold only padding."""
     return st.integers(1, most)
 
 
@@ -79,7 +79,7 @@ def head_layouts(draw: st.DrawFn) -> HeadLayout:
 
 
 class SlotLayout(NamedTuple):
-    """A slot for any tensor-parallel size; it can be cut into ``most_parts`` parts at most."""
+    """A slot for any tensor-parallel size; it can be cut into at most ``most_parts`` parts."""
 
     name: str
     size: int
@@ -93,7 +93,7 @@ class SlotLayout(NamedTuple):
 
 
 class DimLayout(NamedTuple):
-    """A dimension for any tensor-parallel size; ``groups`` are those of :class:`Dim`."""
+    """A dimension for any tensor-parallel size; ``groups`` is as in :class:`Dim`."""
 
     slots: tuple[SlotLayout, ...]
     groups: int | None = None
@@ -104,7 +104,7 @@ class DimLayout(NamedTuple):
 
 
 class ExpertLayout(NamedTuple):
-    """The experts of a parameter: how many, whether packed, and whether spread over the ranks."""
+    """The experts of a parameter: their number, whether packed, and whether spread over ranks."""
 
     number: int
     together: bool
@@ -122,7 +122,7 @@ class ExpertLayout(NamedTuple):
 
 @st.composite
 def expert_layouts(draw: st.DrawFn) -> ExpertLayout:
-    """Draw experts: with fewer of them than ranks, a rank may keep none."""
+    """Draw experts; with fewer of them than ranks, a rank may keep none."""
     return ExpertLayout(draw(st.integers(1, 6)), draw(st.booleans()), draw(st.booleans()))
 
 
@@ -143,16 +143,17 @@ def dim_layouts(
 ) -> DimLayout:
     """Draw a dimension: one slot, padded or not, or several, some replicated or stored as pairs.
 
-    Several slots have names, or a checkpoint stores them as one tensor only: one after the other,
-    or alternating.
+    Several slots have names, or a checkpoint stores them only as one tensor: one after the other,
+    or
+    alternating.
 
     Args:
-        unit: features that cannot be separated, such as those of a packed element.
-        cut: whether the dimension is cut among ranks; otherwise every rank keeps it whole.
-        fused: whether it may have several slots.
-        partial: whether the last unit may be incomplete, as a block may, if nothing is cut.
-        padded: whether it may have padding.
-        names: of the slots.
+        unit: number of features that cannot be separated, such as those of a packed element.
+        cut: True if the dimension is cut among ranks; otherwise every rank keeps it whole.
+        fused: True if it may have several slots.
+        partial: True if the last unit may be incomplete, as a block may, if nothing is cut.
+        padded: True if it may have padding.
+        names: names of the slots.
 
     """
     count = draw(st.integers(1, 3)) if fused else 1
@@ -179,7 +180,7 @@ def dim_layouts(
 def _alternating(
     draw: st.DrawFn, names: tuple[str, ...], unit: int, cut: bool, padded: bool
 ) -> DimLayout:
-    """Draw slots that a checkpoint stores in groups: each feature one, or one for each head.
+    """Draw slots that a checkpoint stores in groups, of one feature of each slot or one head.
 
     They may be padded, all by the same number of groups.
     """
@@ -188,7 +189,8 @@ def _alternating(
     slots = []
     for index, name in enumerate(names):
         size = unit * groups * draw(st.sampled_from([1, 2, 4]))
-        # As with key-value heads, ranks that outnumber the groups may share a slot's part.
+        # As with key-value heads, if there are more ranks than groups, ranks may share a slot's
+        # part.
         most_parts = draw(st.sampled_from([32, groups])) if index else 32
         most = size + size // groups * more
         slots.append(SlotLayout(name, size, most_parts if cut else 1, most))
@@ -197,15 +199,15 @@ def _alternating(
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """A typed parameter for any tensor-parallel size; ``build`` makes it for one.
+    """A typed parameter for any tensor-parallel size; ``build`` makes it for one size.
 
     Attributes:
-        cls: the parameter's class.
+        cls: class of the parameter.
         output, input: dimensions over the layer's features; ``None`` if the parameter lacks one.
         entries: further arguments of the constructor.
-        dtype: of the parameter.
-        experts: whose weights it holds, if any.
-        stored_beside: its name one level higher; as one tensor, if slots are stored apart too.
+        dtype: dtype of the parameter.
+        experts: the experts whose weights it holds, if any.
+        stored_beside: its name one level higher; as one tensor, if slots are also stored apart.
 
     """
 
@@ -220,7 +222,7 @@ class ParameterLayout:
     def build(self) -> BasevLLMParameter:
         """Return the parameter of the current tensor-parallel group's rank."""
         group = tensor_parallel_group()
-        spread = self.experts is not None and self.experts.spread  # each is kept whole
+        spread = self.experts is not None and self.experts.spread  # each expert is kept whole
         dims = [
             dim.at(1 if spread else group.size)
             for dim in (self.output, self.input)
@@ -259,7 +261,7 @@ def _weights(
             unit=units[1], cut=not column, fused=fused, partial=partial, names=_OTHER_SLOT_NAMES
         )
     )
-    if any(slot.pairs for slot in output.slots):  # one dimension alone is stored as pairs
+    if any(slot.pairs for slot in output.slots):  # only one dimension may be stored as pairs
         inputs = inputs._replace(slots=tuple(slot._replace(pairs=0) for slot in inputs.slots))
     entries["transposed"] = draw(st.booleans())
     return ParameterLayout(
@@ -312,7 +314,7 @@ _LAYOUTS: Mapping[type[BasevLLMParameter], st.SearchStrategy[ParameterLayout]] =
             packed_elements=drawn[2],
         )
     ),
-    # With one value an element, it needs no conversion.
+    # With one value per element, it needs no conversion.
     PackedModelWeightParameter: _weights(PackedModelWeightParameter, _WEIGHTS, packed_factor=1),
     PackedColumnParameter: _FACTORS.flatmap(
         lambda factor: _outputs(PackedColumnParameter, _PACKED, factor, packed_factor=factor)
@@ -375,7 +377,7 @@ _GEMMA: Mapping[str, st.SearchStrategy[Any]] = {
 }
 _GLM: Mapping[str, st.SearchStrategy[Any]] = {
     "attention_bias": st.booleans(),
-    "head_dim": st.sampled_from([4, 8]),  # half of it is rotated, in pairs
+    "head_dim": st.sampled_from([4, 8]),  # half of each head is rotated, in pairs
 }
 _COHERE: Mapping[str, st.SearchStrategy[Any]] = {
     "attention_bias": st.booleans(),
@@ -403,7 +405,7 @@ _LABELS: st.SearchStrategy[Any] = st.none() | st.integers(1, 4).map(
 )
 
 _LATENT: Mapping[str, st.SearchStrategy[Any]] = {
-    "head_dim": st.just(4),  # the same entry as qk_rope_head_dim
+    "head_dim": st.just(4),  # must equal qk_rope_head_dim
     "qk_rope_head_dim": st.just(4),
     "qk_nope_head_dim": st.integers(1, 3),
     "v_head_dim": st.integers(1, 3),
@@ -545,8 +547,8 @@ def model_configs(
 
     Args:
         model: a model's class, or the name of a registered architecture; the configuration is of
-            its ``config_class``, whose defaults stand for entries that are not drawn. Without,
-            the entries are Llama's.
+            its ``config_class``, whose defaults are used for entries that are not drawn. Without
+            it, the entries are Llama's.
         **entries: strategies for further entries, by their names here and not by the file's; they
             replace those drawn here. Give one for each size of the model's own, because its
             default is that of a real model.
@@ -554,8 +556,8 @@ def model_configs(
     Drawn are the numbers of layers, heads and key-value heads, ``hidden_size`` (which the heads
     divide into even sizes), ``head_dim`` (even, and not derived from ``hidden_size``),
     ``intermediate_size``, ``vocab_size``, ``tie_word_embeddings`` and ``rope_parameters``. A model
-    with half of each head rotated needs ``head_dim=st.sampled_from([4, 8])``, one that cannot be
-    tied ``tie_word_embeddings=st.just(False)``.
+    that rotates half of each head needs ``head_dim=st.sampled_from([4, 8])``, and one that cannot
+    be tied needs ``tie_word_embeddings=st.just(False)``.
 
     Raises ``UnsupportedModelError`` if no model of that name is registered.
 
@@ -565,12 +567,12 @@ def model_configs(
     drawn: dict[str, Any] = {
         "architectures": [name or "TestForCausalLM"],
         "num_hidden_layers": draw(st.integers(1, 2)),
-        # A model may derive the size of its heads from it.
+        # A model may derive the size of its heads from hidden_size.
         "hidden_size": layout.heads * draw(st.sampled_from([2, 4])),
         "num_attention_heads": layout.heads,
         "num_key_value_heads": layout.kv_heads,
         "head_dim": layout.head_size,
-        # A multiple of the heads, or most tensor-parallel sizes would be refused.
+        # A multiple of the heads; otherwise most tensor-parallel sizes would be refused.
         "intermediate_size": layout.heads * draw(st.integers(1, 3)),
         "vocab_size": draw(vocabularies()),
         "tie_word_embeddings": draw(st.booleans()),
@@ -585,7 +587,7 @@ def model_configs(
 
 
 def _config_class(model: str | type[vLLMModule] | None) -> tuple[str | None, type[HFConfig]]:
-    """Return the architecture's name and the class of its configuration."""
+    """Return the architecture's name and its configuration class."""
     if model is None:
         return None, HFConfig
     if isinstance(model, str):

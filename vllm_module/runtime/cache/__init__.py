@@ -1,1 +1,1 @@
-"""The pages and states of sequences: which are in use, and their memory."""
+"""The KV cache's pages and recurrent states of sequences: their use and their memory."""

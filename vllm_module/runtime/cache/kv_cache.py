@@ -1,4 +1,4 @@
-"""The memory of what attention layers cache of each token, and the copying of its pages."""
+"""The memory of the KV cache, and copying its pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_layers(model: vLLMModule) -> list[QuantizableKVCache]:
 
 
 def page_bytes(model: vLLMModule, page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a page: what all layers cache of its tokens on this rank."""
+    """Return the bytes of a page: all layers' cache entries of its tokens on this rank."""
     features = sum(math.prod(layer.token_shape) for layer in attention_layers(model))
     return features * page_size * dtype.itemsize
 
@@ -29,19 +29,19 @@ def page_bytes(model: vLLMModule, page_size: int, dtype: torch.dtype) -> int:
 class KVCache:
     """Memory for pages of keys and values, or latents, on the device and in host memory.
 
-    It knows nothing of sequences: :class:`~vllm_module.runtime.cache.page_pool.PagePool` counts
-    which pages are used. Layers with the same ``token_shape`` share one tensor, so that one kernel
-    launch copies a page in all of them.
+    Which pages are used is counted by :class:`~vllm_module.runtime.cache.page_pool.PagePool`.
+    Layers with the same ``token_shape`` share one tensor, so that one kernel launch copies a page
+    in all of them.
 
     Args:
-        model: its attention layers get their views of the cache; :meth:`close` removes them.
-        num_pages: pages on the device.
+        model: the model, whose attention layers get views of the cache; :meth:`close` removes them.
+        num_pages: number of pages on the device.
         page_size: tokens per page.
-        device, dtype: of the cache.
-        host_pages: pages in host memory, for sequences that are swapped out.
+        device, dtype: the device and dtype of the cache.
+        host_pages: number of pages in host memory, for sequences that are swapped out.
 
     Raises:
-        RuntimeError: the layers have a cache already.
+        RuntimeError: the layers already have a cache.
 
     """
 
@@ -78,13 +78,13 @@ class KVCache:
         return sum(cache.nbytes for cache in self._caches)
 
     def move(self, swapped_out: Pairs, copied: Pairs, swapped_in: Pairs) -> None:
-        """Copy pages, given as (from, to): to the host, on the device, and then from the host."""
+        """Copy pages, given as (from, to): to the host, on the device, then from the host."""
         for cache, host in zip(self._caches, self._host_caches, strict=False):
             if swapped_out:
                 swap_blocks(cache, host, torch.tensor(swapped_out))
         if copied:
-            # A page that was copied from may be freed, allocated again and copied to in one step:
-            # then the order matters, and one launch has none.
+            # A page that was copied from may be freed, allocated again and copied to in the same
+            # step. Then the order matters, and a single launch has no order.
             ordered = {source for source, _ in copied} & {target for _, target in copied}
             for pairs in [[pair] for pair in copied] if ordered else [copied]:
                 for cache in self._caches:

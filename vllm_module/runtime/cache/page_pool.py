@@ -1,7 +1,7 @@
-"""Which pages of a KV cache are in use, and which hold tokens that a later prompt can reuse.
+"""Reference counts of the KV cache's pages, and an index of pages that later prompts can reuse.
 
-A page holds the keys and values of ``page_size`` consecutive tokens of one sequence. The field,
-and with it the public API and the kernels, calls a page a block: ``block_size``, ``block_tables``.
+A page holds the keys and values of ``page_size`` consecutive tokens of one sequence. In the field,
+in our public API and in the kernels, a page is called a block: ``block_size``, ``block_tables``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-ROOT = 0  # the prefix of no tokens, with which every sequence starts
-_Tokens = tuple[int | str, ...]  # of a page; a first page's may end with a salt
+ROOT = 0  # the empty prefix, with which every sequence starts
+_Tokens = tuple[int | str, ...]  # tokens of a page; a sequence's first page may end with a salt
 
 
 class PagePool:
@@ -26,11 +26,12 @@ class PagePool:
     of another text.
 
     Args:
-        num_pages: pages in all.
+        num_pages: number of all pages.
         page_size: tokens per page.
 
     Attributes:
-        evicted: called by :meth:`allocate` with the prefix that ends with the page it evicts.
+        evicted: function that :meth:`allocate` calls with the prefix that ends with an evicted
+            page.
 
     """
 
@@ -41,13 +42,13 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Free all pages and evict everything that is cached."""
+        """Free all pages and evict all cached ones."""
         self._reference_counts = [0] * self.num_pages
-        # In order of allocation. Sharing takes pages out of the middle, and to find the first key
-        # of a dict takes the longer the more were deleted before it.
+        # Free pages in order of allocation. Sharing removes pages from the middle; in a plain dict,
+        # finding the first key takes longer the more keys before it were deleted.
         self._free = OrderedDict.fromkeys(range(self.num_pages))
         self._cached: dict[tuple[int, _Tokens], tuple[int, int]] = {}
-        self._keys: dict[int, tuple[int, _Tokens]] = {}  # of cached pages
+        self._keys: dict[int, tuple[int, _Tokens]] = {}  # index keys of cached pages
         self._last_prefix = ROOT
 
     @property
@@ -102,9 +103,9 @@ class PagePool:
                 self._free[page] = None
 
     def cache(self, page: int, prefix: int, tokens: Sequence[int], salt: str | None = None) -> int:
-        """Cache ``page``, which holds ``tokens`` after ``prefix``; return the prefix with them.
+        """Cache ``page``, which holds ``tokens`` after ``prefix``; return the longer prefix.
 
-        A sequence's first page is found with the same ``salt`` only. If another page is cached with
+        A sequence's first page is found only with the same ``salt``. If another page is cached with
         the same tokens, that page stays in the index.
         """
         key = (prefix, _salted(tokens, salt))
@@ -118,10 +119,10 @@ class PagePool:
     def find_cached(
         self, tokens: Sequence[int], limit: int, salt: str | None = None
     ) -> list[tuple[int, int]]:
-        """Return at most ``limit`` cached pages that hold the first of ``tokens``.
+        """Return cached pages that hold the first of ``tokens``, each with the prefix it ends.
 
-        They are of sequences with the same ``salt``. Each comes with the prefix that ends with it.
-        Call :meth:`share` on the pages before anything is allocated, which could evict them.
+        There are at most ``limit``, of sequences with the same ``salt``. Call :meth:`share` on the
+        pages before allocating anything, which could evict them.
         """
         found: list[tuple[int, int]] = []
         prefix, size = ROOT, self.page_size
@@ -147,5 +148,5 @@ class PagePool:
 
 
 def _salted(tokens: Sequence[int], salt: str | None) -> _Tokens:
-    """Return the tokens of a page as a key, which no page with another salt has."""
+    """Return the tokens of a page as an index key, which differs for pages with another salt."""
     return tuple(tokens) if salt is None else (*tokens, salt)

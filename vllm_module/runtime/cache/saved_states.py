@@ -1,4 +1,4 @@
-"""Which states of prefixes are kept for later prompts, and in which slots."""
+"""Saved states of recurrent layers after prefixes, for later prompts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import OrderedDict
 
 
 class SavedStates:
-    """Copies of states, each of the state after the last token of a prefix.
+    """Slots with copies of states, each taken after the last token of a prefix.
 
-    A prefix is one of :class:`~vllm_module.runtime.cache.page_pool.PagePool`: a number that stands
-    for all tokens up to the end of a page. A state is saved in two parts: :meth:`save` says which
-    row has it, and the next step copies it, before it computes anything (:meth:`copies`). Only then
-    can it be used. If there are more prefixes than slots, the least recently used is given up.
+    A prefix is a number from :class:`~vllm_module.runtime.cache.page_pool.PagePool` that stands
+    for all tokens up to the end of a page. Saving has two parts: :meth:`save` names the row with
+    the state, and the next step copies it, before it computes anything (:meth:`copies`). Only then
+    can it be used. If slots run out, the least recently used state is evicted.
 
     Args:
-        first: the first slot; those before it are the rows of running sequences.
-        count: how many slots there are, at least as many as rows.
+        first: the first slot; the slots before it are the rows of running sequences.
+        count: number of slots, at least the number of rows.
 
     """
 
@@ -24,13 +24,14 @@ class SavedStates:
         self.forget_all()
 
     def forget_all(self) -> None:
-        """Give up every state, and what the next step would have copied."""
+        """Evict every state, and drop the copies that the next step would make."""
         self._free = list(reversed(self._all))
-        self._slots: OrderedDict[int, int] = OrderedDict()  # by prefix, the latest used last
-        self._rows: dict[int, int] = {}  # by prefix, of states that the next step copies
+        # Slots by prefix, the most recently used last.
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        self._rows: dict[int, int] = {}  # rows by prefix, for states that the next step copies
 
     def forget(self, prefix: int) -> None:
-        """Give up the state after ``prefix``, if there is one."""
+        """Evict the state after ``prefix``, if there is one."""
         self._rows.pop(prefix, None)
         slot = self._slots.pop(prefix, None)
         if slot is not None:
@@ -44,23 +45,23 @@ class SavedStates:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are states that the next step has to copy."""
+        """True if there are states that the next step must copy."""
         return bool(self._rows)
 
     def use(self, prefix: int) -> int:
-        """Return the slot of the state after ``prefix``, which is the latest used now."""
+        """Return the slot of the state after ``prefix``, and mark it as the most recently used."""
         self._slots.move_to_end(prefix)
         return self._slots[prefix]
 
     def save(self, prefix: int, row: int) -> None:
-        """Have the next step copy the state of ``row``, which is the one after ``prefix``."""
+        """Copy the state of ``row``, which is the state after ``prefix``, in the next step."""
         self._rows[prefix] = row
 
     def copies(self) -> list[tuple[int, int]]:
-        """Return the (row, slot) pairs that this step copies, whose states are saved from now on.
+        """Return the (row, slot) pairs to copy in this step; their states are saved from now on.
 
-        A slot that was given up for one may be copied from in the same step, which reads all states
-        before it writes one.
+        A slot may be copied from and overwritten in one step, which reads all states before it
+        writes any.
         """
         pairs = []
         for prefix, row in self._rows.items():

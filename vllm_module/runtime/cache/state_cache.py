@@ -1,4 +1,4 @@
-"""The memory of what recurrent layers keep of each sequence, and the copying of these states."""
+"""The memory of recurrent layers' states, and copying them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm_module.runtime.step import Moves
 
 
 def state_layers(model: vLLMModule) -> list[RecurrentLayer]:
-    """Return the layers of ``model`` that keep a state of each sequence."""
+    """Return the recurrent layers of ``model``, which keep a state of each sequence."""
     return [module for module in model.modules() if isinstance(module, RecurrentLayer)]
 
 
 def state_bytes(model: vLLMModule, dtype: torch.dtype) -> int:
-    """Return the bytes that all layers keep of one sequence on this rank.
+    """Return the bytes of one sequence's state in all layers on this rank.
 
-    ``dtype`` is the model's, of states that have none of their own.
+    ``dtype`` is the model's, which is used for states that declare none.
     """
     return sum(
         math.prod(shape) * (layer.state_dtypes[name] or dtype).itemsize
@@ -29,7 +29,7 @@ def state_bytes(model: vLLMModule, dtype: torch.dtype) -> int:
 
 
 def copy_bytes(model: vLLMModule, dtype: torch.dtype) -> int:
-    """Return the bytes that :meth:`StateCache.move` takes for each state that it copies at once."""
+    """Return the bytes that :meth:`StateCache.move` allocates for each state in one copy."""
     return max(
         math.prod(shape) * (layer.state_dtypes[name] or dtype).itemsize
         for layer in state_layers(model)
@@ -40,21 +40,21 @@ def copy_bytes(model: vLLMModule, dtype: torch.dtype) -> int:
 class StateCache:
     """Memory for the states of sequences, on the device and in host memory.
 
-    It knows nothing of sequences: the scheduler says whose state is in which slot. Layers whose
-    states have one name, shape and dtype share one tensor. A slot is never cleared: a sequence
-    starts from zeros, whatever its slot holds. So a CPU's memory is used from the first sequence on
-    that takes the slot.
+    Which sequence has which slot is the scheduler's choice. Layers whose states have one name,
+    shape and dtype share one tensor. A slot is never cleared: a sequence starts from zeros,
+    whatever its slot holds. So on a CPU, a slot's memory is first used by the first sequence in it.
 
     Args:
-        model: its recurrent layers get their views; :meth:`close` removes them.
-        slots: on the device.
-        device: of the states.
-        dtype: the model's, of states that have none of their own.
-        host_slots: in host memory, for sequences that are swapped out.
+        model: the model, whose recurrent layers get views of the memory; :meth:`close` removes
+            them.
+        slots: number of slots on the device.
+        device: the device of the states.
+        dtype: the model's, which is used for states that declare none.
+        host_slots: number of slots in host memory, for sequences that are swapped out.
 
     Raises:
-        RuntimeError: the layers have states already.
-        ValueError: there is no memory for so many slots.
+        RuntimeError: the layers already have states.
+        ValueError: memory for that many slots cannot be allocated.
 
     """
 
@@ -83,7 +83,7 @@ class StateCache:
             try:
                 states = torch.empty(count, slots, *shape, dtype=kind, device=device)
                 host = torch.empty(count, host_slots, *shape, dtype=kind, pin_memory=pinned)
-            except RuntimeError as error:  # of torch's allocators
+            except RuntimeError as error:  # raised by torch's allocators
                 size = state_bytes(model, dtype)
                 raise ValueError(
                     f"there is no memory for {slots} states of sequences on {device} and "
@@ -105,8 +105,8 @@ class StateCache:
     def move(self, moves: Moves) -> None:
         """Copy states between slots: to the host, on the device, and then from the host.
 
-        All that is copied on the device is read before any of it is written, layer by layer: what
-        is read takes memory.
+        All states copied on the device are read before any is written, layer by layer. This needs
+        memory for the states that are read.
         """
         if moves.copied:
             device = self._states[0].device

@@ -1,1 +1,1 @@
-"""Embeddings, classes and scores of encoders."""
+"""Embeddings, classes and scores computed by encoders."""

@@ -1,4 +1,4 @@
-"""One rank's part of pooling prompts: token ids, the model, pooled hidden states."""
+"""Pooling a batch on one rank: from token ids to pooled hidden states."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Pooling = Literal["cls", "mean", "last"]
 
 @dataclass
 class EmbeddingInputs:
-    """What a rank needs to pool a batch, as plain numbers that one message carries to all ranks.
+    """The numbers of a batch to pool, which one message carries to all ranks.
 
     Attributes:
-        input_ids: one sequence after another.
-        lengths: the tokens of each sequence.
+        input_ids: tokens of all sequences, one after another.
+        lengths: number of tokens of each sequence.
         pooling: ``"cls"`` for the first token's hidden state, ``"last"`` for the last one's,
-            ``"mean"`` for the mean of all, ``"tokens"`` for all, ``"classes"`` for the logits that
-            the model's head gives the first.
-        token_type_ids: like ``input_ids``, or none for a model that takes none.
+            ``"mean"`` for the mean of all, ``"tokens"`` for all, ``"classes"`` for the logits of
+            the model's head on the first.
+        token_type_ids: one for each of ``input_ids``; empty for a model that takes none.
 
     """
 
@@ -36,11 +36,11 @@ class EmbeddingInputs:
 
 @torch.inference_mode()
 def embed(model: Any, device: torch.device, inputs: EmbeddingInputs) -> torch.Tensor:
-    """Return what is pooled of each sequence, float32 ``[sequences, numbers]``.
+    """Return the pooled result of each sequence, float32 ``[sequences, numbers]``.
 
-    Of ``"tokens"``, that is ``[tokens, hidden_size]``. Raises ``UnsupportedModelError`` if the
-    model does not return a row for each token, and, from the original error, where a model from
-    outside fails.
+    For ``"tokens"`` it is ``[tokens, hidden_size]``. Raises ``UnsupportedModelError`` if the model
+    does not return a row for each token, and, from the original error, if a model from outside
+    fails.
     """
     count = len(inputs.input_ids)
     positions = torch.cat([torch.arange(length) for length in inputs.lengths])

@@ -1,4 +1,4 @@
-"""What an LLM does with an encoder: embeddings, classes, scores."""
+"""Methods of ``LLM`` for encoders: embeddings, classes, scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EncoderMethods:
     _pooler: Pooler | None
 
     def _check_encoder(self) -> Pooler:
-        """Return the pooler. Raises what ``LLM._check`` raises."""
+        """Return the pooler. Raises the errors of ``LLM._check``."""
         raise NotImplementedError
 
     def embed(
@@ -51,20 +51,20 @@ class EncoderMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding for each prompt, in their order; the model has to be an encoder.
+        """Return an embedding for each prompt, in their order; the model must be an encoder.
 
         Args:
             prompts: as for :meth:`~vllm_module.LLM.generate`.
-            normalize: divide each embedding by its Euclidean norm.
+            normalize: True to divide each embedding by its Euclidean norm.
             pooling: ``"cls"`` for the first token's hidden state, ``"last"`` for the last one's,
-                ``"mean"`` for the mean; without, what the files of sentence-transformers in the
-                checkpoint say, and the mean if there are none.
-            truncate: leave out the end of a prompt that is too long, and keep the special tokens of
-                a text; else the prompt is refused.
-            use_tqdm: draw a progress bar on standard error; or what makes one, such as ``tqdm``.
-            pooling_params: vLLM's way to say ``normalize``, and how long embeddings are.
+                ``"mean"`` for the mean. By default, the pooling that the files of
+                sentence-transformers in the checkpoint name, or the mean without such files.
+            truncate: True to drop the end of a prompt that is too long, keeping a text's special
+                tokens; otherwise the prompt is refused.
+            use_tqdm: True to draw a progress bar on standard error; or a callable such as ``tqdm``.
+            pooling_params: vLLM's object with ``normalize`` and the length of embeddings.
             tokenization_kwargs: as for :meth:`~vllm_module.LLM.generate`.
-            options: others of vLLM, with the values that change nothing.
+            options: other arguments of vLLM, with the values that change nothing.
 
         A prompt that is refused, or whose embedding is not finite, has an ``error`` in its output;
         the others are not affected.
@@ -116,10 +116,11 @@ class EncoderMethods:
 
         Args:
             prompts, truncate, use_tqdm, tokenization_kwargs, options: as for :meth:`embed`.
-            pooling_params: whether vectors are divided by their norm, and how long they are.
+            pooling_params: whether vectors are divided by their norm, and their length.
             pooling_task: ``"embed"`` for the embedding ``[hidden_size]``, ``"token_embed"`` for one
                 of each token ``[tokens, hidden_size]``, ``"classify"`` for the classes'
-                probabilities ``[labels]``, or their logits without activation. By default what the
+                probabilities ``[labels]``, or their logits without activation. By default
+                ``"classify"`` for a model with a head, else ``"embed"``.
                 model is for: the last with a head, else the first.
 
         Raises what :meth:`embed` raises.
@@ -154,10 +155,10 @@ class EncoderMethods:
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of each prompt's classes, in the order of the prompts.
 
-        The model has to be an encoder with a head. What makes probabilities of its logits is in
-        config.json: the softmax unless it says otherwise, the sigmoid for one class.
+        The model must be an encoder with a head. config.json names the function from logits to
+        probabilities: by default the softmax, or the sigmoid for one class.
 
-        Args and errors are those of :meth:`embed`.
+        Arguments and errors are those of :meth:`embed`.
         """
         known_arguments("LLM.classify", options, (), REQUEST_ARGUMENTS)
         pooled = self._pool(
@@ -190,19 +191,20 @@ class EncoderMethods:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[ScoringRequestOutput]:
-        """Return how well texts fit in pairs: one text and several others, or as many of both.
+        """Return scores of pairs of texts: one with each of several, or two equally long lists.
 
         An encoder with a head of one class reads both texts of a pair together (a cross-encoder).
-        Of one without a head, the score is the cosine of the angle between the embeddings.
+        For one without a head, the score is the cosine similarity of the embeddings.
 
         Args:
-            data_1: a text, or as many as ``data_2`` has.
-            data_2: a text or several.
+            data_1: one text, or as many as ``data_2`` has.
+            data_2: one text or several.
             pooling_params, truncate, use_tqdm, tokenization_kwargs, options: as for :meth:`embed`.
 
         Raises:
             UnsupportedModelError: the model generates text, or its head has several classes.
-            ValueError: there are neither one nor as many texts in ``data_1``, or all are refused.
+            ValueError: ``data_1`` has neither one text nor as many as ``data_2``, or all are
+                refused.
 
         """
         known_arguments("LLM.score", options, (), REQUEST_ARGUMENTS)
@@ -245,10 +247,10 @@ class EncoderMethods:
         """Return documents with their scores for a query, the best first.
 
         Args:
-            query: a text.
+            query: the text to compare with.
             documents: texts.
-            top_n: how many are returned; ``None`` for all.
-            options: those of :meth:`score`.
+            top_n: number of documents returned; ``None`` for all.
+            options: arguments of :meth:`score`.
 
         Raises what :meth:`score` raises, and ``ValueError`` if one document is refused.
 
@@ -274,7 +276,7 @@ class EncoderMethods:
         params: PoolingParams | None,
         how: Mapping[str, Any],
     ) -> list[ScoringRequestOutput]:
-        """Return the cosines between embeddings of texts, each text embedded once."""
+        """Return cosine similarities of texts' embeddings; each text is embedded once."""
         texts = list(dict.fromkeys((*firsts, *seconds)))
         pooled = dict(zip(texts, self._pool(texts, "embed", params, **how), strict=True))
         outputs = []

@@ -1,4 +1,4 @@
-"""Pooling prompts: which are accepted, in which batches they are computed."""
+"""Pooling prompts: checking them, batching them, and reading the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pair:
 
 @dataclass
 class _Accepted:
-    """A prompt that is computed, and where its result goes."""
+    """A prompt to compute, and the output that gets its result."""
 
     output: Pooled
     types: list[int]
@@ -53,13 +53,13 @@ class Pooler:
     """Turns prompts into vectors, in batches of prompts of similar length.
 
     Args:
-        execute: computes a batch on every rank and returns ``[sequences, numbers]``.
-        folder: of the checkpoint, with the files of sentence-transformers if it has any.
+        execute: function that computes a batch on every rank; returns ``[sequences, numbers]``.
+        folder: the checkpoint's, with the files of sentence-transformers if it has any.
         config: config.json.
-        max_model_len: most tokens of a sequence.
-        engine_config: has the most sequences and tokens of a batch.
-        get_tokenizer: raises ``CheckpointFormatError`` if there is none.
-        activation: from logits of classes to scores; ``None`` for a model without a head.
+        max_model_len: largest number of tokens of a sequence.
+        engine_config: settings with the largest numbers of sequences and tokens in a batch.
+        get_tokenizer: function that raises ``CheckpointFormatError`` if there is none.
+        activation: function from logits of classes to scores; ``None`` for a model without a head.
 
     """
 
@@ -93,10 +93,10 @@ class Pooler:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[Pooled]:
-        """Return what ``task`` wants of each prompt, in their order.
+        """Return the result of ``task`` for each prompt, in their order.
 
-        That is an embedding ``[hidden_size]``, scores ``[labels]``, or ``[tokens, hidden_size]``.
-        Otherwise as :meth:`~vllm_module.LLM.embed`.
+        It is an embedding ``[hidden_size]``, scores ``[labels]``, or ``[tokens, hidden_size]``. The
+        other arguments and the errors are those of :meth:`~vllm_module.LLM.embed`.
         """
         how: Any = {"classify": "classes", "token_embed": "tokens"}.get(task)
         if how is None:
@@ -125,7 +125,7 @@ class Pooler:
         return outputs
 
     def _compute(self, batch: list[_Accepted], how: Any) -> None:
-        """Compute a batch, and give each output its data or its error."""
+        """Compute a batch and set the data or the error of each output."""
         ids = [token for each in batch for token in each.output.prompt_token_ids]
         lengths = [len(each.output.prompt_token_ids) for each in batch]
         types = [number for each in batch for number in each.types]
@@ -186,7 +186,7 @@ class Pooler:
     def _accept(
         self, output: Pooled, prompt: Prompt | Pair, tokenization: Tokenization
     ) -> list[int]:
-        """Give the output its tokens, and return their types; raise ``ValueError`` to refuse."""
+        """Set the output's tokens and return their types; raise ``ValueError`` to refuse it."""
         types: list[int] = []
         if isinstance(prompt, Pair):
             if not tokenization.special:
@@ -207,7 +207,7 @@ class Pooler:
         return types or [0] * len(ids)
 
     def _batches(self, accepted: list[_Accepted]) -> Iterator[list[_Accepted]]:
-        """Yield the longest prompts first, as many as fit into a batch, and at least one."""
+        """Yield batches, the longest prompts first; a batch has at least one prompt."""
         accepted = sorted(accepted, key=lambda each: -len(each.output.prompt_token_ids))
         batch: list[_Accepted] = []
         tokens = 0

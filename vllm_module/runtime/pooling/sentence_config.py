@@ -1,9 +1,9 @@
-"""What the files of a checkpoint say of an encoder's answers.
+"""Settings of an encoder's pooling and scores, read from the files of a checkpoint.
 
 sentence-transformers writes files beside a model: ``modules.json`` lists the modules that an
-embedding passes through, ``1_Pooling/config.json`` says how hidden states are pooled, and
-``sentence_bert_config.json`` has the longest text. The function that makes scores of a classifier's
-logits is in config.json.
+embedding passes through, ``1_Pooling/config.json`` has the pooling of hidden states, and
+``sentence_bert_config.json`` the length of the longest text. config.json has the function from a
+classifier's logits to scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from vllm_module.weights.strict_json import parse_object
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-# By the last component of a class of torch, as sentence-transformers' cross-encoders write it.
+# Activations by the last component of their class in torch, which cross-encoders of
+# sentence-transformers name.
 _NAMED: Mapping[str, Activation] = {"Identity": lambda x: x, "Sigmoid": torch.sigmoid}
 _POOLINGS: Mapping[str, Pooling] = {
     "cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last",
@@ -31,13 +32,13 @@ _POOLINGS: Mapping[str, Pooling] = {
 
 
 class SentenceConfig(NamedTuple):
-    """What a checkpoint says about its embeddings.
+    """Pooling settings of a checkpoint.
 
     Attributes:
-        pooling: ``None`` if it asks for what is not implemented.
-        problem: what that is.
-        max_length: the most tokens of a text, special ones included; ``None`` for the model's.
-        lower_case: whether a text is lowered before it is tokenized.
+        pooling: kind of pooling, or ``None`` if it is not implemented.
+        problem: the requested pooling, if it is not implemented.
+        max_length: largest number of tokens of a text, with special ones; ``None`` for the model's.
+        lower_case: True if a text is converted to lower case before it is tokenized.
 
     """
 
@@ -48,7 +49,7 @@ class SentenceConfig(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> SentenceConfig:
-        """Read the files of ``folder``; without them, the mean is pooled.
+        """Read the files of ``folder``; without them, pooling is the mean.
 
         Raises ``CheckpointFormatError`` for a file that is damaged.
         """
@@ -67,11 +68,11 @@ class SentenceConfig(NamedTuple):
 
 
 def _pooling(folder: Path) -> tuple[Pooling | None, str]:
-    """Return the pooling of the checkpoint, or ``None`` and what it asks for instead."""
+    """Return the checkpoint's pooling, or ``None`` and the request that is not implemented."""
     path = folder / "modules.json"
     folders = ["1_Pooling"] if is_there(folder / "1_Pooling" / "config.json") else []
     if is_there(path):
-        # The file is a list, and the parser takes an object.
+        # The file is a list, and the parser takes only objects.
         data = b'{"modules": %b}' % read_file(path, folder)
         modules: Any = parse_object(data, printable(path), "Download it again.")["modules"]
         folders = []
@@ -105,9 +106,9 @@ def _pooling(folder: Path) -> tuple[Pooling | None, str]:
 def classifier_activation(config: Any) -> Activation:
     """Return the function from logits ``[texts, labels]`` to scores.
 
-    A cross-encoder of sentence-transformers names it. Else ``problem_type`` decides, and without
-    it, classes exclude each other if there are several. Raises ``UnsupportedModelError`` for a
-    function that is not implemented.
+    A cross-encoder of sentence-transformers names it. Otherwise ``problem_type`` decides, and
+    without that the number of classes: several classes exclude each other. Raises
+    ``UnsupportedModelError`` for a function that is not implemented.
     """
     settings = getattr(config, "sentence_transformers", None)
     name = settings.get("activation_fn") if isinstance(settings, Mapping) else None

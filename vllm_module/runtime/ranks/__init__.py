@@ -1,1 +1,1 @@
-"""The processes of an engine, one a rank, and the messages among them."""
+"""The processes of an engine, one for each rank, and the messages among them."""

@@ -1,4 +1,4 @@
-"""What an engine needs of its model, run on every rank."""
+"""Running an engine's model on every rank."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ class Executor:
     names the rank and the failure.
 
     Args:
-        model: the model to load, or its source if that was found already.
+        model: the model to load, or its source if that was already found.
         load_config, device_config: as for :func:`~vllm_module.build.loader.get_model`.
-        config: of the engine.
+        config: settings of the engine.
 
     Attributes:
-        rank, size: of this process.
-        worker: this rank's part.
-        products: the library of each class of products on a CPU, for all ranks; rank 0's counts.
-        refusal: why no step runs, after a change of the weights that failed; else ``None``.
-        asleep: the level at which the engine sleeps; 0 if it is awake.
+        rank, size: this process's rank, and the number of ranks.
+        worker: this rank's part of the work.
+        products: which library (torch or oneDNN) multiplies on a CPU, by number of rows; rank 0
+            chooses for all ranks.
+        refusal: reason why no step runs after a failed change of the weights; else ``None``.
+        asleep: level at which the engine sleeps; 0 if it is awake.
 
     Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks, far more
     ranks than CPUs, or ``tensor_parallel_size`` is not the size of the process group.
@@ -66,7 +67,8 @@ class Executor:
         self._lost: tuple[int, ...] | None = None  # ranks whose failure has ended the engine
         self.refusal: str | None = None
         self.asleep = 0
-        self._updated = False  # since the weights were loaded from the model's source
+        # True if weights were updated since they were loaded from the model's source.
+        self._updated = False
 
         def arguments() -> tuple[Any, ...]:
             """Find the model here, so that the ranks on this host read from the same folder."""
@@ -92,17 +94,17 @@ class Executor:
         place: Any = {"group": group} if group else {"rank": 0, "size": 1}
         with self._or_end(), tensor_parallel(**place), current(self._ranks.device):
             self.worker = Worker(model, load_config, device_config, config)
-        # Chosen by rank 0 for all: layers that ranks repeat must round alike on each.
+        # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
         self.products = Products()
         is_wide = self.worker.source.dtype == torch.float32
         if self.rank == 0 and is_wide and self._ranks.device.type == "cpu":
             self.products = _fastest_products(torch.get_num_threads())
 
     def start(self, max_model_len: int) -> tuple[int, int]:
-        """Allocate the cache: on every rank as many pages as fit on the one with the least memory.
+        """Allocate the cache: on every rank as many pages as fit on the rank with the least memory.
 
         Returns the numbers of pages on the device and in host memory. Raises ``ValueError`` if not
-        even one fits.
+        a single page fits.
         """
         config = self.worker.config
         most = config.max_num_seqs * -(-max_model_len // config.block_size)
@@ -126,27 +128,27 @@ class Executor:
         return pages, host_pages
 
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """Have every rank compute a step and return the logits ``[rows, vocab]``.
+        """Compute a step on every rank and return the logits ``[rows, vocab]``.
 
-        A GPU may still compute them: :meth:`wait` before reading what was computed from them.
+        A GPU may still compute them: call :meth:`wait` before reading results computed from them.
 
         Args:
-            inputs: of the step.
-            sampled: the tokens that ``inputs.input_ids`` index, if they do.
+            inputs: the numbers of the step.
+            sampled: the tokens that ``inputs.input_ids`` index, if they are indices.
 
-        Raises ``ModelNotReadyError`` after an update of the weights that failed.
+        Raises ``ModelNotReadyError`` after a failed update of the weights.
 
         """
         return self._compute("run", inputs, *([] if sampled is None else [sampled]))
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait until the device has come to ``event``, or another rank fails or hangs."""
+        """Wait until the device has reached ``event``, or another rank fails or hangs."""
         if self.size == 1:
             event.synchronize()
             return
         with self._or_end(), at_most(self._step_timeout, self._ranks.say_who_hangs):
-            until(event.query)  # to synchronize would wait outside of Python
-            if self._ranks.aborted:  # then nothing waits for what has not come
+            until(event.query)  # event.synchronize would wait outside of Python
+            if self._ranks.aborted:  # collectives were aborted, so the results are wrong
                 self.check()
                 raise RankError("another rank ended")
 
@@ -176,7 +178,7 @@ class Executor:
             return result
 
     def check(self) -> None:
-        """Raise as every method does once the engine has ended, or if a rank's process has."""
+        """Raise if the engine has ended, as every method does, or if a rank's process has."""
         if self._closed is None and self._ranks.ended:
             with self._or_end():
                 raise RankError("another rank ended")
@@ -188,9 +190,9 @@ class Executor:
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
         """Update the weights of every rank's model, in place.
 
-        Raises what this rank's model raises, or ``RankError`` if another rank's refuses them. If
-        any weight has changed by then, no step runs until an update loads a whole checkpoint. If
-        the engine sleeps without weights, a whole checkpoint wakes it up.
+        Raises the errors of this rank's model, or ``RankError`` if another rank's model refuses
+        them. If any weight was changed before the error, no step runs until an update loads a whole
+        checkpoint. If the engine sleeps without weights, a whole checkpoint wakes it up.
         """
         whole = self.refusal is not None or self.asleep == 2
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
@@ -200,7 +202,8 @@ class Executor:
                 self._tell("update_weights", whole)
                 self._do("update_weights", weights, whole=whole)
             else:
-                # Other ranks get the weights one by one, and write each before the next one comes.
+                # Other ranks get the weights one by one, and write each before the next one
+                # arrives.
                 if isinstance(weights, Collection):
                     self.check()
                     self._do("check_update", weights, whole=whole)
@@ -213,10 +216,10 @@ class Executor:
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and cache on every rank.
 
-        At level 1 the weights are in host memory meanwhile, at level 2 they are dropped.
+        At level 1 the weights are moved to host memory; at level 2 they are dropped.
 
-        Raises ``ModelNotReadyError`` at level 1 after an update of the weights that failed, and
-        ``MemoryError`` if host memory has no room for them.
+        Raises ``ModelNotReadyError`` at level 1 after a failed update of the weights, and
+        ``MemoryError`` if host memory is too small for them.
         """
         if level == 1 and self.refusal is not None:
             raise ModelNotReadyError(f"sleep(level=2) drops the weights: {self.refusal}")
@@ -225,14 +228,14 @@ class Executor:
         except Exception:
             if self._closed is None:
                 with self._or_refuse():
-                    self._everywhere("wake_up")  # ranks that had room sleep already
+                    self._everywhere("wake_up")  # ranks with enough memory are already asleep
             raise
         self.asleep = level
 
     def wake_up(self) -> None:
-        """Load the weights that slept on every rank.
+        """Restore the weights of a sleeping engine on every rank.
 
-        Raises ``ModelNotReadyError`` if they are nowhere any more.
+        Raises ``ModelNotReadyError`` if they exist nowhere any more.
         """
         if self.asleep == 2 and self._updated:
             raise ModelNotReadyError(
@@ -245,7 +248,7 @@ class Executor:
         self.asleep = 0
 
     def reload_weights(self) -> None:
-        """Load every rank's weights from the model's source, also if they slept or broke."""
+        """Load every rank's weights from the source, also after sleep or a failed update."""
         with self._or_refuse():
             self._everywhere("reload_weights")
         self.asleep, self._updated = 0, False
@@ -270,16 +273,16 @@ class Executor:
 
     @property
     def end(self) -> str | None:
-        """Why the engine has ended; ``None`` before."""
+        """Reason why the engine has ended; ``None`` before."""
         return self._closed
 
     @property
     def can_run(self) -> bool:
-        """Whether steps run: the engine is awake, has not ended, and all weights are whole."""
+        """True if steps can run: the engine is awake, has not ended, and weights are whole."""
         return self._closed is None and self.refusal is None and not self.asleep
 
     def follow(self) -> None:
-        """Do what rank 0 sends, until it closes its executor; then close this one."""
+        """Carry out rank 0's messages until it closes its executor, then close this one."""
         if self.rank == 0:
             raise RuntimeError("rank 0 leads: only the other ranks follow")
         with self._or_end():
@@ -288,14 +291,14 @@ class Executor:
         self.close()
 
     def close(self) -> None:
-        """Free the cache, and end the other ranks' processes or let them stop following."""
+        """Free the cache, and end the other ranks' processes, or their :meth:`follow`."""
         self._closed = self._closed or "it was closed"
         self._end()
-        if hasattr(self, "worker"):  # it has none if it failed to load
+        if hasattr(self, "worker"):  # missing if loading failed
             self._do("close")
 
     def _do(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of this rank's worker, whose device is current inside, in any thread."""
+        """Call a method of this rank's worker, with its device current, in any thread."""
         with current(self._ranks.device):
             return getattr(self.worker, name)(*arguments, **options)
 
@@ -310,7 +313,7 @@ class Executor:
             return self._together(name, arguments)
 
     def _together(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
-        """Do this rank's part of :meth:`_everywhere`. What a worker raises ends no rank."""
+        """Run this rank's part of :meth:`_everywhere`; a worker's error does not end its rank."""
         work = partial(self._do, name, *arguments)
         group, refusals = self._ranks.control, (Exception,)
         return together(work, timeout=self._timeout, group=group, refusals=refusals)
@@ -318,7 +321,7 @@ class Executor:
     def _send(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool
     ) -> None:
-        """Send weights to the other ranks, and update this rank with them as they are sent."""
+        """Send weights to the other ranks, and update this rank's model with each as it is sent."""
         with self._or_end(), at_most(self._timeout, self._ranks.say_who_hangs):
             self._tell("update_weights", whole)
         with self._or_end(unless_refused=True), at_most(self._timeout, self._ranks.say_who_hangs):
@@ -326,7 +329,7 @@ class Executor:
             send_weights(weights, group=self._ranks.control, also=take)
 
     def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Do this rank's part of what the first rank does."""
+        """Run this rank's part of a method that rank 0 runs."""
         if name in ("run", "embed"):
             inputs, chosen = arguments
             with products(chosen):
@@ -339,7 +342,7 @@ class Executor:
             else:
                 self._together(name, arguments)
         except Exception as error:
-            if not _is_refusal(error):  # of which the first rank is told
+            if not _is_refusal(error):  # rank 0 gets refusals as results
                 raise
 
     def _tell(self, name: str, *arguments: Any) -> None:
@@ -351,7 +354,7 @@ class Executor:
 
     @contextmanager
     def _or_refuse(self) -> Iterator[None]:
-        """If changing the weights fails, refuse steps if they were changed in part."""
+        """If changing the weights fails, refuse steps in case only some were changed."""
         try:
             yield
         except BaseException:
@@ -365,9 +368,10 @@ class Executor:
 
     @contextmanager
     def _or_end(self, *, unless_refused: bool = False) -> Iterator[None]:
-        """End the engine on all ranks if this one raises, because they are out of step then.
+        """If this rank raises, end the engine on all ranks, because they are out of step then.
 
-        After a refusal they are not, if ranks exchange refusals inside.
+        With ``unless_refused``, a refusal does not, because ranks exchange refusals inside the
+        block.
         """
         try:
             yield
@@ -388,14 +392,14 @@ class Executor:
 
 @cache
 def _fastest_products(threads: int) -> Products:
-    """Measure once for all engines that this process has with so many threads."""
+    """Measure which library multiplies faster, once for each number of threads in this process."""
     return fastest_products()
 
 
 def _check_ranks(source: ModelSource, size: int) -> None:
     """Raise ``ShardingError`` if the model cannot be divided among ``size`` ranks.
 
-    The last rank has the smallest shards, or none.
+    The last rank is tried, because it has the smallest shards, or none.
     """
     with source.open() as checkpoint:
         tensors = len(checkpoint)
@@ -405,10 +409,10 @@ def _check_ranks(source: ModelSource, size: int) -> None:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Tell whether every rank knows of this error and waits for what comes next."""
+    """Return whether every rank knows of this error and waits for the next message."""
     if isinstance(error, RankError):
         return error.recoverable
-    return isinstance(error, Exception)  # and not an interrupt
+    return isinstance(error, Exception)  # an interrupt is no refusal
 
 
 def _serve(
@@ -424,6 +428,6 @@ def _serve(
     """Run a rank that an executor started."""
     device = own_device(device_config.torch_device, rank)
     join(rank, size, meeting_place(size, port), device, threads)
-    # Rank 0 raises these errors, too: do not print them twice.
+    # Rank 0 raises these errors too; printing them here would repeat them.
     with suppress(WeightLoadError, RankError), current(device):
         Executor(source, load_config, DeviceConfig(device=str(device)), config).follow()

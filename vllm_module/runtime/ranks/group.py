@@ -1,4 +1,4 @@
-"""The ranks of an engine: how they join a group, exchange messages and end."""
+"""The ranks of an engine: joining a process group, exchanging messages, and ending."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ from vllm_module.runtime.ranks.processes import Processes
 
 _log = logging.getLogger(__name__)
 
-_FRAME = 1 << 15  # bytes: most steps travel in one message
-_LAST_WORDS = 1 << 12  # bytes of the message that a failing rank sends
-_TAG = 1 << 18  # of that message
-_CUT_TAG = _TAG + 1  # of a message that no rank sends
-_EVIDENCE = 2.0  # seconds in which it arrives
-_GRACE = 1.0  # seconds in which it shows how a process ended that is known to have ended
-_RANKS_PER_CPU = 8  # most that are started on a CPU, for tests of large sizes
-_LEAST_LIMIT = 64  # of ranks on a CPU, however few cores it has
-_END = 10.0  # seconds in which processes that were started here end after one of them has
-_FOREVER = timedelta(days=365)  # an engine may wait for requests as long as it likes
+_FRAME = 1 << 15  # bytes of a message's first frame, enough for most steps
+_LAST_WORDS = 1 << 12  # bytes of a failing rank's message
+_TAG = 1 << 18  # tag of a failing rank's message
+_CUT_TAG = _TAG + 1  # tag of a receive that is posted only to notice a closed connection
+_EVIDENCE = 2.0  # seconds to wait for a failing rank's message
+_GRACE = 1.0  # seconds to wait for the exit code of a process that has ended
+_RANKS_PER_CPU = 8  # limit on ranks per CPU core; tests start many
+_LEAST_LIMIT = 64  # number of ranks always allowed on a CPU, however few cores it has
+_END = 10.0  # seconds in which the other started processes end after one of them has
+_FOREVER = timedelta(days=365)  # timeout of a wait: an engine may wait for requests for any time
 
-_stores: Any = dist  # torch.distributed has the stores; its type hints do not
+_stores: Any = dist  # torch.distributed has the stores; its type hints lack them
 _joined = itertools.count()
-_leads_world = False  # whether torch's default group is one that was started here
+_leads_world = False  # True if torch's default group was started here
 
 
 class Ranks:
-    """The processes of an engine. Rank 0 leads, and the others do what it sends.
+    """The processes of an engine: rank 0 sends messages, and the others carry them out.
 
-    Under torchrun, this process joins the world unless it has; the engine's ranks are those of the
-    world, or of a surrounding ``tensor_parallel(group=...)``. Otherwise this process is rank 0 and
-    starts the others: they call ``work(rank, size, port, threads, *arguments())``, which calls
-    :func:`join`.
+    Under torchrun, this process joins the world unless it already has; the engine's ranks are those
+    of the world, or of a surrounding ``tensor_parallel(group=...)``. Otherwise this process is rank
+    0 and starts the others: they call ``work(rank, size, port, threads, *arguments())``, which
+    calls :func:`join`.
 
     Attributes:
-        rank, size: in ``group``, the tensor-parallel group of torch.distributed.
+        rank, size: this rank, and the size of ``group``, the tensor-parallel group of
+            torch.distributed.
         control: a group that carries messages between CPUs and has no timeout.
-        device: this rank's device; of CUDA, with its index.
-        aborted: whether collectives on devices were aborted, so that what they computed is wrong.
+        device: this rank's device; for CUDA, with its index.
+        aborted: True if collectives on devices were aborted, so that their results are wrong.
 
     Raises:
         ValueError: there are fewer devices than ranks, far more ranks than CPUs, or ``size`` is
@@ -83,13 +84,13 @@ class Ranks:
             if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 self.device = own_device(device, int(os.environ.get("LOCAL_RANK", "0")))
                 store, rank, world = interruptibly(lambda: next(_stores.rendezvous("env://")))
-                # The store may still hold keys of another engine.
+                # The store may still hold the keys of another engine.
                 store = _stores.PrefixStore(f"engine {next(_joined)}", store)
-                self._owns_world = True  # before it is there: joining may be interrupted
+                self._owns_world = True  # set before joining, which may be interrupted
                 _init(rank, world, store, self.device)
             present = tensor_parallel_group()
             if _leads_world and isinstance(present, ProcessGroup):
-                present = SimulatedGroup(0, 1)  # that world is of another engine
+                present = SimulatedGroup(0, 1)  # that world belongs to another engine
             if present.size == 1 and size > 1:
                 self._start(size, work, arguments)
                 present = ProcessGroup()
@@ -105,7 +106,7 @@ class Ranks:
             raise raised from error
 
     def tell(self, message: object) -> None:
-        """Pickle ``message`` and send it to all other ranks, which call :meth:`hear`."""
+        """Pickle ``message`` and send it to all other ranks, which receive it by :meth:`hear`."""
         data = pickle.dumps(message)
         self._bytes[:8] = len(data).to_bytes(8, "little")
         head = data[: _FRAME - 8]
@@ -115,7 +116,7 @@ class Ranks:
             self._broadcast(torch.frombuffer(bytearray(data[len(head) :]), dtype=torch.uint8))
 
     def hear(self) -> Any:
-        """Wait for the next message of rank 0 and return it."""
+        """Return rank 0's next message, after waiting for it."""
         self._broadcast(self._frame)
         nbytes = int.from_bytes(self._bytes[:8], "little")
         data = self._bytes[8 : 8 + nbytes]
@@ -130,13 +131,13 @@ class Ranks:
 
     @property
     def ended(self) -> bool:
-        """Whether processes that were started here have ended."""
+        """True if processes that were started here have ended."""
         return self._processes is not None and self._processes.ended.is_set()
 
     def part(self, error: BaseException) -> BaseException:
-        """Send ``error`` to rank 0 and return what to raise instead of it.
+        """Send ``error`` to rank 0 and return the error to raise in its place.
 
-        If another rank failed, that is a ``RankError`` that names it.
+        If another rank failed, it is a ``RankError`` that names that rank.
         """
         self._parted = True
         if self.rank:
@@ -163,7 +164,7 @@ class Ranks:
         return RankError(f"{how}: see what it printed. torch raised {describe_error(error)}")
 
     def _hung(self, error: BaseException) -> RankError:
-        """Return which rank did not answer in time, after a wait for it was given up."""
+        """Return an error that names the ranks that did not answer in time."""
         if self._processes is None:
             others = [rank for rank in range(self.size) if rank != self.rank]
             names = ", ".join(map(str, others))
@@ -174,7 +175,7 @@ class Ranks:
         return RankError("\n".join((*lines, str(error))), hanging)
 
     def say_who_hangs(self) -> None:
-        """Log which ranks this one has waited for without an answer, and what they do."""
+        """Log the ranks that this one waits for without an answer, and their state."""
         if self._processes is None:
             _log.warning("waiting for another rank, without an answer for %g s", waiting.SILENCE)
             return
@@ -184,14 +185,14 @@ class Ranks:
     def close(self) -> None:
         """End the processes that were started here, or tell joined ranks to stop following."""
         if os.getpid() != self._pid:
-            return  # a fork does not own the processes
+            return  # the processes belong to the parent of a fork
         with uninterrupted():
             self._close()
 
     def _close(self) -> None:
         global _leads_world
         if self._parted or self._processes is not None:
-            self._abort()  # or destroying the group would wait for the others
+            self._abort()  # else destroying the group would wait for the others
         if self._processes is not None:
             self._processes.end()
             torch.set_num_threads(self._threads)
@@ -213,10 +214,10 @@ class Ranks:
         self._owns_control = self._owns_world = False
 
     def _cut_off(self) -> None:
-        """Close the connections to other ranks, by waits that time out.
+        """Close the connections to other ranks, by receives that time out.
 
-        Others wait for nothing any more, and no wait of this rank's is left, which destroying its
-        group would wait for. NCCL's connections end with the process.
+        The others then stop waiting for this rank. None of this rank's own waits is left, for which
+        destroying its group would wait. NCCL's connections end with the process.
         """
         for group in (self.control, self.group):
             if group is None or "cpu" not in dist.get_backend_config(group):
@@ -231,11 +232,11 @@ class Ranks:
     def _abort(self) -> None:
         """Abort collectives on devices, which would wait for a rank that has ended or hangs.
 
-        On the host, gloo waits for nobody longer than it is told.
+        On the host, gloo has timeouts.
         """
         world = dist.group.WORLD
         if self._owns_world and world is not None and "cuda" in dist.get_backend_config(world):
-            self.aborted = True  # before anybody sees that a collective is over
+            self.aborted = True  # set before any thread sees that a collective is over
             world.abort()
 
     def _start(
@@ -265,7 +266,7 @@ class Ranks:
         threads = max(1, self._threads // size)
         given = size, store.port, threads, *values
         self._processes = Processes(size - 1, work, given, self._abort)
-        _leads_world = self._owns_world = True  # before it is there: joining may be interrupted
+        _leads_world = self._owns_world = True  # set before joining, which may be interrupted
         join(0, size, store, self.device, threads)
 
     def _join(self, present: Any, size: int) -> None:
@@ -288,7 +289,8 @@ class Ranks:
             self.control = interruptibly(create)
             self._owns_control = True
         elif "cpu" in (backends := dist.get_backend_config(self.group)):
-            self.control = self.group  # to make another takes all processes of the world
+            # Creating another group would need all processes of the world.
+            self.control = self.group
         else:
             raise ValueError(
                 f"the process group ({backends}) cannot carry messages between CPUs: make it with "
@@ -297,7 +299,7 @@ class Ranks:
         self._bytes = bytearray(_FRAME)
         self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)
         for rank in range(1, self.size) if self.rank == 0 else ():
-            # Requested now: gloo loses what arrives unrequested before a connection closes.
+            # The receive is posted now: gloo loses unexpected messages when a connection closes.
             buffer = bytearray(_LAST_WORDS)
             memory = torch.frombuffer(buffer, dtype=torch.uint8)
             arrival = dist.irecv(memory, group=self.control, group_src=rank, tag=_TAG)
@@ -305,7 +307,7 @@ class Ranks:
             self._words[rank] = buffer, arrival
 
     def _send_last_words(self, error: BaseException) -> None:
-        """Send rank 0 how this rank failed: "!" by itself, "?" because of another."""
+        """Send rank 0 this rank's error: "!" for its own, "?" for one caused by another."""
         sign = "?" if _is_of_others(error) else "!"
         words = (sign + describe_error(error)).encode(errors="replace")[:_LAST_WORDS]
         memory = torch.frombuffer(bytearray(words.ljust(_LAST_WORDS, b"\0")), dtype=torch.uint8)
@@ -315,7 +317,7 @@ class Ranks:
             departure.wait(timedelta(seconds=_EVIDENCE))
 
     def _last_words(self) -> dict[int, str]:
-        """Return what failing ranks sent; a gloo wait for the others would close connections."""
+        """Return failing ranks' messages; a gloo wait for the others would close connections."""
         end = time.monotonic() + _EVIDENCE / (1 if self._processes is None else 10)
         while time.monotonic() < end and not any(buffer[0] for buffer, _ in self._words.values()):
             time.sleep(0.01)
@@ -329,22 +331,22 @@ class Ranks:
 
 
 def meeting_place(size: int, port: int = 0) -> Any:
-    """Connect to the store at ``port`` of this host, through which ranks connect; 0 makes one."""
+    """Connect to the TCP store at ``port`` of this host, where ranks meet; port 0 creates one."""
     return _stores.TCPStore("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
 
 
 def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -> None:
     """Make this process rank ``rank`` of a world of ``size``."""
-    torch.set_num_threads(threads)  # ranks of one host share its cores
+    torch.set_num_threads(threads)  # the ranks of one host share its cores
     _init(rank, size, store, device)
 
 
 def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
     def create() -> None:
-        # torch numbers its groups, and looks for the other ranks under this number. It does not
-        # take back the number of a world that failed to start, so the ranks would never meet.
+        # torch numbers its groups, and looks for the other ranks under this number. A world
+        # that failed to start keeps its number, so without this reset the ranks would never meet.
         dist.distributed_c10d._world.group_count = 0
-        with current(device):  # in a thread of its own
+        with current(device):  # a new thread's device is the first one
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
     # On CUDA too, ranks exchange messages over gloo.
@@ -353,7 +355,7 @@ def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Return whether ``error`` probably comes from the failure of another rank."""
+    """Return whether ``error`` was probably caused by the failure of another rank."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     where = frames[-1].f_globals.get("__name__", "") if frames else ""
     collective = where.startswith("torch.distributed") or where == finish.__module__
@@ -362,5 +364,5 @@ def _is_of_others(error: BaseException) -> bool:
 
 
 def _is_late(error: BaseException) -> bool:
-    """Tell whether ``error`` is that another rank has not answered in time."""
+    """Return whether ``error`` is about a rank that has not answered in time."""
     return isinstance(error, WaitLimitError) or isinstance(error.__cause__, WaitLimitError)

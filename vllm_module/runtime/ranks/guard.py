@@ -7,7 +7,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
-# It reads process ids until its input closes. A fork of the parent may keep that open.
+# The process reads process ids until its input closes, or until its parent changes: a fork of the
+# parent may keep the input open.
 _SCRIPT = """
 import os, select, signal, sys
 parent, pids = int(sys.argv[1]), b""
@@ -28,11 +29,11 @@ for pid in pids.split():
 
 
 class Guard:
-    """Kills processes when this process ends, also one that is stopped or imports modules."""
+    """Kills processes when this process ends, even if it is stopped or importing modules then."""
 
     def __init__(self) -> None:
-        # A session of its own: a terminal's Ctrl-C is not for it. Isolated and without site
-        # packages, it starts in some 20 ms.
+        # A new session, so that a terminal's Ctrl-C does not reach it. Isolated and without site
+        # packages, it starts in about 20 ms.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _SCRIPT, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -42,14 +43,14 @@ class Guard:
         )
 
     def add(self, pid: int) -> None:
-        """Kill ``pid``, too."""
+        """Kill ``pid`` too when this process ends."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # somebody has ended the guard
+        with suppress(OSError):  # the guard was ended from outside
             self._process.stdin.write(b"%d\n" % pid)
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """Kill nothing any more: all of them have ended."""
+        """End the guard without killing anything."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None

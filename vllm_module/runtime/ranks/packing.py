@@ -1,4 +1,4 @@
-"""Lists of integers as tensors that lie in one buffer, which one copy brings to a device."""
+"""Lists of integers packed into one buffer, which needs one copy to a device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-# Triton compiles a kernel again for addresses and strides that are no multiples of this.
+# Triton compiles another variant of a kernel for addresses and strides that are no multiples.
 ALIGNMENT = 16
 _CODES = {torch.int64: "q", torch.int32: "i"}
 
 
 def pack(parts: Iterable[tuple[torch.dtype, Sequence[int]]]) -> torch.Tensor:
-    """Return the bytes of each part, int64 or int32, one after another, uint8 ``[bytes]``."""
+    """Return the bytes of all parts, int64 or int32, one after another, as uint8 ``[bytes]``."""
     data = bytearray()
     for dtype, values in parts:
         data += array(_CODES[dtype], values)
@@ -24,7 +24,7 @@ def pack(parts: Iterable[tuple[torch.dtype, Sequence[int]]]) -> torch.Tensor:
 def unpack(
     packed: torch.Tensor, parts: Iterable[tuple[torch.dtype, Sequence[int]]]
 ) -> list[torch.Tensor]:
-    """Return a view of each part of ``packed``, which :func:`pack` made of parts so long."""
+    """Return a view of each part of ``packed``, which :func:`pack` made of equal lengths."""
     of_dtype = {dtype: packed.view(dtype) for dtype in _CODES}
     views, begin = [], 0
     for dtype, values in parts:

@@ -19,9 +19,9 @@ from typing import Any
 from vllm_module.errors import RankError
 from vllm_module.runtime.ranks.guard import Guard
 
-_ANSWER = 1.0  # seconds in which a process that is not stopped says where it is
+_ANSWER = 1.0  # seconds in which a process that is not stopped answers
 _GRACE = 0.1  # seconds in which other processes end for the same reason
-_TIMEOUT = 30.0  # seconds in which a busy machine removes processes that were killed
+_TIMEOUT = 30.0  # seconds in which a busy machine removes killed processes
 
 
 class Processes:
@@ -31,11 +31,12 @@ class Processes:
 
     Args:
         count, work, arguments: as above; ``arguments`` are pickled.
-        release: called from another thread when all have ended, unless :meth:`end` ended them.
+        release: function called in another thread when all have ended, unless :meth:`end` ended
+            them.
 
     Attributes:
-        ended: set when all processes have ended.
-        codes: exit codes by rank, of those that ended by themselves; ``-n`` for signal ``n``.
+        ended: event that is set when all processes have ended.
+        codes: exit codes, by rank, of those that ended by themselves; ``-n`` for signal ``n``.
 
     Raises ``RankError`` if one of them ends before it calls ``work``.
 
@@ -73,13 +74,13 @@ class Processes:
             raise
 
     def name(self, rank: int) -> str:
-        """Return the number of ``rank`` with its process id."""
+        """Return a rank's number with its process id."""
         return f"rank {rank} (pid {self._processes[rank].pid})"
 
     def hanging(self) -> dict[int, str]:
-        """Return the ranks that others wait for, and what each of them does.
+        """Return the ranks that others wait for, with a description of their state.
 
-        Those are the ranks that do not answer; if there are none, those that wait for no other.
+        Those are the ranks that do not answer; if all answer, those that wait for no other rank.
         """
         answers: dict[int, tuple[bool, str]] = {}
         end = time.monotonic() + _ANSWER
@@ -94,7 +95,7 @@ class Processes:
         return busy or {rank: place for rank, (_, place) in answers.items()}
 
     def describe(self, rank: int) -> str:
-        """Return how ``rank``, one of ``codes``, ended."""
+        """Return a description of how ``rank``, one of ``codes``, ended."""
         code, name = self.codes[rank], self.name(rank)
         if code >= 0:
             return f"{name} ended with exit code {code}"
@@ -102,7 +103,7 @@ class Processes:
         return f"{name} was killed by signal {-code}{hint}"
 
     def end(self) -> None:
-        """Kill all of them."""
+        """Kill all processes."""
         if not self.ended.is_set():
             with suppress(OSError):  # closed by an earlier call
                 self._ask.send(None)
@@ -111,7 +112,7 @@ class Processes:
             each.close()
 
     def _wait(self, rank: int, working: connection.Connection[Any, Any]) -> None:
-        """Wait until ``rank`` has imported what it needs."""
+        """Wait until ``rank`` has imported its modules."""
         try:
             working.recv()
         except (EOFError, OSError):
@@ -126,8 +127,9 @@ class Processes:
     def _run(
         self, context: SpawnContext, count: int, work: Callable[..., None], arguments: Any
     ) -> None:
-        """Start the processes and watch them, in a thread, which Ctrl-C does not interrupt."""
-        resource_tracker.ensure_running()  # before Python 3.12, it unblocks what is blocked here
+        """Start and watch the processes, in a thread, because Ctrl-C does not interrupt threads."""
+        # Before Python 3.12, this unblocks the signals blocked below.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the processes
         try:
             self._guard = Guard()
@@ -169,7 +171,7 @@ class Processes:
 def _main(
     here: connection.Connection[Any, Any], work: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    """Call ``work`` in a process that was started."""
+    """Call ``work`` in a started process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         here.send(None)
@@ -184,11 +186,11 @@ def _main(
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # at once: other ranks wait until the connections of this one close
+    os._exit(code)  # exit at once: other ranks wait until this one's connections close
 
 
 def _answer(here: connection.Connection[Any, Any]) -> None:
-    """Tell the parent where the main thread is, whenever it asks; end when it has ended."""
+    """Send the parent the main thread's position when it asks; exit when it has ended."""
     main = threading.main_thread().ident
     assert main is not None
     with suppress(OSError, EOFError):

@@ -1,4 +1,4 @@
-"""One rank of an engine: its part of the model, its KV cache, and the operations on them."""
+"""One rank of an engine: its part of the model, its caches, and the operations on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vllm_module.wrapped.model import TransformersForCausalLM
 
 _log = logging.getLogger(__name__)
 
-_CPU_CACHE = 1 << 30  # bytes, unless kv_cache_memory_bytes is given
+_CPU_CACHE = 1 << 30  # bytes of the cache on a CPU, unless kv_cache_memory_bytes is given
 CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -43,12 +43,12 @@ class Worker:
     """Loads this rank's part of the model and runs steps on it.
 
     Args:
-        model: the model to load, or its source if that was found already.
+        model: the model to load, or its source if that was already found.
         load_config, device_config: as for :func:`~vllm_module.build.loader.get_model`.
-        config: of the engine.
+        config: settings of the engine.
 
     Attributes:
-        source: where the model was found.
+        source: the source of the model.
         model: this rank's part of it.
 
     """
@@ -72,20 +72,20 @@ class Worker:
         self.state_bytes = state_bytes(self.model, self.source.dtype)
         self.runner: ModelRunner | None = None
         self._group = tensor_parallel_group()
-        self._shape: tuple[int, int, int] | None = None  # what start was called with
-        self._took_update = True  # all of the last one
+        self._shape: tuple[int, int, int] | None = None  # arguments of the last start
+        self._took_update = True  # True if all of the last update was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
-        self._dropped = False  # whether it sleeps without weights
+        self._dropped = False  # True if it sleeps without weights
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model computes hidden states only, from whole sequences, without a cache."""
+        """True if the model computes only hidden states, from whole sequences, without a cache."""
         generates = callable(getattr(self.model, "compute_logits", None))
         return not generates and not attention_layers(self.model)
 
     @property
     def window(self) -> int | None:
-        """The longest sliding window of a layer, in tokens; ``None`` if a layer has none."""
+        """Longest sliding window of a layer, in tokens; ``None`` if a layer has none."""
         windows = [layer.sliding_window for layer in attention_layers(self.model)]
         if None in windows:
             return None
@@ -93,24 +93,25 @@ class Worker:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether prompts reuse pages. With states, they need saved ones too: only if asked for."""
+        """True if prompts reuse pages; with states, which must be saved, only if requested."""
         asked = self.config.enable_prefix_caching
         return not self.state_bytes if asked is None else asked
 
     @property
     def num_states(self) -> int:
-        """How many states there are on the device: of running sequences, and saved ones."""
+        """Number of states on the device: those of running sequences, and saved ones."""
         return self.config.max_num_seqs * (2 if self.caches_prefixes else 1)
 
     def describe_states(self) -> str:
-        """Return what the states on the device are, for messages."""
+        """Return a description of the states on the device, for messages."""
         saved = " and as many saved ones of prefixes" if self.caches_prefixes else ""
         return f"{self.config.max_num_seqs} states of sequences{saved}"
 
     @property
     def host_states(self) -> int:
-        """How many states fit into half of the host memory for preempted sequences."""
-        if not self.state_bytes or not self.page_bytes:  # without attention, none is preempted
+        """Number of states that fit into half of the host memory for preempted sequences."""
+        # Without attention, no sequence is preempted.
+        if not self.state_bytes or not self.page_bytes:
             return 0
         most = int(self.config.swap_space * 2**29) // self.state_bytes
         return min(self.config.max_num_seqs, most)
@@ -121,10 +122,9 @@ class Worker:
         return int(self.config.swap_space * 2**30) - self.host_states * self.state_bytes
 
     def pages(self, max_model_len: int) -> int:
-        """Return how many pages of the KV cache fit into this rank's memory, beside the states.
+        """Return the number of KV cache pages that fit into this rank's memory, beside the states.
 
-        A model without attention layers has pages without memory, one for each token that there
-        can be.
+        A model without attention layers has pages without memory, enough for all tokens.
         """
         most = self.config.max_num_seqs * -(-max_model_len // self.config.block_size)
         left = self._memory(max_model_len)
@@ -133,9 +133,9 @@ class Worker:
         return max(0, left) // self.page_bytes
 
     def _memory(self, max_model_len: int) -> int:
-        """Return the bytes that are left for pages; negative if the states do not fit."""
+        """Return the bytes left for pages; negative if the states do not fit."""
         config, size = self.config, self.config.block_size
-        # What a user gives, and a CPU has, is of pages alone.
+        # The limit of a user, and that of a CPU, is for pages only.
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes
         if self.device.type != "cuda":
@@ -154,10 +154,11 @@ class Worker:
         one_state.close()
         step = torch.cuda.max_memory_allocated(self.device) - before
         graphs = 0
-        if not config.enforce_eager:  # they have a pool of their own, about as large as their step
+        # Graphs have their own pool, about as large as the memory of their step.
+        if not config.enforce_eager:
             tokens = config.max_num_batched_tokens
             graphs = step * min(MOST_TOKENS, tokens) // tokens
-        if self.state_bytes:  # a step copies states before it computes, at most one to each slot
+        if self.state_bytes:  # before computing, a step copies states, at most one to each slot
             step = max(step, self.num_states * copy_bytes(self.model, self.source.dtype))
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -190,10 +191,10 @@ class Worker:
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Move pages and states, compute the step's tokens, and return logits ``[rows, vocab]``.
 
-        ``sampled`` are the tokens that ``inputs.input_ids`` index, if they do. The first rank has
-        them, and the other ranks get them here.
+        ``sampled`` has the tokens that ``inputs.input_ids`` index, if they are indices. The first
+        rank has them, and the other ranks receive them here.
 
-        Raises ``RuntimeError`` if the model returns anything else.
+        Raises ``RuntimeError`` if the model returns anything but logits.
         """
         if self.runner is None:
             raise RuntimeError("the engine sleeps: wake_up() first")
@@ -203,7 +204,7 @@ class Worker:
         if inputs.num_sampled:
             if sampled is None:
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
-            sampled = self._group.all_reduce(sampled)  # a sum with zeros, all on the device
+            sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
         logits = self.runner.run(inputs, sampled)
         expected = len(inputs.rows), self.source.config.vocab_size
         if not isinstance(logits, torch.Tensor) or logits.shape != expected:
@@ -224,12 +225,12 @@ class Worker:
 
     def apply_model(self, func: bytes) -> Any:
         """Call a pickled function with the model and return its result."""
-        return pickle.loads(func)(self.model)  # of this engine's first rank
+        return pickle.loads(func)(self.model)  # sent by this engine's first rank
 
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], *, whole: bool = False
     ) -> None:
-        """Update weights in place. If ``whole``, they have to be a whole checkpoint."""
+        """Update weights in place. If ``whole``, they must be a whole checkpoint."""
         self._took_update = False
         if whole:
             self.model.load_weights(weights)
@@ -241,7 +242,7 @@ class Worker:
     def check_update(
         self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], *, whole: bool
     ) -> None:
-        """Raise what an update with ``weights`` would refuse before it writes anything."""
+        """Raise the errors that an update with ``weights`` would raise before writing anything."""
         plan = self.model.plan_weights(weights)
         if not whole:
             plan.report.missing.clear()
@@ -250,7 +251,7 @@ class Worker:
             refuse_nan(plan.fills)
 
     def weights_state(self) -> tuple[str | None, bool]:
-        """Return why the model refuses to run, or ``None``; and whether it took the last update."""
+        """Return why the model refuses to run, or None, and whether the last update was whole."""
         try:
             self.model.check_ready()
         except ModelNotReadyError as error:
@@ -260,10 +261,10 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Free the memory of the caches, of the CUDA graphs and of the weights.
 
-        At level 1 weights are copied to host memory first, at level 2 they are dropped. On a CPU
-        those of level 1 stay where they are.
+        At level 1 weights are first copied to host memory; at level 2 they are dropped. On a CPU,
+        level 1 leaves them in place.
 
-        Raises ``MemoryError`` if host memory has no room for them.
+        Raises ``MemoryError`` if host memory is too small for them.
         """
         if level == 2:
             self._dropped = True
@@ -286,9 +287,9 @@ class Worker:
             self.states.close()
 
     def wake_up(self) -> None:
-        """Load the weights that slept, and allocate the caches.
+        """Restore the weights of a sleeping rank, and allocate the caches.
 
-        Raises ``ModelNotReadyError`` if they were dropped and the source has others now.
+        Raises ``ModelNotReadyError`` if they were dropped and the source has changed since.
         """
         if self._slept is not None:
             load_held(self.model, self._slept)
@@ -304,25 +305,25 @@ class Worker:
         self._awake()
 
     def reload_weights(self) -> None:
-        """Load the source's weights, whatever the model had, and allocate the caches."""
+        """Load the source's weights, whatever the model has, and allocate the caches."""
         with self.source.open() as checkpoint:
             self._fingerprint = checkpoint.fingerprint
             load_from(self.model, checkpoint)
         self._awake()
 
     def _awake(self) -> None:
-        """Note that the model has weights; allocate the caches if they were freed."""
+        """Record that the model has weights; allocate the caches if they were freed."""
         self._slept, self._dropped = None, False
         if self.runner is None and self._shape is not None:
             self.start(*self._shape)
 
 
 def _check_host_memory(nbytes: int, ranks: int) -> None:
-    """Raise ``MemoryError`` if the host has no room for ``nbytes`` of each rank."""
+    """Raise ``MemoryError`` if the host has less than ``nbytes`` for each rank."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvail"))
-    except (OSError, ValueError):  # no Linux: the system says when there is no more
+    except (OSError, ValueError):  # without Linux the size is unknown, and allocation fails later
         return
     if nbytes * ranks > available:
         raise MemoryError(

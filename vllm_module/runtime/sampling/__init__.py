@@ -1,1 +1,1 @@
-"""Which token each sequence gets."""
+"""Choosing the next token of each sequence from logits."""

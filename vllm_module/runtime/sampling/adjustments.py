@@ -1,4 +1,4 @@
-"""What changes the logits of rows before a token is chosen, brought to the device."""
+"""Biases, penalties and bans that change logits before a token is chosen."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm_module.runtime.transfers import Numbers
 
 
 class Adjustments:
-    """Biases, penalties, bans and allowances of rows, some of which may have none.
+    """Biases, penalties, bans and allowances of rows; a row may have none.
 
     Args:
-        rows: that are changed.
-        indices: which rows of the logits these are.
-        vocab: its size.
-        counts: the tokens of each sequence.
+        rows: the rows to change.
+        indices: indices of these rows in the logits.
+        vocab: size of the vocabulary.
+        counts: counts of the tokens of each sequence.
 
     Attributes:
-        arrays: that :meth:`place` wants on the device.
+        arrays: arrays that :meth:`place` takes after they were copied to the device.
 
     Raises:
         ValueError: a token is outside of the vocabulary, or two rows have the same key.
@@ -57,7 +57,7 @@ class Adjustments:
         self.arrays: tuple[Numbers, ...] = plan, penalties, biases, tokens, *self._update.arrays
 
     def place(self, sent: Sequence[Tensor]) -> None:
-        """Take the arrays, on the device."""
+        """Store the arrays, which are now on the device, and update the token counts."""
         plan, penalties, self._biases, self._tokens, *update = sent
         self._plan, self._penalties = plan.view(-1, 8), penalties.view(-1, 3)
         self._table = plan.new_empty(2, 0, 0, dtype=torch.int32)
@@ -65,6 +65,6 @@ class Adjustments:
             self._table = self._counts.apply(self._update, update)
 
     def apply(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return some of the rows in float32, changed."""
+        """Return some of the rows in float32, with their adjustments."""
         plan, penalties = self._plan[rows], self._penalties[rows]
         return adjust_logits(logits, plan, penalties, self._biases, self._tokens, self._table)

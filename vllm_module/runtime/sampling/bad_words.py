@@ -1,4 +1,4 @@
-"""Words that may not be generated, as vLLM finds them: by their tokens."""
+"""Words that may not be generated, matched by their tokens as in vLLM."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from vllm_module.runtime.text.tokenizer import Tokenizer
 
 
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the tokens of each word, at the beginning of a text and after a space.
+    """Return the tokens of each word, at the start of a text and after a space.
 
-    As in vLLM, those after a space count only where they are as many and begin otherwise. Raises
-    ``ValueError`` for a word without tokens.
+    As in vLLM, the tokens after a space are used only if they are as many and the first one
+    differs. Raises ``ValueError`` for a word without tokens.
     """
     found: list[list[int]] = []
     for word in words:

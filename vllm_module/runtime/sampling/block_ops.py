@@ -1,8 +1,9 @@
-"""Where the largest logits of a row are, found by the maxima of its blocks.
+"""Finding the largest logits of a row by the maxima of its blocks.
 
-Tokens have one order: by logit, the largest first, and equal logits by token id. A row's maxima are
-computed in one pass over it, and all else reads a few of its blocks. No shape depends on a value,
-so nothing here waits for a device.
+Tokens have one order: by logit, the largest first, and equal logits by token id. One pass over a
+row
+computes the maxima, and everything else reads a few of its blocks. No shape depends on a value, so
+nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FIRST = 1024  # tokens of a block, for the first token alone
+FIRST = 1024  # tokens of a block, to find only the first token
 SEVERAL = 64  # tokens of a block, for :func:`top_ids`
-_BLOCKS = 8  # maxima of a block, where these are many themselves
+_BLOCKS = 8  # maxima per block, if there are many maxima
 _CPU_BATCH = 2**17  # numbers of 8 bytes that stay in a CPU's cache
-_DEVICE_BATCH = 2**23  # on another device: 64 MiB for each temporary tensor, 0.5 GiB for all
+# The same on another device: 64 MiB for each temporary tensor, 0.5 GiB for all.
+_DEVICE_BATCH = 2**23
 _LOW_BITS = 2**32 - 1
 
 
@@ -26,10 +28,10 @@ class Logits(NamedTuple):
     """Some rows of a matrix of logits, and the maxima of their blocks.
 
     Attributes:
-        values: ``[any, vocab]``, contiguous, of any floating dtype.
-        rows: which rows of ``values`` these are, ``[n]``.
-        maxima: of each block of ``block`` tokens, ``[n, blocks]``, in the dtype of ``values``; NaN
-            where a block has NaN.
+        values: logits ``[any, vocab]``, contiguous, of any floating dtype.
+        rows: indices of these rows in ``values``, ``[n]``.
+        maxima: maximum of each block of ``block`` tokens, ``[n, blocks]``, in the dtype of
+            ``values``; NaN if the block has NaN.
         block: number of tokens; the last block may have fewer.
 
     """
@@ -47,7 +49,7 @@ class Logits(NamedTuple):
 
     @property
     def vocab(self) -> int:
-        """The number of tokens."""
+        """Number of tokens."""
         return self.values.shape[1]
 
     def select(self, rows: Tensor | slice) -> Logits:
@@ -55,7 +57,7 @@ class Logits(NamedTuple):
         return self._replace(rows=self.rows[rows], maxima=self.maxima[rows])
 
     def batches(self, numbers: int) -> Iterator[slice]:
-        """Yield the rows in batches, for work that makes ``numbers`` temporary ones of each row."""
+        """Yield the rows in batches, for work with ``numbers`` temporary numbers for each row."""
         yield from batches(len(self.rows), numbers, self.values.device)
 
     def read(self) -> Tensor:
@@ -68,10 +70,10 @@ class Logits(NamedTuple):
         return self.values.view(-1).index_select(0, flat).view(ids.shape).float()
 
     def take_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of some blocks, of a vocabulary that has at least one whole block.
+        """Return the logits of some blocks; the vocabulary must have at least one whole block.
 
         Args:
-            blocks: indices of blocks ``[n, any]``.
+            blocks: indices ``[n, any]`` of blocks.
 
         Returns:
             Logits ``[n, any, block]`` in float32, and the id of each block's first token ``[n,
@@ -79,7 +81,7 @@ class Logits(NamedTuple):
 
         """
         start = (blocks * self.block).clamp_(max=self.vocab - self.block)
-        # Windows of memory are copied several times as fast as single numbers.
+        # Copying windows of memory is several times as fast as copying single numbers.
         step = math.gcd(self.vocab, self.block)
         windows = self.values.view(-1).unfold(0, self.block, step)
         window = (self.rows.unsqueeze(1) * self.vocab + start).view(-1) // step
@@ -87,7 +89,7 @@ class Logits(NamedTuple):
 
 
 def batches(rows: int, numbers: int, device: torch.device) -> Iterator[slice]:
-    """Yield ``rows`` in batches, for work that makes ``numbers`` temporary ones of each row."""
+    """Yield ``rows`` in batches, for work with ``numbers`` temporary numbers for each row."""
     step = max(1, (_CPU_BATCH if device.type == "cpu" else _DEVICE_BATCH) // numbers)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -103,10 +105,10 @@ def by_blocks(x: Tensor, block: int, reduce: Callable[[Tensor, int], Tensor]) ->
 
 
 def first_ids(x: Logits) -> Tensor:
-    """Return the id ``[n, 1]`` of each row's first token, NaN before all numbers."""
+    """Return the id ``[n, 1]`` of each row's first token; NaN comes before all numbers."""
     if x.vocab < x.block:
         return x.read().argmax(-1, keepdim=True)
-    block = x.maxima.argmax(-1, keepdim=True)  # the first of equal maxima
+    block = x.maxima.argmax(-1, keepdim=True)  # argmax returns the first of equal maxima
     values, start = x.take_blocks(block)
     return start + values.squeeze(1).argmax(-1, keepdim=True)
 
@@ -124,21 +126,21 @@ def top_ids(x: Logits, width: int) -> Tensor:
 
 def _top_of_blocks(x: Logits, width: int) -> Tensor:
     # The first tokens are in the ``width`` blocks with the largest maxima: each of these blocks has
-    # a token that precedes all tokens of the other blocks.
+    # a token that comes before all tokens of the other blocks.
     blocks = top_ids(Logits.of(x.maxima, _BLOCKS), width)
     values, start = x.take_blocks(blocks)
     ids = start.unsqueeze(-1) + torch.arange(x.block, device=start.device)
     if x.vocab % x.block:
-        # Tokens of the block before the last come after the whole vocabulary.
+        # Tokens repeated from the block before the last are ordered after the whole vocabulary.
         before = ids < (blocks * x.block).unsqueeze(-1)
         values, ids = values.where(~before, -torch.inf), ids.where(~before, x.vocab)
-    # A row with NaN may have such a token among the first.
+    # A row with NaN may still have such a token among the first.
     return _first(values.flatten(1), ids.flatten(1), width).clamp_(max=x.vocab - 1)
 
 
 def _first(x: Tensor, ids: Tensor, width: int) -> Tensor:
     """Return the first ``width`` of ``ids``, which are below 2**32, in the order of ``x``."""
-    # topk returns equal keys in any order, so the id is part of the key.
+    # topk returns equal keys in any order, so the key contains the id.
     key = sort_key(x).long().mul_(2**32).add_(_LOW_BITS - ids)
     return _LOW_BITS - (key.topk(width).values & _LOW_BITS)
 

@@ -1,8 +1,8 @@
-"""How a CPU draws tokens from rows of logits, those together that are sampled alike.
+"""Drawing tokens from rows of logits on a CPU; rows with the same method are drawn together.
 
 Probabilities become integers before they are summed, so every order of summation gives the same
-bits, that of a GPU (:mod:`~vllm_module.kernels.rows.draw_tokens`) too. No row affects another. A
-row with NaN, or with no finite logit, gets any token of the vocabulary.
+bits, also on a GPU (:mod:`~vllm_module.kernels.rows.draw_tokens`). No row affects another. A row
+with NaN, or with no finite logit, gets any token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from vllm_module.runtime.sampling.block_ops import (
 from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling_params import SamplingParams
 
-_SORTED = 64  # most probable tokens that are sorted at first; 16 times as many for a large count
-_MASS_BLOCK = 256  # tokens
-_RANKED = 64  # most probable tokens, whose ranks are known without counting
+_SORTED = 64  # number of tokens sorted at first; 16 times as many for a larger count
+_MASS_BLOCK = 256  # tokens of a block whose probabilities are summed
+_RANKED = 64  # number of most probable tokens whose ranks are known without counting
 
 
 class Settings(NamedTuple):
     """Sampling parameters of n rows, each ``[n, 1]`` in float64; ``uniform`` is in [0, 1).
 
-    ``scaled`` says whether any temperature is not 1, and ``cut`` whether any ``min_p`` is not 0.
+    ``scaled`` is True if any temperature is not 1, and ``cut`` if any ``min_p`` is not 0.
     """
 
     temperature: Tensor
@@ -58,13 +58,13 @@ _Draw: TypeAlias = Callable[[Logits, Tensor, Settings, int], Tensor]
 
 
 class Group(NamedTuple):
-    """Rows that are sampled alike.
+    """Rows whose tokens are drawn by the same method.
 
     Attributes:
-        draw: chooses their tokens.
-        width: how many of the most probable tokens it sorts.
-        adjusted: whether a bias, a penalty or a ban changes their logits.
-        indices: of the rows.
+        draw: function that chooses their tokens.
+        width: number of most probable tokens that it sorts.
+        adjusted: True if a bias, a penalty or a ban changes their logits.
+        indices: indices of the rows.
 
     """
 
@@ -75,7 +75,7 @@ class Group(NamedTuple):
 
     @property
     def block(self) -> int:
-        """How many tokens a block of the logits should have."""
+        """Number of tokens in a block of the logits."""
         return SEVERAL if self.width else FIRST
 
     def choose(self, x: Logits, settings: Settings) -> Tensor:
@@ -104,11 +104,11 @@ def choose(
     """Return a token for each row, ``[rows]``; -1 if it is broken.
 
     Args:
-        logits: of the model, ``[rows, vocab]``.
-        groups: adjusted ones first.
-        settings: of each group.
-        indices: of the rows of all groups.
-        adjustments: of the rows of adjusted groups.
+        logits: logits of the model, ``[rows, vocab]``.
+        groups: groups of rows, adjusted ones first.
+        settings: settings of each group.
+        indices: indices of the rows of all groups, on the device.
+        adjustments: adjustments of the rows of adjusted groups.
 
     """
     found, end = [], 0
@@ -120,7 +120,7 @@ def choose(
                 x = Logits.of(logits, min(each.block for each in groups if not each.adjusted))
             found.append(group.choose(x.select(indices[start:end]), of))
             continue
-        # Batches are larger than others, since little more is done than to copy the logits.
+        # These batches are larger than others, because little more is done than copying the logits.
         for batch in batches(end - start, max(1, logits.shape[1] // 8), logits.device):
             copied = adjustments.apply(logits, slice(start + batch.start, start + batch.stop))
             found.append(group.choose(Logits.of(copied, group.block), of.select(batch)))
@@ -129,7 +129,7 @@ def choose(
 
 
 def settings_array(rows: Iterable[Row]) -> array[float]:
-    """Return what :func:`settings_of` wants on the device."""
+    """Return temperature, min_p, top_k, top_p and random number of each row: five float64 a row."""
     settings = array("d")
     for row in rows:
         each = row.params
@@ -141,9 +141,9 @@ def settings_of(groups: Sequence[Group], rows: Sequence[Row], sent: Tensor) -> l
     """Return the settings of each group.
 
     Args:
-        groups: of rows.
-        rows: that the groups index.
-        sent: the settings on the device, in the order of the groups.
+        groups: groups of ``rows``.
+        rows: rows that the groups index.
+        sent: the array of :func:`settings_array` on the device, in the order of the groups.
 
     """
     parts = torch.split(sent.view(-1, 5), [len(group.indices) for group in groups])
@@ -158,7 +158,7 @@ def settings_of(groups: Sequence[Group], rows: Sequence[Row], sent: Tensor) -> l
 
 
 def sorted_width(count: int, vocab: int) -> int:
-    """Return how many tokens are sorted for ``count``: one number for many counts."""
+    """Return the number of tokens to sort for ``count``; many counts share one number."""
     width = _SORTED
     while width < count:
         width *= 16
@@ -166,7 +166,7 @@ def sorted_width(count: int, vocab: int) -> int:
 
 
 def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int]:
-    """Return how to draw, and how many of the most probable tokens to sort for it."""
+    """Return the function that draws, and the number of most probable tokens it must sort."""
     if params.greedy:
         return draw_first, 0
     if 0 < params.top_k < vocab:
@@ -175,10 +175,10 @@ def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int]:
 
 
 def draw_first(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
-    """Take each row's most probable token; this and the draws return token ids ``[n, 1]``.
+    """Take each row's most probable token.
 
-    Arguments of all four: logits, the largest of each row ``[n, 1]``, settings, and how many of the
-    most probable tokens to sort.
+    This and the other draws return token ids ``[n, 1]``. Arguments of all four: logits, the largest
+    logit of each row ``[n, 1]``, settings, and the number of most probable tokens to sort.
     """
     return first_ids(x)
 
@@ -215,7 +215,7 @@ def draw_top_p(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tenso
     mass = _integer_weights(x.take(ids), peak, settings, x.vocab).cumsum(-1)
     end = torch.searchsorted(mass, needed)
     token = _pick_sorted(ids, mass, end, settings)
-    wider = end == width  # the nucleus has more than ``width`` tokens
+    wider = end == width  # True if the nucleus has more than ``width`` tokens
     for batch in x.batches(x.vocab):
         if wider[batch].any():
             of = settings.select(batch)
@@ -228,7 +228,7 @@ def draw_top_p(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tenso
 
 
 def _mass_by_blocks(x: Logits, peak: Tensor, settings: Settings) -> Tensor:
-    """Return the sum of the integer weights of each ``_MASS_BLOCK`` tokens, ``[n, blocks]``."""
+    """Return the sums of the integer weights of ``_MASS_BLOCK`` tokens each, ``[n, blocks]``."""
     parts: list[Tensor] = []
     scratch = None
     for batch in x.batches(x.vocab):
@@ -242,10 +242,10 @@ def _mass_by_blocks(x: Logits, peak: Tensor, settings: Settings) -> Tensor:
 
 
 def _scratch(x: Tensor) -> Tensor:
-    """Return two tensors of the shape of ``x``.
+    """Return two uninitialized tensors of the shape of ``x``, which are reused.
 
-    New memory for each batch would cost a CPU more than the arithmetic: the C library gives it back
-    to the system, which clears it again.
+    On a CPU, allocating for each batch would take longer than the arithmetic: the C library returns
+    the memory to the system, which clears it again.
     """
     return x.new_empty((2, *x.shape), dtype=torch.float64)
 
@@ -255,16 +255,16 @@ def _integer_weights(
 ) -> Tensor:
     """Return int64 weights in proportion to the probabilities of ``x``.
 
-    Those of all ``vocab`` tokens have a sum below 2**62. A token that is less than about 2**-44
-    times as probable as the first one has the weight 0. The result is in ``scratch``, if given.
+    The weights of all ``vocab`` tokens have a sum below 2**62. A token that is less than about
+    2**-44 times as probable as the first one has weight 0. The result is in ``scratch``, if given.
     """
     ratio, other = _scratch(x) if scratch is None else scratch
-    ratio.copy_(x).sub_(peak)  # to the first token
+    ratio.copy_(x).sub_(peak)  # log of the ratio to the first token
     if settings.scaled:
         ratio.div_(settings.temperature)
     ratio.exp_()
     if settings.cut:
-        ratio.mul_(torch.ge(ratio, settings.min_p, out=other))  # by 0 or 1
+        ratio.mul_(torch.ge(ratio, settings.min_p, out=other))  # multiply by 0 or 1
     return other.view(torch.int64).copy_(ratio.mul_(2.0 ** (62 - vocab.bit_length())))
 
 
@@ -278,26 +278,26 @@ def _target(total: Tensor, settings: Settings) -> Tensor:
 
 
 def _pick(mass: Tensor, total: Tensor, settings: Settings) -> Tensor:
-    """Return the column of cumulative ``mass`` at the fraction ``uniform`` of ``total``."""
-    # The first column above the target is never one of weight 0.
+    """Return the column where cumulative ``mass`` passes the fraction ``uniform`` of ``total``."""
+    # The first column above the target never has weight 0.
     return torch.searchsorted(mass, _target(total, settings), right=True)
 
 
 def _pick_sorted(ids: Tensor, mass: Tensor, end: Tensor, settings: Settings) -> Tensor:
-    """Return one of ``ids``, of cumulative ``mass``, that is not after the column ``end``."""
+    """Draw a token from sorted ``ids`` by inverse CDF; columns after ``end`` are excluded."""
     last = ids.shape[1] - 1
     column = _pick(mass, mass.gather(1, end.clamp(max=last)), settings)
     return ids.gather(1, column.clamp_(max=last))
 
 
 def _nucleus_weights(x: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return ``weights`` of the first tokens that together have ``needed``, and 0 for the others.
+    """Return ``weights`` for the first tokens whose sum reaches ``needed``, and 0 for the others.
 
     The nucleus may be most of the vocabulary, so nothing is sorted. Its last logit is found by a
     radix search: sum the weights by the key's highest digit, find the digit that reaches
-    ``needed``, and go on with the tokens of that digit.
+    ``needed``, and continue with the tokens of that digit.
     """
-    key = 2**31 - 1 - sort_key(x).long()  # not negative, the largest logits first
+    key = 2**31 - 1 - sort_key(x).long()  # not negative, and smallest for the largest logits
     last = torch.zeros_like(needed)
     rest = weights
     for shift in (22, 11, 0):
@@ -308,13 +308,13 @@ def _nucleus_weights(x: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
         needed = needed - (mass - by_digit).gather(1, reached)
         rest = torch.where(digit == reached, rest, 0)
         last += reached << shift
-    # ``rest`` has the tokens with the last logit; of these, the lowest ids are in the nucleus.
+    # ``rest`` has the tokens with the last logit; the nucleus has those with the lowest ids.
     rest = torch.where(rest.cumsum(-1) - rest < needed, rest, 0)
     return torch.where(key < last, weights, rest)
 
 
 def token_logprobs(x: Logits, token: Tensor, width: int) -> Tensor:
-    """Return what a GPU's operation of this name does, for ids ``[n, 1]``."""
+    """Return logprobs as the GPU operation of this name does, for ids ``[n, 1]``."""
     top = top_ids(x, max(width, min(_RANKED, x.vocab)))
     wanted = torch.cat([token, top[:, :width]], 1)
     same = top == token

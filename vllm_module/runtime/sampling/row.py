@@ -1,4 +1,4 @@
-"""What a row of logits is sampled with: a request's parameters, and the state of its sequence."""
+"""A row of logits to sample: the request's parameters and the state of its sequence."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from vllm_module.runtime.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Row:
-    """How to choose the next token of a sequence.
+    """Sampling inputs for the next token of a sequence.
 
     Attributes:
-        params: of the request.
+        params: parameters of the request.
         token_ids: the prompt and the output so far; read only for penalties.
-        prompt_len: how many of ``token_ids`` are the prompt's.
+        prompt_len: number of prompt tokens in ``token_ids``.
         uniform: a random number in [0, 1), from the sequence's own generator.
         banned: token ids that may not be chosen.
-        key: names the sequence, whose parameters stay and whose tokens are only appended. With a
-            key, tokens that are counted for penalties are not counted again in the next step.
+        key: identifies the sequence, whose parameters stay and whose tokens are only appended. With
+            a key, tokens counted for penalties are not counted again in the next step.
 
     Raises:
         ValueError: ``uniform`` is not in [0, 1).
@@ -39,13 +39,13 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether the model's most probable token is all that is asked for."""
+        """True if the row is greedy without logprobs, bias, penalty or ban."""
         params = self.params
         return params.greedy and params.logprobs is None and not self.adjusted
 
     @property
     def penalized(self) -> bool:
-        """Whether the tokens of the sequence change the logits."""
+        """True if the tokens of the sequence change the logits."""
         params = self.params
         return bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -53,6 +53,6 @@ class Row:
 
     @property
     def adjusted(self) -> bool:
-        """Whether a bias, a penalty, a ban or an allowance changes the logits."""
+        """True if a bias, a penalty, a ban or an allowance changes the logits."""
         params = self.params
         return bool(params.logit_bias or params.allowed_token_ids or self.banned) or self.penalized

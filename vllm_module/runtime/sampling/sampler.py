@@ -1,8 +1,8 @@
-"""Which token each sequence gets: what a request's parameters ask of :mod:`sampling_ops`.
+"""Sampling: choosing tokens and computing logprobs for a batch of rows.
 
-A row of logits gets the same token and logprobs in every batch, because nothing but the row and
-its parameters decides them. Parameters go to the device in one copy, results come back in one, and
-nothing waits for the device before the results are read.
+A row of logits gets the same token and logprobs in every batch, because they depend only on the row
+and its parameters. Parameters are copied to the device at once, results are copied back at once,
+and nothing waits for the device before the results are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_module.runtime.transfers import Download, Numbers, Wait, synchronize, 
 
 @dataclass(slots=True)
 class Logprob:
-    """A token's natural log-probability, its rank from 1, and its text, which callers fill in."""
+    """A token's natural log-probability, its rank from 1, and its text, set by callers."""
 
     logprob: float
     rank: int
@@ -38,7 +38,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class SampledToken:
-    """A token that was chosen; ``logprob`` and ``logprobs`` are None unless they were asked for."""
+    """A chosen token; ``logprob`` and ``logprobs`` are None unless they were requested."""
 
     token_id: int
     logprob: float | None = None
@@ -57,12 +57,12 @@ class LogitsError(ValueError):
 
 
 class Sampled:
-    """The tokens that :func:`sample` has a device choose.
+    """Tokens that :func:`sample` launched on a device, and that are not read yet.
 
     Args:
         tokens: int64 ``[rows]``, on the device; -1 for a row that leaves no token to choose.
-        ranked: rows that asked for logprobs.
-        logprobs: what :func:`_logprobs` returned for each of them.
+        ranked: rows that requested logprobs, in groups.
+        logprobs: results of :func:`_logprobs` for each group.
 
     """
 
@@ -76,7 +76,7 @@ class Sampled:
         self._download = Download(torch.cat([tokens, *logprobs]) if ranked else tokens)
 
     def read(self, wait: Wait = synchronize) -> list[SampledToken | None]:
-        """Return each row's token, after it was chosen; None if it contains NaN or +inf.
+        """Wait and return each row's token; None if its logits contain NaN or +inf.
 
         None also stands for a row of which every token is -inf or banned. ``logprobs`` has the
         token itself first and then the most probable ones, under the model's own distribution in
@@ -132,7 +132,7 @@ def sample(
     if all(row.plain for row in rows):
         return Sampled((first or first_tokens)(logits))
     vocab = shape[1]
-    # A CPU draws in groups; a GPU all rows at once, and those that nothing adjusts with others.
+    # A CPU draws in groups. A GPU draws all rows at once, unadjusted rows with the others.
     groups = ops.group_rows(rows, vocab) if logits.is_cpu else []
     order = [index for group in groups for index in group.indices] or list(range(len(rows)))
     adjusts = any(row.adjusted for row in rows)
@@ -170,7 +170,7 @@ def _draw(
     indices: Tensor,
     adjustments: Adjustments | None,
 ) -> Tensor:
-    """Draw a token for each row in few launches, whatever the rows ask for."""
+    """Draw a token for each row in few launches, whatever the rows request."""
     vocab = logits.shape[1]
     params = [row.params for row in rows if not row.params.greedy]
     searches = any(0 < p.top_k < vocab for p in params), any(p.top_p < 1 for p in params)
@@ -200,7 +200,7 @@ def plain_rows(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def warm_up(logits: Tensor) -> None:
-    """Compile every variant of a kernel that sampling from such logits of a GPU launches."""
+    """Compile every variant of a kernel that sampling from these logits of a GPU may launch."""
     logits = _contiguous(logits)
     for each in {logits.dtype: logits, torch.float32: logits.float()}.values():
         settings = each.new_ones(len(each), 5, dtype=torch.float64)
@@ -224,8 +224,8 @@ def prompt_logprobs(
     Args:
         logits: ``[tokens, vocab]`` of any floating dtype.
         next_tokens: the token after each position.
-        count: how many of the most probable tokens each entry has after the prompt's own.
-        wait: waits for the device.
+        count: number of most probable tokens in each entry after the prompt's own.
+        wait: function that waits for the device.
 
     Raises:
         LogitsError: rows contain NaN or +inf, or are all -inf.
@@ -257,14 +257,14 @@ def _contiguous(logits: Tensor) -> Tensor:
 
 
 class _Ranked(NamedTuple):
-    """Rows whose logprobs are computed together, and how many each asks for."""
+    """Rows whose logprobs are computed together, and the number that each requests."""
 
     rows: Sequence[int]
     counts: Sequence[int]
 
 
 def _by_width(counts: Sequence[int | None], vocab: int) -> list[_Ranked]:
-    """Return the rows that ask for logprobs, those apart that ask for many."""
+    """Group the rows that request logprobs; those that request many form a group of their own."""
     widths: dict[int, list[int]] = {}
     for row, count in enumerate(counts):
         if count is not None:
@@ -275,7 +275,7 @@ def _by_width(counts: Sequence[int | None], vocab: int) -> list[_Ranked]:
 
 
 def _logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Return what :func:`_entries` reads of each row, in float64."""
+    """Return the numbers that :func:`_entries` reads, for each row, in float64."""
     if logits.is_cpu:
         x = Logits.of(logits, SEVERAL).select(rows)
         return ops.token_logprobs(x, tokens.clamp(min=0).unsqueeze(1), count).view(-1)
@@ -283,7 +283,7 @@ def _logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Tenso
 
 
 def _entry_size(count: int) -> int:
-    """Return how many numbers :func:`_logprobs` returns for a row."""
+    """Return the length of a row in the result of :func:`_logprobs`."""
     return 3 + 2 * count
 
 

@@ -1,4 +1,4 @@
-"""Which tokens each sequence has, and how often, kept on the device from step to step."""
+"""Counts of each sequence's tokens, kept on the device from step to step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from vllm_module.kernels.rows.adjust_logits import EMPTY, NONE, count_tokens
 from vllm_module.runtime.sampling.row import Row
 
-_FEW = 64  # distinct tokens, which are not worth another count
-_CHECKED = 256  # calls, after which a table that was too large for all of them is made anew
+_FEW = 64  # distinct tokens up to which recounting is not worthwhile
+_CHECKED = 256  # calls after which a table that was too large for all of them is allocated anew
 
 
 class _Entry(NamedTuple):
-    """In which row of the table a sequence is, and what is counted.
+    """The table row of a sequence, and the number of tokens counted in it.
 
     ``distinct`` is a bound: every token since the last count, which found ``at_first``, may be new.
     """
@@ -30,14 +30,14 @@ class _Entry(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a call changes in the table.
+    """Changes of the table for one call.
 
     Attributes:
-        arrays: what :func:`~vllm_module.kernels.rows.adjust_logits.count_tokens` wants on the
-            device.
-        places: of each sequence its row of the table.
-        needed: the rows and columns that the call takes.
-        anew: whether the table is made anew, because it was too large.
+        arrays: arguments of :func:`~vllm_module.kernels.rows.adjust_logits.count_tokens`, to be
+            copied to the device.
+        places: the table row of each sequence.
+        needed: numbers of rows and columns that the call uses.
+        anew: True if the table is allocated anew, because it was too large.
 
     """
 
@@ -52,9 +52,9 @@ class Update(NamedTuple):
 class TokenCounts:
     """A table of the tokens of sequences, on the device.
 
-    A sequence that is new sends its distinct tokens; after that, it sends one token a step. A
-    sequence of which several tokens are new, or that is not in the table any more, sends all again.
-    So preemption, forks and another order of the batch change nothing.
+    A new sequence sends its distinct tokens; after that, it sends one token a step. A sequence with
+    several new tokens, or one that is no longer in the table, sends all again. So preemption, forks
+    and another order of the batch change nothing.
 
     The table has a row for each sequence of the largest call, and at most two columns for each
     distinct token of the sequence that has most, both rounded up to a power of two. An entry takes
@@ -63,9 +63,9 @@ class TokenCounts:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, _Entry] = {}  # the one not used for longest first
-        self._table = torch.empty(2, 0, 1, dtype=torch.int32)  # tokens, and how often each occurs
-        self._calls = 0  # since the size was checked, and what they took at most
+        self._entries: dict[Hashable, _Entry] = {}  # the least recently used first
+        self._table = torch.empty(2, 0, 1, dtype=torch.int32)  # tokens, and their counts
+        self._calls = 0  # calls since the size was checked; _needed is the most they used
         self._needed = (1, 1)
 
     @property
@@ -74,7 +74,7 @@ class TokenCounts:
         return self._table.nbytes
 
     def plan(self, rows: Sequence[Row], vocab: int) -> Update:
-        """Return what :meth:`apply` has to change, and change nothing yet.
+        """Return the changes that :meth:`apply` must make; nothing is changed yet.
 
         Raises:
             ValueError: a token is outside of the vocabulary, or two rows have the same key.
@@ -122,15 +122,15 @@ class TokenCounts:
         return Update((plan, tokens, counts), places, entries, size, (len(rows), needed), anew)
 
     def apply(self, update: Update, sent: Sequence[Tensor]) -> Tensor:
-        """Bring the table up to date, and return it.
+        """Update the table and return it.
 
         Args:
-            update: of :meth:`plan`, since which nothing was applied.
+            update: the result of the last :meth:`plan`; no other was applied since.
             sent: its arrays, on the device.
 
         """
         plan, tokens, counts = sent
-        self._entries = {}  # if this is interrupted, every sequence sends all again
+        self._entries = {}  # after an interrupt, every sequence sends all again
         is_new = update.anew or not self._table.numel()
         if is_new or self._calls >= _CHECKED:
             self._calls, self._needed = 0, (1, 1)
@@ -156,7 +156,7 @@ def check_tokens(ids: Iterable[int], vocab: int) -> None:
 
 
 def _count(row: Row, vocab: int) -> dict[int, int]:
-    """Return how often the output has each token; 0 for the prompt's, if they are penalized."""
+    """Return each token's count in the output; 0 for the prompt's, if they are penalized."""
     penalized = row.token_ids[: row.prompt_len] if row.params.repetition_penalty != 1 else ()
     counts = dict.fromkeys(penalized, 0)
     for token, count in Counter(row.token_ids[row.prompt_len :]).items():
@@ -166,5 +166,5 @@ def _count(row: Row, vocab: int) -> dict[int, int]:
 
 
 def _power_of_two(number: int, least: int = 1) -> int:
-    """Return ``least``, or if that is less than ``number``, the next power of two."""
+    """Return ``least``, or the next power of two if that is less than ``number``."""
     return least if number <= least else 1 << (number - 1).bit_length()

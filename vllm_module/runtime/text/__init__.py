@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, prompts, stop strings."""
+"""Text and tokens: tokenizers, chat templates, prompts, stop strings."""

@@ -1,3 +1,5 @@
+"""Chat templates: formatting messages as the text of a prompt."""
+
 from __future__ import annotations
 
 import json
@@ -16,13 +18,13 @@ Messages = Sequence[Mapping[str, Any]]
 ContentFormat = Literal["auto", "string", "openai"]
 
 _log = logging.getLogger(__name__)
-# Whether a template gets text, and lists.
+# Whether a template takes text, and lists.
 _FORMATS = {"string": (True, False), "openai": (False, True)}
-# Two texts of the same length: what a template writes of each is another, if it shows them.
+# Two texts of the same length: a template that shows them writes two different prompts.
 _PROBES = ("first message", "other message")
 _UNSHOWN = "entry of a part that no template shows"
 _END = "the final message ends here"
-# The entry of a part of a message that is its text, by the part's type.
+# Key of a message part's text, by the part's type.
 _TEXTS = {
     "text": "text", "input_text": "text", "output_text": "text",
     "refusal": "refusal", "thinking": "thinking",
@@ -30,9 +32,9 @@ _TEXTS = {
 
 
 def template_text(template: str | Path) -> str:
-    """Return a template that is given as text, or as the path of its file, as in vLLM.
+    """Return a template that is given as text, or as the path of its file (as in vLLM).
 
-    Raises ``ValueError`` for a path without a file. Text has a brace or a line break.
+    Text has a brace or a line break. Raises ``ValueError`` for a path without a file.
     """
     text = str(template)
     if isinstance(template, str) and any(each in text for each in "{}\n"):
@@ -47,11 +49,11 @@ def template_text(template: str | Path) -> str:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return the entries of tokenizer_config.json, none without the file.
+    """Return the entries of tokenizer_config.json, or none without the file.
 
-    As in transformers, those of special_tokens_map.json go before where the first file has no
-    ``added_tokens_decoder``, as older checkpoints. Raises ``CheckpointFormatError`` for a damaged
-    file.
+    As in transformers, entries of special_tokens_map.json replace them if the first file has no
+    ``added_tokens_decoder``, as in older checkpoints. Raises ``CheckpointFormatError`` for a
+    damaged file.
     """
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -61,7 +63,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def token_text(token: Any) -> str | None:
-    """Return the text of a token as these files have it: text, or a mapping with ``content``."""
+    """Return a token's text in these files: a string, or a mapping with ``content``."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
@@ -70,9 +72,9 @@ class ChatTemplate:
     """Formats messages as the text of a prompt, by a checkpoint's own chat template.
 
     The template is ``chat_template.jinja`` or the entry of ``tokenizer_config.json``, unless it is
-    given as ``template``; ``source`` is its text. It runs in a sandbox in a process of its own, for
-    5 seconds and in 512 MiB at most, and writes at most 1 MiB of text besides the messages. It
-    cannot call functions of this process, and cannot change the messages.
+    given as ``template``; ``source`` is its text. It runs in a sandbox in a separate process, for
+    at most 5 seconds and in 512 MiB, and writes at most 1 MiB of text besides the messages. It
+    cannot call functions of this process or change the messages.
 
     Raises ``CheckpointFormatError`` if the folder has none, or it cannot be compiled.
     """
@@ -84,8 +86,8 @@ class ChatTemplate:
         self._process = process or TemplateProcess()
         self._settings = tokenizer_settings(folder)
         self.source = self._read() if template is None else template
-        self._shown: tuple[bool, bool] | None = None  # once it was tried
-        self._unread: set[str] = set()  # variables that the log has
+        self._shown: tuple[bool, bool] | None = None  # known after the first try
+        self._unread: set[str] = set()  # variables that were logged as unread
         try:
             self._variables = self._process.names(self.source)
         except (SyntaxError, ValueError) as error:
@@ -97,7 +99,7 @@ class ChatTemplate:
     def _takes(self) -> tuple[bool, bool]:
         """Return whether the template shows a message's text, and the texts of a list of parts.
 
-        Where it shows neither, such as one that refuses a message of a user, it gets text.
+        A template that shows neither, for example one that refuses a user's message, gets text.
         """
         if self._shown is None:
             shown = [self._shows(as_content) for as_content in (str, _probing_parts)]
@@ -105,9 +107,9 @@ class ChatTemplate:
         return self._shown
 
     def _shows(self, as_content: Callable[[str], object]) -> bool:
-        """Tell whether a text makes a difference, alone or after what a system says.
+        """Return whether the prompt depends on a user's text, alone or after a system message.
 
-        A list that is written as such is not shown.
+        A list that is written as a Python list does not count.
         """
         names = [name for name in self._variables if name.endswith("_token")]
         given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
@@ -125,7 +127,7 @@ class ChatTemplate:
 
     def _read(self) -> str:
         template: Any = self._settings.get("chat_template")
-        if isinstance(template, list):  # of named templates
+        if isinstance(template, list):  # a list of named templates
             named = [entry for entry in template if isinstance(entry, Mapping)]
             templates = {entry.get("name"): entry.get("template") for entry in named}
             template = templates.get("default")
@@ -214,7 +216,7 @@ def _probing_parts(text: str) -> list[dict[str, str]]:
 
 
 def _with_end(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose text has a mark after it, which shows where a template puts it."""
+    """Return a message with a mark after its text, to find where a template writes that."""
     content: Any = message["content"]
     mark = f"{_END} "
     if isinstance(content, list):
@@ -226,8 +228,8 @@ def _with_end(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _cut_at_end(text: str) -> str:
     """Return a prompt up to the mark of :func:`_with_end`.
 
-    A template that strips the message has stripped the mark's space. Raises ``ValueError`` if the
-    template does not show the mark.
+    A template that strips the message also strips the mark's space. Raises ``ValueError`` if the
+    template does not write the mark.
     """
     at = text.rfind(_END)
     if at < 0:
@@ -238,7 +240,7 @@ def _cut_at_end(text: str) -> str:
 
 
 def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mapping[str, Any]:
-    """Return a message whose content a template takes, which may be text, a list, or either."""
+    """Return a message with its content in a form that the template takes: text or a list."""
     content: Any = message.get("content")
     if content is None:
         content = "" if strings else []
@@ -255,7 +257,7 @@ def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mappin
 
 
 def _text(part: object) -> str | None:
-    """Return the text of a part of a message's content; ``None`` for a part that has none."""
+    """Return the text of a part of a message's content; ``None`` for a part without text."""
     text = part
     if isinstance(part, Mapping):
         name = _TEXTS.get(str(part.get("type")))
@@ -266,7 +268,7 @@ def _text(part: object) -> str | None:
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return the call of a tool with its arguments as templates take them: read, if JSON text."""
+    """Return a tool call with its arguments parsed, if they are JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

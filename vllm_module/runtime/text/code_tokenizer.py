@@ -1,4 +1,4 @@
-"""Tokenizers that a checkpoint defines by Python files of its own, for a user who trusts them."""
+"""Tokenizers in Python files of a checkpoint, for a user who trusts them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm_module.wrapped.custom_code import code_file, importing
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
-    """Return the tokenizer of ``folder``: of its ``tokenizer.json``, else of its code.
+    """Return the tokenizer of ``folder``: from its ``tokenizer.json``, else from its code.
 
-    Raises ``CheckpointFormatError`` if there is none that can be read, or its code is not trusted.
+    Raises ``CheckpointFormatError`` if none can be read, or its code is not trusted.
     """
     if is_there(folder / "tokenizer.json") or (code := _code(folder)) is None:
         return Tokenizer(folder)
@@ -45,8 +45,8 @@ def _auto_map(folder: Path, name: str) -> Mapping[str, object]:
 def _check_references(code: object, folder: Path) -> None:
     """Raise ``UnsupportedModelError`` if transformers would run code that is not in ``folder``.
 
-    ``code`` is a reference, or a slow tokenizer's and a fast one's, either ``None``. transformers
-    may read the model's configuration first, whose class can be code as well.
+    ``code`` is one reference, or two for a slow and a fast tokenizer, either of them ``None``.
+    Transformers may first read the model's configuration, whose class can be code as well.
     """
     pair = code if isinstance(code, list) else [code]
     for reference in filter(None, pair):
@@ -56,7 +56,7 @@ def _check_references(code: object, folder: Path) -> None:
 
 
 class CodeTokenizer(Tokenizer):
-    """A tokenizer that transformers reads by running code of the checkpoint in ``folder``."""
+    """A tokenizer that transformers loads by running code of the checkpoint in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -66,7 +66,7 @@ class CodeTokenizer(Tokenizer):
                 f"the tokenizer of {printable(folder)} is code for the transformers library: "
                 f"{install('transformers')}"
             ) from None
-        library: Any = transformers  # which has few hints
+        library: Any = transformers  # transformers has few type hints
         self._path = folder
         try:
             with importing():
@@ -141,7 +141,7 @@ class CodeTokenizer(Tokenizer):
 
     @contextmanager
     def _refusing(self, kind: type[ValueError], what: str) -> Iterator[None]:
-        """Raise what code from outside raises as ``kind``, and half of a surrogate pair."""
+        """Turn errors of code from outside into ``kind``; also refuse half of a surrogate pair."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Prompts as callers give them, and what is said of those that are refused."""
+"""Prompts in the forms that callers may give, and the errors for refused ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_module.runtime.text.tokenizer import Tokenizer
 
 
 class _Options(TypedDict, total=False):
-    """What a prompt may have besides; ``None`` for what serves multimodal models in vLLM."""
+    """Optional keys of a prompt; those for multimodal models in vLLM must be ``None``."""
 
     cache_salt: str | None
     multi_modal_data: None
@@ -33,7 +33,7 @@ class _TokensPrompt(_Options):
 
 
 class TokensPrompt(_TokensPrompt, total=False):
-    """A prompt as token ids, and its text if that is known."""
+    """A prompt as token ids, with its text if that is known."""
 
     prompt: str
 
@@ -41,7 +41,7 @@ class TokensPrompt(_TokensPrompt, total=False):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 _log = logging.getLogger(__name__)
-_SHOWN = 3  # refused prompts whose reasons are in one message
+_SHOWN = 3  # number of refused prompts whose reasons one message has
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _TOKENIZATION = {
     "add_special_tokens", "truncation", "max_length", "truncate_prompt_tokens", "do_lower_case",
@@ -50,7 +50,7 @@ _NONE = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt
 
 
 def as_list(value: Any, name: str) -> list[Any]:
-    """Return one item, or a sequence of items, as a list; raise ``ValueError`` for neither."""
+    """Return one item, or a sequence of items, as a list; raise ``ValueError`` for other types."""
     if isinstance(value, (str, Mapping)):
         return [value]
     if value is None or isinstance(value, (bytes, bytearray)) or not isinstance(value, Iterable):
@@ -68,15 +68,15 @@ def _is_ids(value: object) -> TypeGuard[Sequence[int]]:
 
 
 def prompt_text(prompt: Any) -> str | None:
-    """Return the text of a prompt that has one."""
+    """Return the text of a prompt, or None if it has none."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
 
 def cache_salt(prompt: Any) -> str | None:
-    """Return the salt of a prompt: it shares cached pages with prompts that have the same one.
+    """Return the salt of a prompt, which shares cached pages only with prompts of equal salt.
 
-    Raises ``ValueError`` for one that is no text, or empty.
+    Raises ``ValueError`` for a salt that is no text, or empty.
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
@@ -86,12 +86,12 @@ def cache_salt(prompt: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """How prompts become tokens.
+    """Options for tokenizing prompts.
 
     Attributes:
-        special: whether a text gets the tokenizer's special tokens.
-        most: tokens that are kept of a prompt, the first ones; ``None`` for all.
-        lower: whether a text is lowered first.
+        special: True if a text gets the tokenizer's special tokens.
+        most: number of first tokens kept of a prompt; ``None`` for all.
+        lower: True if a text is first converted to lower case.
 
     """
 
@@ -108,11 +108,11 @@ class Tokenization:
         special: bool = True,
         lower: bool = False,
     ) -> Tokenization:
-        """Return what ``tokenization_kwargs`` say, and the defaults for what they leave out.
+        """Return options from ``tokenization_kwargs``, with defaults for missing ones.
 
-        As in transformers, ``truncation`` keeps ``max_length`` tokens, or ``limit``, which the
-        model takes. ``truncate_prompt_tokens`` of vLLM says both in one; -1 is ``limit``. Raises
-        ``ValueError`` for options that there are not.
+        As in transformers, ``truncation`` keeps ``max_length`` tokens, or ``limit``, the model's
+        maximum. vLLM's ``truncate_prompt_tokens`` stands for both; -1 means ``limit``. Raises
+        ``ValueError`` for unknown options.
         """
         what = "tokenization_kwargs"
         check_type(what, options, "a mapping or None", Mapping, type(None))
@@ -136,14 +136,14 @@ class Tokenization:
         return cls(special, most, lower)
 
     def text(self, text: str) -> str:
-        """Return a text as it is tokenized."""
+        """Return the text to tokenize, in lower case if requested."""
         return text.lower() if self.lower else text
 
 
 def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], how: Tokenization) -> list[int]:
-    """Return the token ids of a prompt; raise ``ValueError`` if it is none.
+    """Return the token ids of a prompt; raise ``ValueError`` if it is no prompt.
 
-    ``tokenizer`` raises ``CheckpointFormatError`` if there is none.
+    ``tokenizer`` is a function that raises ``CheckpointFormatError`` if there is none.
     """
     text = prompt
     if isinstance(prompt, (list, tuple)):
@@ -179,13 +179,13 @@ def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:
 
 
 def refused(request_id: str, text: str | None, ids: list[int], error: ValueError) -> RequestOutput:
-    """Return the output of a prompt that is refused."""
+    """Return the output of a refused prompt, with the error."""
     completion = CompletionOutput(0, "", [], None, None, "error")
     return RequestOutput(request_id, text, ids, [completion], True, error=str(error))
 
 
 def report_refused(requests: Sequence[object]) -> None:
-    """Raise ``ValueError`` if every one is a refused prompt's output; log a warning if some are."""
+    """Raise ``ValueError`` if all are outputs of refused prompts; log a warning if some are."""
     errors = [
         (number, each.error)
         for number, each in enumerate(requests)

@@ -1,4 +1,4 @@
-"""When a sequence ends, and the text of its tokens."""
+"""Ending sequences at stop tokens and strings, and decoding their text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_stop(
 ) -> FinishReason | None:
     """Return why the last token ends ``sequence``, or None if it does not.
 
-    Sets ``stop_reason`` to the token or string that the request asked to stop at, or an end token
-    of the model other than ``eos_token_id``, and keeps the text of a streamed request up to date.
+    Sets ``stop_reason`` to the token or string at which the request asked to stop, or to an end
+    token of the model other than ``eos_token_id``, and updates the text of a streamed request.
     Raises ``CheckpointFormatError`` if the tokenizer fails.
     """
     request, token = sequence.request, sequence.tokens[-1]
@@ -43,7 +43,7 @@ def check_stop(
 
 
 def _next_text(sequence: Sequence, token: int, tokenizer: Tokenizer | None) -> str:
-    """Return the text that ``token`` adds; empty if its last character is not complete."""
+    """Return the text that ``token`` adds; empty if its last character is incomplete."""
     if sequence.stream is None:
         assert tokenizer is not None, "Engine.add streams nothing without a tokenizer"
         request = sequence.request
@@ -54,7 +54,7 @@ def _next_text(sequence: Sequence, token: int, tokenizer: Tokenizer | None) -> s
 
 
 def _cut_at_stop_string(sequence: Sequence, start: int) -> bool:
-    """Cut the text at a stop string that ends after ``start``; return whether there is one."""
+    """Cut the text at a stop string that ends after ``start``; return whether one was found."""
     params = sequence.request.params
     for stop in params.stop:
         index = sequence.text.find(stop, max(0, start - len(stop) + 1))
@@ -67,10 +67,10 @@ def _cut_at_stop_string(sequence: Sequence, start: int) -> bool:
 
 
 def complete_text(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
-    """Decode a sequence that has ended as a whole, unless a stop string has cut its text.
+    """Decode the whole text of an ended sequence, unless a stop string has cut it.
 
-    Without ``detokenize`` it has no text. A token that has ended it is in its tokens, and not in
-    its text unless the request wants that. If the tokenizer fails, the request gets its error.
+    Without ``detokenize`` it has no text. A token that ended it is in its tokens, but in its text
+    only if the request wants that. If the tokenizer fails, the request gets its error.
     """
     request, output = sequence.request, sequence.output
     wanted = request.params.detokenize

@@ -1,4 +1,4 @@
-"""The process that runs chat templates, with limits of time and memory."""
+"""A process that runs chat templates, with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 from vllm_module.base.messages import printable, shorten
 
-SECONDS = 5.0  # of one request; a template takes some milliseconds
-NBYTES = 512 << 20  # address space of the process, some 60 MB of it Python's
+SECONDS = 5.0  # limit for one request; a template takes milliseconds
+NBYTES = 512 << 20  # bytes of the process's address space, of which Python takes about 60 MB
 _MOST_TEXT = 1 << 20  # bytes of an answer beyond those of the variables; all are tokenized
-_MOST_SHOWN = 300  # characters of a template's own message
+_MOST_SHOWN = 300  # characters of a template's own error message
 
-# The script's folder is not put on the path: its files would hide modules of other packages.
+# The script's folder is not on the path, where its files would hide modules of other packages.
 _RUN = """
 import sys
 script, sys.path[:] = sys.argv[1], sys.argv[4:]
@@ -39,13 +39,13 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # the process that started it, and not a fork of that
+        self._owner = 0  # id of the process that started it, which a fork differs from
         self._end: Callable[[], object] = lambda: None
 
     def names(self, template: str) -> set[str]:
         """Return the variables that ``template`` reads.
 
-        Raises ``SyntaxError`` if it is no template.
+        Raises ``SyntaxError`` if it cannot be parsed.
         """
         return set(self._ask(template, None)["names"])
 
@@ -84,7 +84,8 @@ class TemplateProcess:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                with suppress(BrokenPipeError):  # it has ended: see its exit code
+                # The process has ended, and its exit code is read below.
+                with suppress(BrokenPipeError):
                     process.stdin.write(request.encode() + b"\n")
                     process.stdin.flush()
                 line = process.stdout.readline(most)
@@ -92,7 +93,7 @@ class TemplateProcess:
                     reason = self._why_it_ended(process, len(line) >= most)
                     self._close()
                     raise ValueError(f"the chat template {reason}")
-            except BaseException:  # an interrupt: its answer would be that of the next request
+            except BaseException:  # an interrupt: the next request would read this one's answer
                 self._close()
                 raise
         return _checked(json.loads(line))
@@ -108,7 +109,7 @@ class TemplateProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C is not for it
+            start_new_session=True,  # a terminal's Ctrl-C does not reach a new session
             env={"LANG": "C.UTF-8"}
             | {name: os.environ[name] for name in _KEPT if name in os.environ},
         )
@@ -132,7 +133,7 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
 
 def _end(process: subprocess.Popen[bytes], pid: int) -> None:
     if os.getpid() != pid:
-        return  # a fork does not own the process
+        return  # the process belongs to the parent of a fork
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
@@ -156,7 +157,7 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(text: str) -> str:
-    """Return a stranger's message as one line of some 300 characters at most."""
+    """Return a message from outside as one line of about 300 characters at most."""
     lines = map(str.strip, text[:_MOST_SHOWN].splitlines())
     return " ".join(map(printable, lines)) + ("..." if len(text) > _MOST_SHOWN else "")
 

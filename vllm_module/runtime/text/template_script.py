@@ -1,6 +1,7 @@
-"""Formats messages by chat templates, in a process of its own: a template is a stranger's program.
+"""The script that formats messages by chat templates, which are untrusted programs.
 
-It is run as a script, and imports nothing of this package. Requests and answers are lines of JSON.
+It runs in a separate process and imports nothing of this package. Requests and answers are lines of
+JSON.
 """
 
 import json
@@ -22,28 +23,28 @@ class RefusedError(Exception):
 
 
 class Generation(Extension):
-    """The block ``{% generation %}``, by which trainers find the assistant's text: its content."""
+    """The block ``{% generation %}``, by which trainers find the assistant's text."""
 
     tags = {"generation"}  # as jinja2 has it
 
     def parse(self, parser: Any) -> Any:
-        """Return the nodes inside of the block."""
+        """Return the nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Replace jinja2's own filter, which escapes HTML."""
+    """Serialize to JSON; replaces jinja2's own filter, which escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def refuse(message: object) -> None:
-    """Do what ``raise_exception`` of a template does."""
+    """Raise the error of a template's ``raise_exception``."""
     raise RefusedError(str(message))
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return what transformers gives templates: filters, functions and settings."""
+    """Return a jinja2 environment with the filters, functions and settings of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
@@ -54,7 +55,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def described(error: BaseException) -> str:
-    """Return the kind of an error and its message."""
+    """Return an error's kind and message."""
     return f"{type(error).__name__}: {error}"[:2000]
 
 
@@ -81,19 +82,19 @@ def answer(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) 
         raise
     except RefusedError as error:
         return {"refusal": str(error)[:2000]}
-    except Exception as error:  # a template is a program and can raise anything
+    except Exception as error:  # a template may raise anything
         return {"failure": described(error)}
 
 
 def main(seconds: float, nbytes: int) -> None:
-    """Answer requests, each in ``seconds``, and all in ``nbytes`` of memory."""
+    """Answer requests, each within ``seconds``, in ``nbytes`` of address space."""
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        with suppress(OSError, ValueError):  # macOS does not have every limit
+        with suppress(OSError, ValueError):  # macOS lacks some limits
             resource.setrlimit(limit, (nbytes, nbytes))
     environment = make_environment()
     compiled: dict[str, Any] = {}
     for line in sys.stdin:
-        # The signal ends this process also inside of one long operation, and needs no parent.
+        # The signal's default action ends this process even inside one long operation.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             text = json.dumps(answer(environment, compiled, json.loads(line)))

@@ -1,3 +1,5 @@
+"""The tokenizer of a checkpoint, read from ``tokenizer.json``."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,25 +15,25 @@ from vllm_module.weights import read_file
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.written_folder import NO_TOKENIZER
 
-_REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a (whole) character
+_REPLACEMENT = "\ufffd"  # character that a decoder returns for bytes that are no whole character
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_MAX_INCOMPLETE = 3  # a UTF-8 character has 4 bytes at most, so 3 at most before the last
+_MAX_INCOMPLETE = 3  # a UTF-8 character has at most 4 bytes, so at most 3 before the last
 
 
 @contextmanager
 def _refusing(kind: type[ValueError], what: str) -> Iterator[None]:
-    """Raise what the library raises as ``kind``; it raises nothing narrower than Exception."""
+    """Turn the library's errors into ``kind``; it raises nothing narrower than Exception."""
     try:
         yield
     except BaseException as error:
-        # A panic of the library is no Exception; a signal handler may raise others.
+        # A panic of the library is no Exception; a signal handler may raise other BaseExceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise kind(f"{what}: {describe_error(error)}") from None
 
 
 def check_unicode(text: str) -> None:
-    """Raise ``ValueError`` for no text, or half of a surrogate pair: the library names no cause."""
+    """Raise ``ValueError`` for a non-string or half of a surrogate pair; the library is unclear."""
     if not isinstance(text, str):
         raise ValueError(f"a text to encode should be a string, got {shorten(text)}")
     try:
@@ -44,7 +46,7 @@ def check_unicode(text: str) -> None:
 
 
 class Encoding(dict[str, Any]):
-    """Token ids and what belongs to them, by key or as attributes, as in transformers."""
+    """Token ids and attention mask, by key or as attributes, as in transformers."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -81,23 +83,23 @@ class Tokenizer:
         self._path = path
         with _refusing(CheckpointFormatError, f"{printable(path)} cannot be read"):
             self._tokenizer = FastTokenizer.from_buffer(data)
-        # The file may contain the truncation and padding that a training script had set.
+        # The file may contain a training script's settings of truncation and padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     @property
     def folder(self) -> Path:
-        """Where the tokenizer's files are."""
+        """Folder of the tokenizer's files."""
         return self._path.parent
 
     def get_vocab(self) -> dict[str, int]:
-        """Return all tokens, added ones too, with their ids."""
+        """Return all tokens, with added ones, and their ids."""
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocab
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens without added ones; ``len`` has them all."""
+        """Number of tokens without added ones; ``len`` counts all."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         return size
 
@@ -130,8 +132,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of ``text``, by default with the tokenizer's special tokens.
 
-        Where that is more than ``most`` tokens, the end of the text is left out, and not the
-        special tokens.
+        With ``most``, a longer text loses its end, but not the special tokens.
 
         Raises ``ValueError`` for text with half of a surrogate pair, which is not Unicode, and for
         text that the tokenizer fails on.
@@ -154,8 +155,8 @@ class Tokenizer:
     ) -> tuple[list[int], list[int]]:
         """Return the token ids and token types of two texts, with special tokens.
 
-        Where that is more than ``most`` tokens, the end of the longer text is left out, token by
-        token. Raises what :meth:`encode` raises.
+        With ``most``, the longer text loses its end, token by token, until both fit. Raises the
+        errors of :meth:`encode`.
         """
         for text in (first, second):
             check_unicode(text)
@@ -180,9 +181,9 @@ class Tokenizer:
         return encoding.ids, encoding.type_ids
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """Return the text of a token or several, by default with special tokens.
+        """Return the text of token ids, by default with special tokens.
 
-        They are an integer, a sequence or an array. Raises ``CheckpointFormatError`` if the
+        ``ids`` is an integer, a sequence or an array. Raises ``CheckpointFormatError`` if the
         tokenizer fails on them.
         """
         ids = _listed(ids)
@@ -194,7 +195,7 @@ class Tokenizer:
         return tokenizer_settings(self.folder)
 
     def _special_token(self, name: str) -> str | None:
-        """Return the token that an entry of tokenizer_config.json names, if it names one."""
+        """Return the token in an entry of tokenizer_config.json, or None."""
         return token_text(self._settings().get(name))
 
     def _special_id(self, name: str) -> int | None:
@@ -204,12 +205,12 @@ class Tokenizer:
 
     @property
     def eos_token(self) -> str | None:
-        """The text of the end token, if tokenizer_config.json names one."""
+        """Text of the end token, if tokenizer_config.json has one."""
         return self._special_token("eos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ``eos_token`` of tokenizer_config.json names, if it names one."""
+        """Id of the end token, if tokenizer_config.json has one."""
         return self._special_id("eos_token")
 
     def __getattr__(self, name: str) -> Any:
@@ -221,7 +222,7 @@ class Tokenizer:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """The tokens that tokenizer_config.json names, each once."""
+        """Special tokens in tokenizer_config.json, each once."""
         settings = self._settings()
         found: list[Any] = [settings.get(f"{kind}_token") for kind in _SPECIAL]
         for name in ("additional_special_tokens", "extra_special_tokens"):
@@ -231,13 +232,13 @@ class Tokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """The ids of ``all_special_tokens``."""
+        """Ids of ``all_special_tokens``."""
         ids: list[int] = self.convert_tokens_to_ids(self.all_special_tokens)
         return ids
 
     @property
     def chat_template(self) -> str | None:
-        """The checkpoint's chat template, ``None`` if it has none."""
+        """The checkpoint's chat template, or ``None``."""
         try:
             return self._chat_template(None).source
         except CheckpointFormatError:
@@ -291,7 +292,7 @@ class Tokenizer:
         """Format a conversation, or a list of them, by the checkpoint's template or another.
 
         Returns token ids, or an encoding if ``return_dict``, or text unless ``tokenize``. Raises
-        what ``LLM.chat`` raises.
+        the errors of ``LLM.chat``.
         """
         template = self._chat_template(chat_template)
         several = bool(conversation) and not isinstance(conversation[0], Mapping)
@@ -309,13 +310,13 @@ class Tokenizer:
     ) -> str:
         """Return the text that the tokens of ``output`` add after those of ``prompt``.
 
-        A character at its end that is not complete is left out.
+        An incomplete character at its end is left out.
         """
         before = self.decode(prompt, skip_special_tokens)
         whole = self.decode(prompt + output, skip_special_tokens)
         if whole.startswith(before):
             return _without_incomplete(whole[len(before) :])
-        # The last character of the prompt continues in the output.
+        # The prompt's last character may continue in the output.
         stream = TextStream(self, prompt, skip_special_tokens)
         return "".join(map(stream.push, output))
 
@@ -323,8 +324,8 @@ class Tokenizer:
 class TextStream:
     """Decodes tokens one at a time into pieces of text that end with a whole character.
 
-    All pieces and the result of :meth:`finish` together are the text after the prompt. A prompt
-    whose text ends with U+FFFD is assumed to end inside a character.
+    All pieces and the result of :meth:`finish` add up to the text after the prompt. A prompt whose
+    text ends with U+FFFD is assumed to end inside a character.
     """
 
     def __init__(
@@ -347,7 +348,7 @@ class TextStream:
             self._returned += piece
             return piece
         piece = self._new_part(text)
-        if not text.startswith(self._returned):  # the new token changed text before it
+        if not text.startswith(self._returned):  # the new token changed the text before it
             piece = self._decode(self._ids[self._end :])
         if piece:
             self._start, self._end = self._end, len(self._ids)
@@ -363,12 +364,12 @@ class TextStream:
 
 
 def _without_incomplete(text: str) -> str:
-    """Return ``text`` without a character at its end that more bytes could complete."""
+    """Return ``text`` without a last character that more bytes could complete."""
     whole = text.rstrip(_REPLACEMENT)
     return text[: max(len(whole), len(text) - _MAX_INCOMPLETE)]
 
 
 def _listed(ids: Any) -> list[int]:
-    """Return a token, a sequence or an array of them as a list."""
+    """Return a token, a sequence or an array of tokens as a list."""
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     return [ids] if isinstance(ids, int) else list(ids)
