@@ -40,7 +40,7 @@ from vllm_module.layers.linear import (
 from vllm_module.layers.mla import MLAAttention
 from vllm_module.layers.norm import RMSNorm
 from vllm_module.layers.rotary import RotaryEmbedding
-from vllm_module.quantization import QuantizeMethod
+from vllm_module.quantization.eight_bit import EightBitMethod
 from vllm_module.quantization.rows import RowScheme
 
 # By their forward passes: a subclass that overrides one is given tensors, and returns them.
@@ -166,7 +166,7 @@ def _may_fuse(child: nn.Module | None, reader: nn.Module | None) -> bool:
     layer = _product(reader)
     if layer is None or writes not in _QUANTIZING:
         return False
-    return type(layer.quant_method).row_scheme is not QuantizeMethod.row_scheme
+    return isinstance(layer.quant_method, EightBitMethod)
 
 
 def _form(child: nn.Module, reader: nn.Module | None) -> RowScheme | Deferred | None:
