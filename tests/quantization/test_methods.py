@@ -31,7 +31,11 @@ from vllm_module.quantization import (
     online_rules,
     quantize,
 )
+from vllm_module.quantization.bitsandbytes import OnlineNF4Method
+from vllm_module.quantization.mxfp4 import MXFP4PackedMethod
+from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
 from vllm_module.testing import LAWS, random_weights
+from vllm_module.testing.checkpoints import made_up_weights
 
 STORED = [
     Scheme("tensor", activations="static"),
@@ -150,5 +154,27 @@ def test_a_norm_takes_the_groups_that_a_layer_asks_it_for(group: int) -> None:
     if rows is not None:
         norm = RMSNorm(48)
         norm.load_weights({"weight": torch.ones(48)})
-        quantized = norm(torch.randn(3, 48), rows=rows)
+        norm.output_form = rows  # as fusion sets it
+        quantized = norm(torch.randn(3, 48))
         assert quantized.scales.shape == (3, 48 // group)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [OnlineNF4Method(), NVFP4Method(MODELOPT, static_inputs=True), MXFP4PackedMethod()],
+    ids=str,
+)
+def test_values_of_codes_are_float32_whatever_the_default_dtype_is(method: QuantizeMethod) -> None:
+    """Another dtype would round them, or products refuse it."""
+    layer = RowParallelLinear(64, 8, bias=False, params_dtype=torch.bfloat16)
+    x = torch.rand(2, 64, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer.quantize(method)
+        layer.load_weights(made_up_weights(layer))
+        y = layer(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wide = method.full_precision(layer, torch.float32)
+    torch.testing.assert_close(y.float(), x.float() @ wide.T, rtol=2**-6, atol=2**-6)
+    assert layer.codebook.dtype == torch.float32

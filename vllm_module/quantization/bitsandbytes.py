@@ -112,7 +112,9 @@ class BitsAndBytes4BitMethod(_FourBitMethod):
         nested = ("nested_absmax", "nested_quant_map") if self.nested else ()
         return {
             **{name: StoredTensor((f"weight.{name}",)) for name in ("absmax", *nested)},
-            "quant_map": StoredTensor(("weight.quant_map",), valid=lambda slot: torch.tensor(NF4)),
+            "quant_map": StoredTensor(
+                ("weight.quant_map",), valid=lambda slot: torch.tensor(NF4, dtype=torch.float32)
+            ),
             "quant_state": StoredTensor(states, valid=partial(self._valid_state, layer)),
         }
 
@@ -260,7 +262,7 @@ class OnlineNF4Method(_FourBitMethod):
         demand(layer.get_parameter("absmax"), torch.isfinite, "weight", rule)
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
-        return {"codebook": torch.tensor(NF4, device=layer.weight.device)}
+        return {"codebook": torch.tensor(NF4, dtype=torch.float32, device=layer.weight.device)}
 
 
 class BitsAndBytes8BitMethod(QuantizeMethod):
@@ -289,7 +291,7 @@ class BitsAndBytes8BitMethod(QuantizeMethod):
         """Return the only format, and scales that are not negative: 127 is about 0.04."""
         rows = torch.zeros((), dtype=torch.uint8)
         return {
-            "SCB": StoredTensor(valid=lambda slot: torch.tensor(0.04)),
+            "SCB": StoredTensor(valid=lambda slot: torch.tensor(0.04, dtype=torch.float32)),
             # Files of its first versions, which have rows, lack it.
             "weight_format": StoredTensor(valid=lambda slot: rows, optional=True),
         }

@@ -115,7 +115,7 @@ class MXFP4PackedMethod(MXFP4Method):
             return {}
         scales = layer.get_parameter("weight_scale").data
         return {
-            "codebook": torch.tensor(E2M1, device=scales.device),
+            "codebook": torch.tensor(E2M1, dtype=torch.float32, device=scales.device),
             "scales_for_matmul": scales.view(torch.float8_e8m0fnu).to(torch.bfloat16),
         }
 

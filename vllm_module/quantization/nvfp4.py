@@ -122,7 +122,9 @@ class NVFP4Method(CodebookMethod):
         They are float32, so that a weight is the number that the format's library computes: a
         quarter of a byte a weight, which experts do without.
         """
-        codebook = torch.tensor(E2M1, device=layer.get_parameter(self.format.scales).device)
+        codebook = torch.tensor(
+            E2M1, dtype=torch.float32, device=layer.get_parameter(self.format.scales).device
+        )
         if layer.experts is not None:
             return {"codebook": codebook}
         return {"codebook": codebook, "scales_for_matmul": self._scales(layer)}

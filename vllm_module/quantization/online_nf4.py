@@ -69,7 +69,7 @@ class QuantizeNF4:
     def restored(self, module: QuantizableLayer) -> torch.Tensor:
         """Return the weight that the codes stand for, in float32."""
         packed, absmax = module.weight, module.get_parameter("absmax")
-        levels = torch.tensor(NF4, device=packed.device)
+        levels = torch.tensor(NF4, dtype=torch.float32, device=packed.device)
         words, scales = packed.flatten(0, -2), absmax.flatten(0, -2)
         wide = dequantize_packed(
             words, scales, PACKING, self._blocksize, torch.float32, codebook=levels
@@ -84,6 +84,8 @@ class QuantizeNF4:
         held = stored.transpose(-2, -1) if self._transposed else stored
         blocks = held.float().reshape(-1, self._blocksize, 1)
         largest = blocks.abs().amax(1, keepdim=True)
-        distances = (blocks - torch.tensor(NF4, device=blocks.device) * largest).abs()
+        distances = (
+            blocks - torch.tensor(NF4, dtype=torch.float32, device=blocks.device) * largest
+        ).abs()
         bound = (distances.amin(-1) + largest[..., 0] * 2.0**-21).view(held.shape)
         return bound.transpose(-2, -1) if self._transposed else bound

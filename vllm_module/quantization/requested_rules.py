@@ -18,28 +18,28 @@ from vllm_module.quantization.packed_online import OnlinePackedMethod
 from vllm_module.quantization.rules import Rule, Rules
 from vllm_module.quantization.scheme import EVERY_LAYER, ONLINE, Scheme
 from vllm_module.quantization.stored_rules import (
-    FP8,
-    MXFP4,
-    AutoRound,
+    AutoRoundConfig,
     AWQConfig,
-    BitsAndBytes,
+    BitsAndBytesConfig,
+    FP8Config,
     GPTQConfig,
-    ModelOpt,
+    ModelOptConfig,
+    MXFP4Config,
     gguf_rules,
     invalid,
 )
 
 # What reads quantization_config, by its quant_method.
 STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
-    "fp8": FP8.read,
+    "fp8": FP8Config.read,
     "compressed-tensors": compressed_tensors_rules,
     "gguf": gguf_rules,
-    "modelopt": ModelOpt.read,
-    "mxfp4": MXFP4.read,
+    "modelopt": ModelOptConfig.read,
+    "mxfp4": MXFP4Config.read,
     "gptq": GPTQConfig.read,
     "awq": AWQConfig.read,
-    "auto-round": AutoRound.read,
-    "bitsandbytes": BitsAndBytes.read,
+    "auto-round": AutoRoundConfig.read,
+    "bitsandbytes": BitsAndBytesConfig.read,
 }
 _STORED_ONLY = STORED.keys() - {"fp8", "bitsandbytes"}  # not while loading
 # By what quantization_config has as quant_method; people ask for them.

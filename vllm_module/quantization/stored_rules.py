@@ -78,7 +78,7 @@ def _glob(target: str, star: str) -> str:
     return rf"re:{re.escape(target)}(\.|\Z)".replace(r"\*", star)
 
 
-class FP8(StoredConfig):
+class FP8Config(StoredConfig):
     """``quant_method: fp8``, as in DeepSeek-V3, Qwen3-FP8, Mistral and vLLM's own exports."""
 
     fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
@@ -117,7 +117,7 @@ class FP8(StoredConfig):
         )
 
 
-class ModelOpt(StoredConfig):
+class ModelOptConfig(StoredConfig):
     """``quant_method: modelopt``, or ``quantization`` of NVIDIA ModelOpt's hf_quant_config.json.
 
     The former lists what is left out as ``ignore``, the latter as ``exclude_modules``.
@@ -160,7 +160,7 @@ class ModelOpt(StoredConfig):
         )
 
 
-class MXFP4(StoredConfig):
+class MXFP4Config(StoredConfig):
     """``quant_method: mxfp4``, of gpt-oss: only experts are quantized."""
 
     modules_to_not_convert: _Names = None
@@ -171,7 +171,7 @@ class MXFP4(StoredConfig):
         return Rules((*ignored, ("experts", MXFP4Method())))
 
 
-class BitsAndBytes(StoredConfig):
+class BitsAndBytesConfig(StoredConfig):
     """``quant_method: bitsandbytes``, as transformers writes it.
 
     What inputs are computed in (``bnb_4bit_compute_dtype``) and which of them are outliers
@@ -319,7 +319,7 @@ class _OfAutoRound(_Settings):
     act_bits: Annotated[int, Field(ge=16)] | None = None
 
 
-class AutoRound(_OfAutoRound):
+class AutoRoundConfig(_OfAutoRound):
     """``quant_method: auto-round``."""
 
     layouts: ClassVar[dict[str, PackedFormat]] = {
