@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import stat
 import warnings
 import weakref
 from collections import Counter
@@ -431,22 +429,6 @@ def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> 
     with pytest.raises(FolderExistsError, match="out was written by another process meanwhile"):
         write()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077, 0o027])
-def test_a_folder_is_for_those_whom_the_user_lets_in(tmp_path: Path, mask: int) -> None:
-    """It has the permissions that ``mkdir`` gives, and the umask stays."""
-    before = os.umask(mask)
-    try:
-        with new_folder(tmp_path / "out") as folder:
-            (folder / "model.safetensors").touch()
-        (tmp_path / "made").mkdir()
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-        assert modes == dict.fromkeys(("out", "made"), 0o777 & ~mask)
-        digests = (tmp_path / "out" / "SHA256SUMS").stat().st_mode
-        assert stat.S_IMODE(digests) == 0o666 & ~mask
-    finally:
-        assert os.umask(before) == mask
 
 
 @pytest.mark.parametrize(

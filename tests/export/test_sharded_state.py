@@ -23,10 +23,10 @@ from vllm_module import (
     QuantizationConfig,
     SamplingParams,
     get_model,
-    registry,
     tensor_parallel,
     vLLMModule,
 )
+from vllm_module.build import registry
 from vllm_module.build.held import load_from, plan_from
 from vllm_module.build.model_source import ModelSource, read_config
 from vllm_module.cli.rank_plan import plan_ranks

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_module.runtime.sampling.bad_words import completing_tokens, encode_bad_words
 from vllm_module.runtime.sampling_params import SamplingParams
 
 NATURAL = st.integers(0, 10**6)
@@ -194,3 +196,38 @@ def test_the_parameters_are_copies() -> None:
     clone = params.clone()
     clone.stop.append("b")
     assert params.stop == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ({"a": [1], " a": [2]}, [[1], [2]]),
+        ({"a": [1], " a": [1]}, [[1]]),
+        ({"a": [1], " a": [2, 1]}, [[1]]),  # a space that is a token of its own
+        ({"a": [1, 3], " a": [2]}, [[1, 3]]),
+        ({"a": [1, 3], " a": [2, 3]}, [[1, 3], [2, 3]]),
+        ({"a": [1, 3], " a": [1, 4]}, [[1, 3]]),
+        ({"a": [1], " a": []}, [[1]]),
+    ],
+)
+def test_a_bad_word_after_a_space_is_banned_as_by_vllm(
+    tokens: dict[str, list[int]], found: list[list[int]]
+) -> None:
+    """Where it has as many tokens and begins otherwise; the word's own spaces do not count."""
+    tokenizer: Any = SimpleNamespace(encode=lambda text, special: tokens[text])
+    for word in ("a", "  a"):
+        assert encode_bad_words([word], tokenizer) == found
+    assert encode_bad_words(["a", "a"], tokenizer) == found * 2
+    with pytest.raises(ValueError, match="'a' has no tokens"):
+        encode_bad_words(["a"], SimpleNamespace(encode=lambda text, special: []))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [([], {5}), ([1], {3, 5}), ([2, 1], {3, 4, 5}), ([1, 2], {5}), ([2, 1, 7], {5}), ([2], {5})],
+)
+def test_the_last_token_of_a_bad_word_is_banned_after_the_others(
+    output: list[int], banned: set[int]
+) -> None:
+    """A word of one token always, and one of several where the output ends with the rest of it."""
+    assert completing_tokens([[5], [1, 3], [2, 1, 4]], output) == banned
