@@ -77,7 +77,7 @@ def third_party(path: Path) -> Iterator[tuple[str, int, str]]:
             names = [node.module or ""]
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func).rpartition(".")[2] == "import_module"
+            and "import_module" in (getattr(node.func, "attr", ""), getattr(node.func, "id", ""))
             and isinstance(node.args[0], ast.Constant)
         ):
             names = [str(node.args[0].value)]

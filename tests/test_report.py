@@ -56,7 +56,7 @@ def test_long_names_are_folded_in_linear_time(pattern: str) -> None:
     def passes() -> float:
         return _seconds(fold_them) / _seconds(pass_over_them)
 
-    assert min(passes() for _ in range(3)) < 60
+    assert any(passes() < 60 for _ in range(3))
     at_first = pattern.startswith("0.")  # the number is beyond those that are folded
     assert folded == (names if at_first else [pattern.replace("%d", "{0..2499}")])
 

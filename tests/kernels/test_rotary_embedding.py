@@ -69,7 +69,7 @@ def fused(tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype)
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_parts_of_a_projection_are_rotated_where_they_are(
     as_accurate, tokens, heads, kv_heads, head_size, share, neox, dtype, seed
 ) -> None:

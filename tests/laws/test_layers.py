@@ -28,7 +28,7 @@ SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
 LAYERS = SUBJECTS["LAYERS"]
 
 
-CASES = 6  # of a law for one subject; "make laws" tries as many as are asked for
+CASES = 3  # of a law for one subject; "make laws" tries as many as are asked for
 
 
 @pytest.fixture

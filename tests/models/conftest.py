@@ -16,11 +16,11 @@ from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-STEPS = 64
+STEPS = 32
 WITHIN = 1e-4  # tolerance of each logit, in float32
 
 # Layers are tested against the laws with more examples. Models only wire them together.
-settings.register_profile("models", settings.get_profile("ci"), max_examples=5)
+settings.register_profile("models", settings.get_profile("ci"), max_examples=3)
 
 # runpy, because pytest's importlib mode has no imports between test files.
 _one_rank = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))
@@ -109,8 +109,11 @@ def save(folder: Path, model: PreTrainedModel) -> Path:
 
 
 @torch.no_grad()
-def _refer(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
-    """Load ``folder`` with transformers and compute the reference."""
+def _refer(folder: Path, dtype: torch.dtype = torch.float32, robust: bool = False) -> Reference:
+    """Load ``folder`` with transformers and compute the reference.
+
+    If it must be robust, it ends with the first prompt for which it is not.
+    """
     # Eager attention writes the softmax out. The fused function is under test.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval()
@@ -133,14 +136,17 @@ def _refer(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
         )
         tokens.append(out.sequences[0, len(prompt) :].tolist())
         step_logits.append(torch.cat(out.logits))
-    return Reference(prompts, prompt_logits, tokens, torch.stack(step_logits, dim=1))
+        reference = Reference(prompts, prompt_logits, tokens, torch.stack(step_logits, dim=1))
+        if robust and not reference.is_robust:
+            break
+    return reference
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any]) -> Checkpoint:
     """Draw weights until the reference that transformers computes with them is robust."""
     for seed in count():
-        assert seed < 10, "no weights found that generate robustly"
-        reference = _refer(save(folder, randomized(config, seed)))
+        assert seed < 40, "no weights found that generate robustly"
+        reference = _refer(save(folder, randomized(config, seed)), robust=True)
         if reference.is_robust:
             return Checkpoint(folder, reference)
     raise AssertionError

@@ -62,7 +62,7 @@ def compute(
 
 
 def build(folder: str | Path, dtype: str = "auto", whole_experts: bool = False) -> Any:
-    """Load ``folder`` for sequences of the prompts' lengths and 64 steps."""
+    """Load ``folder`` for sequences of the prompts' lengths and their steps."""
     config = ModelConfig(
         model=str(folder),
         dtype=dtype,

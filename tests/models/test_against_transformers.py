@@ -49,7 +49,7 @@ SHARDED = (
 
 
 def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: Any, compute: Any) -> None:
-    """A single rank computes transformers' logits and its 64 greedy tokens."""
+    """A single rank computes transformers' logits and its 32 greedy tokens."""
     checkpoint.reference.check(compute(checkpoint.folder, *checkpoint.reference.job))
 
 
@@ -58,7 +58,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: Any, com
 def test_every_rank_computes_what_transformers_does(
     tiny: Any, compute: Any, name: str, size: int
 ) -> None:
-    """At any size, every rank computes transformers' logits and its 64 greedy tokens."""
+    """At any size, every rank computes transformers' logits and its 32 greedy tokens."""
     checkpoint = tiny(name)
     ranks = run_ranks(size, lambda rank: compute(checkpoint.folder, *checkpoint.reference.job))
     checkpoint.reference.check(ranks[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ Tensors = dict[str, torch.Tensor]
 NAMES = ("deepseek-v3", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "size"), [*zip(NAMES, cycle([2, 4]), strict=False)])
 def test_ranks_that_hold_whole_experts_compute_what_transformers_does(
     tiny: Any, compute: Any, name: str, size: int
 ) -> None:

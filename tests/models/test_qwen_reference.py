@@ -18,7 +18,7 @@ from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError
 
 WITHIN = 1e-4
-STEPS = 64
+STEPS = 32
 HIDDEN, HEADS, LAYERS, VOCAB, INTERMEDIATE = 64, 4, 2, 130, 96
 CONFIG = {
     "architectures": ["QWenLMHeadModel"],
@@ -116,7 +116,7 @@ def write(folder: Path, tensors: Tensors, **entries: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], torch.Tensor]:
-    """A checkpoint, a prompt, and the logits of the prompt and 64 greedy tokens.
+    """A checkpoint, a prompt, and the logits of the prompt and 32 greedy tokens.
 
     The prompt ends before ``seq_length``, and the tokens after it.
     """
@@ -137,7 +137,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], tor
 def test_qwen_computes_its_formulas(
     qwen: tuple[Path, list[int], torch.Tensor], compute: Callable[..., Any], size: int
 ) -> None:
-    """At any size, logits and 64 greedy tokens are those of the formulas."""
+    """At any size, logits and 32 greedy tokens are those of the formulas."""
     folder, ids, logits = qwen
     prompt = ids[: len(ids) - STEPS + 1]
     for computed in run_ranks(size, lambda rank: compute(folder, [ids, prompt], STEPS)):

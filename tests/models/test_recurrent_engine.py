@@ -23,7 +23,7 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs
 
-STEPS = 64  # as in conftest.py
+STEPS = 32  # as in conftest.py
 NAMES = ("mamba2", "bamba", "qwen3-next")
 PAGE = 8
 OPTIONS: dict[str, Any] = {
@@ -178,7 +178,7 @@ def generate(
 
 @pytest.mark.parametrize(
     ("size", "pages", "host", "most", "caching"),
-    [(1, 18, 0, 5, True), (2, 18, 16, 16, False)],
+    [(1, 13, 0, 5, True), (2, 13, 16, 16, False)],
 )
 def test_schedules_change_no_token(
     saved: Saved, size: int, pages: int, host: int, most: int, caching: bool

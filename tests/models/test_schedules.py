@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from vllm_module.distributed import run_ranks
 
 PROMPTS = 5
-LONGEST = 40 + 64  # tokens of a sequence
+STEPS = 32  # as in conftest.py
+LONGEST = 40 + STEPS  # tokens of a sequence
 
 # Every architecture, with windows in all layers, in some and in none.
 NAMES = (
@@ -61,7 +62,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
         "max_num_batched_tokens": draw(st.sampled_from([5, 16, 200])),
         "pauses": draw(st.lists(st.integers(0, 9), min_size=2 * PROMPTS, max_size=2 * PROMPTS)),
         "order": draw(st.permutations([*range(PROMPTS), *range(PROMPTS)])),
-        "steps": draw(st.lists(st.integers(1, 64), min_size=2 * PROMPTS, max_size=2 * PROMPTS)),
+        "steps": draw(st.lists(st.integers(1, STEPS), min_size=2 * PROMPTS, max_size=2 * PROMPTS)),
     }
 
 

@@ -92,7 +92,7 @@ def generated(folder: Path, params: Any, **options: Any) -> list[Any]:
     ]
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "dense, eager": ("qwen3", {"enforce_eager": True}),

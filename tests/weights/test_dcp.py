@@ -328,10 +328,10 @@ def test_chunks_cover_each_element_once_or_are_refused() -> None:
 def test_many_columns_are_compared_in_linear_time() -> None:
     """Chunks that all begin in the first row are not compared with each other."""
     columns = [Chunk((0, at), (5, 1), "file", 0, 0) for at in range(20_000)]
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert covers(columns, (5, 20_000))
     assert not covers([*columns[:-1], columns[7]], (5, 20_000))
-    assert time.perf_counter() - begin < 5
+    assert time.thread_time() - begin < 5
 
 
 def share_chunks(metadata: Metadata) -> None:
