@@ -49,6 +49,7 @@ def launch_decode(arguments: Arguments, constants: dict[str, Any], chosen: Decod
             MAX_SPLITS=splits.most,
             DIRECT=count == 1,
             SEQUENCES=SEQUENCES,
+            SWAP=tiles.swap,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
@@ -116,6 +117,7 @@ def _decode_latent(
     MAX_SPLITS: tl.constexpr,
     DIRECT: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """Compute attention of BLOCK_M heads, split by split, for sequences ``begin`` to ``end``.
 
@@ -160,7 +162,7 @@ def _decode_latent(
             q, q_rope, positions, cache_ptr, tables_ptr + table_row.to(tl.int64) * sequence,
             split * size, tl.minimum(split * size + size, context), divisor * (factor * scale),
             cache_page, cache_token, cache_feature, table_entry,
-            LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION,
+            LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION, SWAP,
         )  # fmt: skip
         if DIRECT:
             no_sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)

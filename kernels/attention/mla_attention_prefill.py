@@ -99,7 +99,7 @@ def _prefill_latent(
         q, q_rope, context - new + row, cache_ptr, tables_ptr + table_row.to(tl.int64) * sequence,
         0, tl.minimum(earliest + BLOCK_Q, context), divisor * (factor * scale),
         cache_page, cache_token, cache_feature, table_entry,
-        LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION,
+        LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION, False,
     )  # fmt: skip
     no_sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     y = normalize(maxima, sums, outputs, no_sinks, scale).to(output_ptr.dtype.element_ty)

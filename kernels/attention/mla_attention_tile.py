@@ -43,10 +43,16 @@ def decode_candidates(
     if itemsize == 4:  # float32 has no tensor cores
         tiles = Tiles(16, 16, 8, 1)
     large, small = Splits(512, 64), Splits(256, 256)
+    swap = hopper and itemsize == 2 and cache_itemsize == 1 and latent in (64, 128, 256, 512)
+    if swap:  # which takes the fewest registers (design/0017)
+        tiles = Tiles(rows, 32, 8, 5, swap=True)
     found = {"splits of 512": Decoding(large, tiles), "splits of 256": Decoding(small, tiles)}
     if hopper and cache_itemsize == itemsize == 2 and latent == next_power_of_2(latent):
         few = {"splits of 256, 16 heads": Decoding(small, Tiles(16, 32, 4, 5))}
         found = few | found if heads <= 16 or rows < 64 else found | few
+    if swap:
+        few = replace(tiles, num_warps=4)
+        found = {"splits of 512, 4 warps": Decoding(large, few)} | found
     if rows == 64:
         found["splits of 512, 5 stages"] = Decoding(large, replace(tiles, num_stages=5))
     return found
@@ -138,6 +144,7 @@ def attend_latent(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """Compute attention of a tile of rows to tokens ``[begin, end)`` of one sequence.
 
@@ -149,6 +156,8 @@ def attend_latent(
         positions: positions of the rows in their sequence, ``[BLOCK_M]``.
         table_ptr: block table of this sequence.
         factor: factor of the products, ``[BLOCK_M]``; scores are in units of log2.
+        SWAP: compute the outputs' transpose in the loop, as in
+            :func:`~vllm_module.kernels.attention.paged_attention_tile.attend`.
 
     Returns:
         The rows' softmax: maxima and sums ``[BLOCK_M]``, outputs ``[BLOCK_M, BLOCK_L]``.
@@ -157,7 +166,7 @@ def attend_latent(
     BLOCK_M: tl.constexpr = q.shape[0]
     maxima = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK_M,), tl.float32)
-    outputs = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
+    outputs = tl.zeros((BLOCK_L, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_L), tl.float32)
     n = tl.arange(0, BLOCK_N)
     d, r = tl.arange(0, BLOCK_L).to(tl.int64), tl.arange(0, BLOCK_R).to(tl.int64)
     d_at, r_at = d * cache_feature, (LATENT + r) * cache_feature
@@ -181,7 +190,12 @@ def attend_latent(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maxima - base)
         sums = sums * shrink + tl.sum(weights, axis=1)
-        outputs = outputs * shrink[:, None]
-        outputs = tl.dot(weights.to(q.dtype), k, outputs, input_precision=PRECISION)
+        outputs *= shrink[None, :] if SWAP else shrink[:, None]
+        left, right = weights.to(q.dtype), k
+        if SWAP:
+            left, right = tl.trans(right), tl.trans(left)
+        outputs = tl.dot(left, right, outputs, input_precision=PRECISION)
         maxima = new_maxima
+    if SWAP:
+        outputs = tl.trans(outputs)
     return maxima, sums, outputs

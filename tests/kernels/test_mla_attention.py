@@ -197,6 +197,21 @@ def test_candidates_attend_alike(kernel: str, name: str, as_accurate) -> None:
         assert torch.equal(alone.run(mla_attention_triton), whole[:new])
 
 
+@pytest.mark.parametrize("cache_dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("heads", [3, 17])
+def test_the_transpose_of_the_values_is_multiplied(heads: int, cache_dtype, as_accurate) -> None:
+    """Of a cache of eight bits, on Hopper: for one split and for several, every candidate."""
+    scale = torch.tensor([0.5])
+    lengths = [(40, 1), (3, 2), (0, 1), (70, 1)]
+    batch = make_batch(lengths, 7, heads, 64, 8, 0.3, torch.bfloat16, cache_dtype, scale)
+    candidates = decode_candidates(heads, 64, 2, 1, True)
+    assert all(each.tiles.swap for each in candidates.values())
+    assert not any(each.tiles.swap for each in decode_candidates(heads, 64, 2, 1, False).values())
+    for name in candidates:
+        with trying({"mla_attention_decode": name}):
+            as_accurate(batch.run(mla_attention_triton), batch.expected, batch.low)
+
+
 def test_a_token_does_not_depend_on_its_batch() -> None:
     """A token's bits are the same alone and in a batch, with a block table of any width."""
     lengths = [(600, 1), (0, 9), (12, 1), (70, 5)]
