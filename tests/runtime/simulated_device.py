@@ -294,7 +294,8 @@ class SimulatedDevice(TorchDispatchMode):
         modules = [each for key, each in sys.modules.items() if key.startswith(_KERNELS)]
         self.launched.add(name)
         names = f"{name}_triton", f"{name}_flash"
-        launch = next(vars(each)[n] for each in modules for n in names if n in vars(each))
+        found = (vars(each).get(name) for each in modules for name in names)
+        launch = next(each for each in found if callable(each))  # a module may have such a name
         calls, self.calls = self.calls, []
         try:
             with self:
