@@ -112,7 +112,7 @@ def declared_readers(cls: type[nn.Module]) -> Readers:
 
 
 @lru_cache(maxsize=256)
-def _declared(cls: type[nn.Module], forward: Callable[..., Any]) -> Readers:
+def _declared(cls: Any, forward: Callable[..., Any]) -> Readers:
     owner: Any = next(each for each in cls.__mro__ if "forward" in vars(each))
     readers: Readers = vars(owner).get("sole_readers", {})
     code = getattr(forward, "__code__", None)
