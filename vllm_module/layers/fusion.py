@@ -106,9 +106,10 @@ class Fusion:
                 vars(child).pop("output_form", None)
 
 
-def declared_readers(cls: type[nn.Module]) -> Readers:
+def declared_readers(cls: Any) -> Readers:
     """Return ``sole_readers`` of the class whose ``forward`` ``cls`` has, where it holds."""
-    return _declared(cls, cls.forward)
+    readers: Readers = _declared(cls, cls.forward)
+    return readers
 
 
 @lru_cache(maxsize=256)
