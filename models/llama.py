@@ -59,8 +59,8 @@ class LlamaAttention(vLLMModule):
             config.hidden_size, self.head_dim, heads, kv_heads, self.qkv_bias(config),
             shard_names=self.qkv_names, stored_rotary_pairs=config.stored_rotary_pairs,
         )  # fmt: skip
-        self.q_norm: nn.Module | None = None  # of each head of q; a subclass sets both norms
-        self.k_norm: nn.Module | None = None
+        self.q_norm: Any = None  # of each head of q; a subclass sets both norms
+        self.k_norm: Any = None
         self.sinks: nn.Parameter | None = None  # as of Attention
         self.rotary_emb = rotary_emb
         self.attn = Attention(

@@ -183,10 +183,10 @@ class Attention(QuantizableKVCache):
         same = query.dtype == key.dtype == value.dtype
         # The one operation stores rotated keys and returns none.
         if same and not alone and rotate is not None:
-            norms = rotate.q_weight, rotate.k_weight, rotate.eps, rotate.weight_offset
+            cos, sin = rotate.cos_sin
             query = rotate_and_cache(
-                query, key, value, *rotate.cos_sin, *cache, rotate.is_neox_style, *norms,
-                bounds=bounds,
+                query, key, value, cos, sin, *cache, rotate.is_neox_style, rotate.q_weight,
+                rotate.k_weight, rotate.eps, rotate.weight_offset, bounds=bounds,
             )  # fmt: skip
         else:
             if rotate is not None:

@@ -106,13 +106,14 @@ class Fusion:
                 vars(child).pop("output_form", None)
 
 
-def declared_readers(cls: type[nn.Module]) -> Readers:
+def declared_readers(cls: Any) -> Readers:
     """Return ``sole_readers`` of the class whose ``forward`` ``cls`` has, where it holds."""
-    return _declared(cls, cls.forward)
+    readers: Readers = _declared(cls, cls.forward)
+    return readers
 
 
 @lru_cache(maxsize=256)
-def _declared(cls: type[nn.Module], forward: Callable[..., Any]) -> Readers:
+def _declared(cls: Any, forward: Callable[..., Any]) -> Readers:
     owner: Any = next(each for each in cls.__mro__ if "forward" in vars(each))
     readers: Readers = vars(owner).get("sole_readers", {})
     code = getattr(forward, "__code__", None)

@@ -312,8 +312,9 @@ class MLAAttention(QuantizableKVCache):
         norm: tuple[torch.Tensor, float, float],
     ) -> torch.Tensor:
         """Attend with ``query``, of which the part with positions is written here."""
+        cos, sin = rotate.cos_sin
         rotate_and_cache_mla(
-            q_pe, kv_c, k_pe, *rotate.cos_sin, query[..., self.kv_lora_rank :], self._cache(),
+            q_pe, kv_c, k_pe, cos, sin, query[..., self.kv_lora_rank :], self._cache(),
             metadata.slot_mapping, self.k_scale, *norm, rotate.is_neox_style,
         )  # fmt: skip
         return self._attend(query, metadata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from vllm_module.rope_parameters import (
 )
 
 
+@dataclass(eq=False)
 class Positions:
     """The positions of a step's tokens, whose cosines and sines are computed once for all layers.
 
@@ -43,9 +45,8 @@ class Positions:
 
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._cos_sin: dict[int, CosSin] = {}
+    tensor: torch.Tensor
+    _cos_sin: dict[int, CosSin] = field(default_factory=dict, init=False, repr=False)
 
     def cos_sin(self, rotary_emb: RotaryEmbedding) -> CosSin:
         """Return what ``rotary_emb``, which outlives this, computes for the positions."""
