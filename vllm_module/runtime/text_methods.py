@@ -114,12 +114,12 @@ class TextMethods:
             for prompt, params in zip(prompts, params_list, strict=True):
                 requests.append(self._add(prompt, params, tokenization))
             report_refused(requests)
-            outputs: dict[int, RequestOutput] = {}
-            with progress(use_tqdm, len(requests), "prompts") as count:
+            ended = {i: each for i, each in enumerate(requests) if isinstance(each, RequestOutput)}
+            with progress(use_tqdm, len(requests), "prompts", len(ended)) as count:
                 for index, output in serve(self.engine, requests, self._output):
-                    outputs[index] = output
-                    count(1)
-            return [outputs[index] for index in range(len(requests))]
+                    count(index not in ended)
+                    ended[index] = output
+            return [ended[index] for index in range(len(requests))]
         finally:
             for each in requests:
                 if isinstance(each, Request):
