@@ -125,17 +125,7 @@ def check(
                 "tolerance": passes,
                 "agrees": all(agrees),
                 "prompts": [
-                    {
-                        "prompt": text,
-                        "prompt_ids": each.prompt_ids,
-                        "ids": each.ids,
-                        "difference": each.difference,
-                        "worst": each.worst,
-                        "others": each.others,
-                        "gap": each.gap,
-                        "first_other": each.first_other,
-                        "agrees": right,
-                    }
+                    vars(each) | {"prompt": text, "agrees": right}
                     for text, each, right in zip(named, found, agrees, strict=True)
                 ],
             }
