@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from vllm_module.cli import main, rank_load, rank_plan
+from vllm_module.cli.options import DType, PrecisionOptions, RankOptions, UsageError, expanded
 from vllm_module.cli.output import by_number, size
 
 Run = Callable[..., Any]
@@ -239,3 +241,18 @@ def test_a_path_without_a_folder_is_refused_before_torch_is_imported(command: st
     )
     assert done.stdout.split() == ["1", "False"]
     assert "the folder /not/there does not exist; check the path" in done.stderr
+
+
+def test_shared_options_reach_a_command_as_objects() -> None:
+    """Those of a class become one object, with defaults for those left out; others stay alone."""
+    received: list[object] = []
+
+    def command(*, ranks: RankOptions, number: int = 3, precision: PrecisionOptions) -> None:
+        received.extend([ranks, number, precision])
+
+    app = typer.Typer(add_completion=False)
+    app.command()(expanded(command))
+    app(["--tp", "2", "--dtype", "float16"], standalone_mode=False)
+    assert received == [RankOptions(2, False), 3, PrecisionOptions(DType.float16, None)]
+    with pytest.raises(UsageError, match="No such option"):
+        app(["--ranks", "2"], standalone_mode=False)

@@ -21,8 +21,7 @@ from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.step import Step
-from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.step_inputs import Step, StepInputs
 
 VOCAB = 50
 

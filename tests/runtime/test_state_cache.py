@@ -28,8 +28,7 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.ranks.worker import Worker
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.step import Moves
-from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.step_inputs import Moves, StepInputs
 
 CPU = torch.device("cpu")
 PAGE, MOST, ROWS, VOCAB, WIDTH = 4, 64, 4, 40, 8

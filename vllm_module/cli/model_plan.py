@@ -124,10 +124,15 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
     out.print()
     header, rows = tensor_rows(plan.ranks[0].plans, every=every)
     print_table(out, header, rows, right=[header.index("per rank")])
-    groups = _alike(plan.ranks, _memory)
+    columns = memory_columns(plan)
+    groups = _alike(plan.ranks, lambda each: tuple(columns[each.rank].values()))
     for start in range(0, len(groups), _MOST_COLUMNS):
+        shown = groups[start : start + _MOST_COLUMNS]
+        header = ["memory", *(_title(ranks, len(plan.ranks)) for ranks in shown)]
+        firsts = [columns[ranks[0].rank] for ranks in shown]
+        rows = [[label, *(column[label] for column in firsts)] for label in firsts[0]]
         out.print()
-        print_memory(out, plan, groups[start : start + _MOST_COLUMNS])
+        print_table(out, header, rows, right=range(1, len(header)))
     lines = str(report).splitlines()[1:] if report.ok else []
     if plan.memory is not None and plan.too_large() is None:
         lines.append(f"fits into {plan.memory}; activations and CUDA graphs are not counted")
@@ -136,46 +141,36 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
         print_text(out, "\n".join(lines))
 
 
-def print_memory(out: Console, plan: ModelPlan, groups: Sequence[list[RankPlan]]) -> None:
-    """Print a column for each group of ranks that need the same memory."""
-    dtype, tokens, memory = dtype_name(plan.source.dtype), plan.tokens, plan.memory_bytes
-    firsts = [ranks[0] for ranks in groups]
-    quantizing = any(each.kept.quantized for each in plan.ranks[0].plans)
-    kept = f"quantized or in {dtype}" if quantizing else f"in {dtype}"
-
-    def row(label: str, *values: str) -> list[str]:
-        return [label, *values]
-
-    rows = [
-        row("read from the checkpoint", *(size(each.bytes_read) for each in firsts)),
-        row(
-            "share of the checkpoint",
-            *(f"{each.bytes_read / max(plan.nbytes, 1):.1%}" for each in firsts),
-        ),
-        row(f"weights and buffers, {kept}", *(size(each.device_bytes) for each in firsts)),
-    ]
-    if any(rank.quantizing_bytes for rank in plan.ranks):
-        state = "not quantized yet" if quantizing else "cast or put in order on a GPU"
-        label = f"{state}, at the peak"
-        rows.append(row(label, *(size(each.quantizing_bytes) for each in firsts)))
-    has_cache = any(rank.kv_page_bytes for rank in plan.ranks)  # an encoder has none
-    if has_cache:
-        label = f"KV cache of {tokens:,} tokens, in {dtype_name(plan.cache_dtype)}"
-        rows.append(row(label, *(size(each.kv_cache_bytes(tokens)) for each in firsts)))
-    if any(rank.state_bytes for rank in plan.ranks):
-        label = "state of a sequence, whatever its length"
-        rows.append(row(label, *(size(each.state_bytes) for each in firsts)))
-    if memory is not None:
-        left = (_signed(memory - each.needed_bytes(tokens)) for each in firsts)
-        rows.append(row(f"left of {plan.memory}", *left))
-        if has_cache:
-            fitting = (f"{each.kv_cache_tokens(memory):,}" for each in firsts)
-            rows.append(row("tokens of KV cache that fit", *fitting))
-    for kind, where in (("cpu", "the CPU"), ("cuda", "a GPU")):
-        label = f"host memory to load onto {where}, at the peak"
-        rows.append(row(label, *(size(each.staging_bytes[kind]) for each in firsts)))
-    header = ["memory", *(_title(ranks, len(plan.ranks)) for ranks in groups)]
-    print_table(out, header, rows, right=range(1, len(header)))
+def memory_columns(plan: ModelPlan) -> list[dict[str, str]]:
+    """Return the table of memory: for each rank, what it shows by the labels of its lines."""
+    tokens, memory, first = plan.tokens, plan.memory_bytes, plan.ranks[0]
+    quantizes = any(each.kept.quantized for each in first.plans)
+    has_peak = any(rank.quantizing_bytes for rank in plan.ranks)
+    kept = f"{'quantized or ' if quantizes else ''}in {dtype_name(plan.source.dtype)}"
+    peak = "not quantized yet" if quantizes else "cast or put in order on a GPU"
+    columns = []
+    for rank in plan.ranks:
+        column = {
+            "read from the checkpoint": size(rank.bytes_read),
+            "share of the checkpoint": f"{rank.bytes_read / max(plan.nbytes, 1):.1%}",
+            f"weights and buffers, {kept}": size(rank.device_bytes),
+        }
+        if has_peak:
+            column[f"{peak}, at the peak"] = size(rank.quantizing_bytes)
+        if first.kv_page_bytes:  # an encoder has none
+            label = f"KV cache of {tokens:,} tokens, in {dtype_name(plan.cache_dtype)}"
+            column[label] = size(rank.kv_cache_bytes(tokens))
+        if first.state_bytes:
+            column["state of a sequence, whatever its length"] = size(rank.state_bytes)
+        if memory is not None:
+            column[f"left of {plan.memory}"] = _signed(memory - rank.needed_bytes(tokens))
+            if first.kv_page_bytes:
+                column["tokens of KV cache that fit"] = f"{rank.kv_cache_tokens(memory):,}"
+        for kind, where in (("cpu", "the CPU"), ("cuda", "a GPU")):
+            label = f"host memory to load onto {where}, at the peak"
+            column[label] = size(rank.staging_bytes[kind])
+        columns.append(column)
+    return columns
 
 
 def _title(ranks: list[RankPlan], count: int) -> str:
@@ -194,18 +189,6 @@ def _alike(ranks: Sequence[RankPlan], key: Callable[[RankPlan], Hashable]) -> li
     for each in ranks:
         groups.setdefault(key(each), []).append(each)
     return list(groups.values())
-
-
-def _memory(rank: RankPlan) -> Hashable:
-    """Return all that the table of memory shows of a rank."""
-    return (
-        rank.bytes_read,
-        rank.device_bytes,
-        rank.quantizing_bytes,
-        rank.kv_page_bytes,
-        rank.state_bytes,
-        *rank.staging_bytes.values(),
-    )
 
 
 def _signed(nbytes: int) -> str:

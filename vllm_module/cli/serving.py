@@ -22,8 +22,6 @@ from vllm_module.cli.ranks import is_first_rank, tensor_parallel_size, under_tor
 from vllm_module.errors import RankError
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_module.runtime.llm import LLM
     from vllm_module.runtime.sampling_params import SamplingParams
 
@@ -59,6 +57,7 @@ def serving(
             device=devices.device,
             load_config=load_config,
             tensor_parallel_size=size,
+            seed=None,  # only --seed draws the same tokens again
             enable_expert_parallel=ranks.enable_expert_parallel,
             **precision.entries(),
             **model.entries(),
@@ -130,8 +129,3 @@ def check_text(text: str, option: str) -> str:
     except UnicodeEncodeError:
         raise typer.BadParameter(f"{text!a} is no text", param_hint=option) from None
     return text
-
-
-def built_as(llm: LLM) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype of parameters that are not quantized, and the device of the model."""
-    return llm.source.dtype, next(llm.executor.worker.model.parameters()).device

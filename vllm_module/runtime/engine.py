@@ -16,7 +16,7 @@ from vllm_module.base.messages import describe_error
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.launched import Execute, Launched
-from vllm_module.runtime.metrics import Totals
+from vllm_module.runtime.metrics import StepStats, Totals
 from vllm_module.runtime.sampling.bad_words import completing_tokens, encode_bad_words
 from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.sampler import (
@@ -30,8 +30,7 @@ from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
-from vllm_module.runtime.step import Step
-from vllm_module.runtime.step_inputs import StepInputs, next_inputs, step_inputs
+from vllm_module.runtime.step_inputs import Step, StepInputs, next_inputs, step_inputs
 from vllm_module.runtime.text.prompts import check_vocabulary
 from vllm_module.runtime.text.stopping import check_stop, complete_text
 from vllm_module.runtime.text.tokenizer import Tokenizer
@@ -114,13 +113,16 @@ class Engine:
         self._aborts: list[tuple[str, FinishReason]] = []
         self._arrivals = 0
 
-    def step(self) -> list[Request]:
+    def step(self, on_step: Callable[[StepStats], object] | None = None) -> list[Request]:
         """Compute the next tokens of all requests that fit into one step.
+
+        ``on_step`` is called with the measurements of the step, unless it fails.
 
         Returns the requests that got a token or ended. If the model raises, each sequence of the
         step is computed alone, and only requests that fail alone end with the error. If no single
         request is at fault, the error is raised, and all requests end with it.
         """
+        begin = time.perf_counter()
         with self.alone():
             step = Step()
             try:
@@ -136,7 +138,11 @@ class Engine:
                 step = launched.step
                 if self.async_scheduling:
                     self._next = self._launch_next(launched)
+                used = self.scheduler.pool.num_pages - self.scheduler.pool.free_pages
                 changed = self._finish_step(launched)
+                if on_step is not None:
+                    counts = [count for _, count in step.scheduled]
+                    on_step(StepStats(counts, used, time.perf_counter() - begin))
                 if self._start_over:
                     self._start_over = False
                     self.scheduler.start_over()

@@ -9,8 +9,7 @@ import torch
 
 from vllm_module.runtime.sampling.sampler import Sampled
 from vllm_module.runtime.sequence import Request, Sequence
-from vllm_module.runtime.step import Step
-from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.step_inputs import Step, StepInputs
 
 
 class Execute(Protocol):

@@ -220,6 +220,10 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
                 model_config.revision,
                 model_config.trust_remote_code,
                 seed,
+                next(self.executor.worker.model.parameters()).device,
+                self.executor.size,
+                self.engine.scheduler.pool.num_pages,
+                config.block_size,
             )
         except BaseException:
             self.close()

@@ -43,6 +43,22 @@ class RequestStateStats:
 
 
 @dataclass
+class StepStats:
+    """The measurements of one step.
+
+    Attributes:
+        counts: for each sequence of the step, its tokens that were computed.
+        used_pages: of the KV cache, before pages of sequences that ended were freed.
+        seconds: that the step took.
+
+    """
+
+    counts: list[int]
+    used_pages: int
+    seconds: float
+
+
+@dataclass
 class Metric:
     """A number about the engine, under its name in vLLM."""
 

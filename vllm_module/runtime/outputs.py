@@ -25,8 +25,10 @@ class ServedModelConfig:
     Attributes:
         model, revision, trust_remote_code, seed: the arguments, as given.
         tokenizer: the place of the tokenizer.
-        dtype: dtype of the parameters.
+        dtype, device: dtype and device of the parameters that are not quantized.
         max_model_len: largest number of tokens of a sequence.
+        tensor_parallel_size: the number of ranks.
+        num_gpu_blocks, block_size: pages of the KV cache, on any device, and the tokens of each.
         hf_config: config.json, with its entries as attributes.
 
     """
@@ -39,6 +41,10 @@ class ServedModelConfig:
     revision: str | None
     trust_remote_code: bool
     seed: int | None
+    device: torch.device
+    tensor_parallel_size: int
+    num_gpu_blocks: int
+    block_size: int
 
     def get_vocab_size(self) -> int:
         """Return the number of tokens that the model knows."""

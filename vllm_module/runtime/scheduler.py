@@ -10,7 +10,7 @@ from operator import attrgetter
 from vllm_module.runtime.cache.page_pool import ROOT, PagePool
 from vllm_module.runtime.cache.saved_states import SavedStates
 from vllm_module.runtime.sequence import Request, Sequence
-from vllm_module.runtime.step import Step
+from vllm_module.runtime.step_inputs import Step
 
 _BY_ARRIVAL = attrgetter("request.arrival", "index")  # sort key of sequences
 

@@ -1,10 +1,58 @@
-"""The numbers of a step, which one message carries to all ranks."""
+"""A step: what the model computes at once, and its numbers, which one message carries to ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_module.runtime.step import Moves, Step
+from vllm_module.runtime.sequence import Sequence
+
+
+@dataclass
+class Moves:
+    """What is copied before a step, as (from, to) pairs, in this order.
+
+    Attributes:
+        swapped_out, copied, swapped_in: from the device to the host, on the device, from the host
+            to the device.
+
+    """
+
+    swapped_out: list[tuple[int, int]] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    swapped_in: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.swapped_out or self.copied or self.swapped_in)
+
+
+@dataclass
+class Step:
+    """What the model computes at once, and which pages and states are copied before that.
+
+    Attributes:
+        scheduled: sequences, each with the number of its next tokens to compute.
+        swapped_out, copied, swapped_in: (from, to) pairs of pages, copied in this order: from the
+            device to the host, on the device, from the host to the device.
+        states: (from, to) pairs of states; on the device, these are rows.
+        saved: (from, to) pairs of a row and the slot of a saved state, in either direction. All
+            that is copied on the device is read before any of it is written.
+
+    """
+
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
+    swapped_out: list[tuple[int, int]] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    swapped_in: list[tuple[int, int]] = field(default_factory=list)
+    states: Moves = field(default_factory=Moves)
+    saved: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is copied before the step that cannot be copied again.
+
+        Saved states are given up if it fails, and sequences that used them start over.
+        """
+        return bool(self.swapped_out or self.copied or self.swapped_in or self.states)
 
 
 @dataclass
@@ -13,19 +61,19 @@ class StepInputs:
 
     Attributes:
         input_ids, positions: tokens of the step and their positions, sequence by sequence.
-        slot_mapping: cache slot of each token: its page * page size + its place on the page.
+        slot_mapping: the cache slot of each token: its page * page size + its place on the page.
         context_lens: number of each sequence's tokens up to the end of this step.
         query_start_loc: start of each sequence's tokens, and the end of the last one's.
-        table_rows: row of the block tables with each sequence's pages.
-        new_pages: changes of these rows: a row, the first entry that changes, and the pages from
-            there on. Every rank keeps the tables, and writes the changes before the step.
+        table_rows: the row of the block tables that has each sequence's pages.
+        new_pages: the changes of these rows: a row, the first entry that changes, and the pages
+            from there on. Every rank keeps the tables, and writes the changes before the step.
         num_table_pages: largest number of pages of a sequence.
-        rows: indices of the tokens whose logits are returned.
+        rows: the indices of the tokens whose logits are returned.
         max_query_len: largest number of tokens of a sequence in this step.
         num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
             ``num_sampled`` tokens that the step before has chosen, which are on the device.
-        swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.step.Step`.
-        states: copies of states, with those of saved states; ``None`` if no states are moved. The
+        swapped_out, copied, swapped_in: as in :class:`Step`.
+        states: as there, with the copies of saved states; ``None`` if no states are moved. The
             slot of a sequence's state is the row of its block table.
 
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from vllm_module.base.messages import shorten
@@ -13,11 +13,12 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.arguments import REQUEST_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.beam_search import BeamSearchOutput, BeamSearchParams, search
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.metrics import progress
+from vllm_module.runtime.metrics import StepStats, progress
 from vllm_module.runtime.outputs import RequestOutput, decode_logprobs, request_output
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.serve import Indexed, serve
 from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages
 from vllm_module.runtime.text.prompts import (
     Prompt,
@@ -113,34 +114,50 @@ class TextMethods:
             for prompt, params in zip(prompts, params_list, strict=True):
                 requests.append(self._add(prompt, params, tokenization))
             report_refused(requests)
-        except BaseException:
-            self._abort(requests)
-            raise
-        self._run(requests, use_tqdm)
-        return [self._output(each) if isinstance(each, Request) else each for each in requests]
-
-    def _run(
-        self,
-        requests: Sequence[Request | RequestOutput],
-        use_tqdm: bool | Callable[..., Any] = False,
-    ) -> None:
-        """Step until all requests have ended; abort them if that raises."""
-        running = {each.request_id for each in requests if isinstance(each, Request)}
-        refused = len(requests) - len(running)
-        try:
-            with progress(use_tqdm, len(requests), "prompts", refused) as count:
-                while running:
-                    self.engine.step()
-                    ended = [each for each in running if each not in self.engine.requests]
-                    running.difference_update(ended)
-                    count(len(ended))
+            ended = {i: each for i, each in enumerate(requests) if isinstance(each, RequestOutput)}
+            with progress(use_tqdm, len(requests), "prompts", len(ended)) as count:
+                for index, output in serve(self.engine, requests, self._output):
+                    count(index not in ended)
+                    ended[index] = output
+            return [ended[index] for index in range(len(requests))]
         finally:
-            self._abort(requests)
+            for each in requests:
+                if isinstance(each, Request):
+                    self.engine.abort(each.request_id)  # does nothing for a finished request
 
-    def _abort(self, requests: Sequence[Request | RequestOutput]) -> None:
-        for each in requests:
-            if isinstance(each, Request):
-                self.engine.abort(each.request_id)  # does nothing for a finished request
+    def serve(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        concurrency: int | None = None,
+        every_token: bool = False,
+        on_step: Callable[[StepStats], object] | None = None,
+    ) -> Indexed:
+        """Continue prompts; yield the index of each, and its output as soon as it is complete.
+
+        Args:
+            prompts: as for :meth:`generate`, or an iterator, which is read as prompts are begun.
+            sampling_params: for all prompts.
+            concurrency: most prompts that are served at the same time; by default all.
+            every_token: whether the output so far is yielded after each new token, too.
+            on_step: called after each step that this iterator makes the engine compute.
+
+        A prompt that is refused has an ``error`` in its output. Closing or dropping the iterator
+        aborts its requests.
+
+        Raises, at ``next()``, what :meth:`generate` raises for other reasons.
+
+        """
+        self._check("generate")
+        (params,) = self._params(sampling_params, 1)
+        check_type("concurrency", concurrency, "a number from 1 or None", int, type(None))
+        if concurrency is not None and concurrency < 1:
+            raise ValueError(f"concurrency should be a number from 1 or None, got {concurrency}")
+        listed = prompts if isinstance(prompts, Iterator) else as_prompts(prompts)
+        how = Tokenization()
+        requests = (self._add(each, params, how, streamed=every_token) for each in listed)
+        yield from serve(self.engine, requests, self._output, concurrency, every_token, on_step)
 
     def chat(
         self,
@@ -264,24 +281,8 @@ class TextMethods:
         request = self._add(prompt, params, Tokenization(), streamed=True)
         if isinstance(request, RequestOutput):
             raise ValueError(request.error)
-        yielded = len(request.prompt_token_ids)
-        try:
-            while True:
-                # A step for another stream may have computed tokens of this one, or ended it. With
-                # the lock, no other thread's step adds one between the count and the output.
-                with self.engine.reading():
-                    count = sum(len(sequence.tokens) for sequence in request.sequences)
-                    is_new = request.finished or count > yielded
-                    output = self._output(request) if is_new else None
-                if output is None:
-                    self.engine.step()
-                    continue
-                yielded = count
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self.engine.abort(request.request_id)
+        for _, output in serve(self.engine, [request], self._output, every_token=True):
+            yield output
 
     def beam_search(
         self,
@@ -322,7 +323,8 @@ class TextMethods:
         """Return the logprobs of ``count`` most probable tokens after each sequence."""
         params = SamplingParams(max_tokens=1, logprobs=count, temperature=0, detokenize=False)
         requests = [self.engine.add(str(next(self._ids)), each, params) for each in sequences]
-        self._run(requests)
+        for _ in serve(self.engine, requests, self._output):
+            pass
         for request in requests:
             if request.error is not None:
                 raise RuntimeError(request.error)

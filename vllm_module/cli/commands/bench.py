@@ -3,10 +3,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,14 +32,13 @@ from vllm_module.cli.output import (
 )
 from vllm_module.cli.pictures.plots import check_plot, plot_levels
 from vllm_module.cli.ranks import is_first_rank
-from vllm_module.cli.serving import built_as, serving
+from vllm_module.cli.serving import serving
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from vllm_module.runtime.llm import LLM
-    from vllm_module.runtime.step_inputs import StepInputs
+    from vllm_module.runtime.metrics import RequestStateStats, StepStats
 
 
 def bench(
@@ -133,9 +130,12 @@ def measure(
     """Serve random prompts after a warm-up, and return what ``--json`` prints."""
     import torch
 
-    if llm.engine.max_model_len < input_len + output_len:
+    from vllm_module.runtime.metrics import Counter
+
+    served = llm.model_config
+    if served.max_model_len < input_len + output_len:
         raise CommandError(
-            f"the model and its cache hold at most {llm.engine.max_model_len} tokens of a "
+            f"the model and its cache hold at most {served.max_model_len} tokens of a "
             f"sequence, fewer than --input-len {input_len} and --output-len {output_len}"
         )
     generator = random.Random(seed)
@@ -143,13 +143,12 @@ def measure(
         serve(llm, generator, 1, 1, input_len, min(2, output_len))
     with working(f"serving {plural(num_prompts, 'prompt')}", lines=True) as show:
         run = serve(llm, generator, num_prompts, concurrency, input_len, output_len, show)
-    pool = llm.engine.scheduler.pool
-    model_dtype, model_device = built_as(llm)
+    counters = {each.name: each.value for each in llm.get_metrics() if isinstance(each, Counter)}
     return {
         "checkpoint": llm.source.name,
-        "dtype": model_dtype,
-        "device": model_device,
-        "tensor_parallel_size": llm.executor.size,
+        "dtype": served.dtype,
+        "device": served.device,
+        "tensor_parallel_size": served.tensor_parallel_size,
         "input_len": input_len,
         "output_len": output_len,
         "num_prompts": num_prompts,
@@ -164,9 +163,9 @@ def measure(
         "first_token_seconds": _spread(run.first_token),
         "token_seconds": _spread(run.each_token),
         "peak_pages": run.peak_pages,
-        "pages": pool.num_pages,
-        "page_size": pool.page_size,
-        "preemptions": llm.engine.scheduler.preemptions,
+        "pages": served.num_gpu_blocks,
+        "page_size": served.block_size,
+        "preemptions": counters["vllm:num_preemptions"],
     }
 
 
@@ -209,6 +208,20 @@ class Run:
     each_token: list[float] = field(default_factory=list)
     peak_pages: int = 0
 
+    def add_step(self, step: StepStats) -> None:
+        """Count the tokens, the time and the pages of a step."""
+        work = self.prompting if max(step.counts) > 1 else self.decoding
+        work.seconds += step.seconds
+        work.tokens += sum(n for n in step.counts if n > 1) or len(step.counts)
+        self.peak_pages = max(self.peak_pages, step.used_pages)
+
+    def add_prompt(self, stats: RequestStateStats) -> None:
+        """Count the times of a prompt that is complete."""
+        self.first_token.append(stats.first_token_latency)
+        if stats.num_generation_tokens > 1:
+            seconds = stats.last_token_ts - stats.first_token_ts
+            self.each_token.append(seconds / (stats.num_generation_tokens - 1))
+
 
 def serve(
     llm: LLM,
@@ -226,48 +239,26 @@ def serve(
     """
     from vllm_module.runtime.sampling_params import SamplingParams
 
-    engine, run = llm.engine, Run()
-    pool = engine.scheduler.pool
+    run = Run()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    vocabulary = range(engine.vocab_size)
+    vocabulary = range(llm.model_config.get_vocab_size())
     prompts = [generator.choices(vocabulary, k=input_len) for _ in range(num_prompts)]
-    execute = engine.execute
-    launched: deque[StepInputs] = deque()  # steps that are not finished: two at most
 
-    def observe(inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        launched.append(inputs)
-        run.peak_pages = max(run.peak_pages, pool.num_pages - pool.free_pages)
-        return execute(inputs, sampled)
-
-    engine.execute = observe
-    since: dict[str, float] = {}  # when a request was added, and then when its first token came
-    start = now = time.perf_counter()
-    while prompts or engine.requests:
-        while prompts and len(engine.requests) < concurrency:
-            request_id = str(len(prompts))
-            engine.add(request_id, prompts.pop(), params)
-            since[request_id] = now
-        step_start = now
-        changed = engine.step()
-        now = time.perf_counter()
-        counts = [end - begin for begin, end in pairwise(launched.popleft().query_start_loc)]
-        work = run.prompting if max(counts) > 1 else run.decoding
-        work.seconds += now - step_start
-        work.tokens += sum(n for n in counts if n > 1) or len(counts)
-        done = num_prompts - len(prompts) - len(engine.requests)
+    def show_progress() -> None:
         computed = run.prompting.tokens + run.decoding.tokens
-        show(f"{done} of {num_prompts} prompts complete, {computed:,} tokens")
-        for request in changed:
-            if request.error:
-                raise CommandError(request.error)
-            generated = len(request.sequences[0].output)
-            if generated == 1:
-                run.first_token.append(now - since[request.request_id])
-                since[request.request_id] = now
-            elif request.finished:
-                run.each_token.append((now - since[request.request_id]) / (generated - 1))
-    run.seconds = now - start
-    engine.execute = execute
+        show(f"{len(run.first_token)} of {num_prompts} prompts complete, {computed:,} tokens")
+
+    def on_step(step: StepStats) -> None:
+        run.add_step(step)
+        show_progress()
+
+    start = time.perf_counter()
+    for _, output in llm.serve(prompts, params, concurrency=concurrency, on_step=on_step):
+        if output.error:
+            raise CommandError(output.error)
+        run.add_prompt(output.metrics)
+        show_progress()
+    run.seconds = time.perf_counter() - start
     return run
 
 

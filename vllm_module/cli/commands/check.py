@@ -24,7 +24,7 @@ from vllm_module.cli.output import (
     working,
 )
 from vllm_module.cli.ranks import is_first_rank
-from vllm_module.cli.serving import built_as, check_text, serving
+from vllm_module.cli.serving import check_text, serving
 
 PROMPTS = "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,"
 
@@ -91,8 +91,9 @@ def check(
         from vllm_module.cli.implementation import impl_of
         from vllm_module.cli.tensor_plan import dtype_name
 
-        model_dtype, model_device = built_as(llm)
-        name, folder, size = llm.source.name, llm.source.folder, llm.executor.size
+        served = llm.model_config
+        model_dtype, model_device, size = served.dtype, served.device, served.tensor_parallel_size
+        name, folder = llm.source.name, llm.source.folder
         impl, architecture = impl_of(llm.source), llm.source.config.architectures[0]
         no_text = llm.no_tokenizer
         if llm.tokenizer is None:
@@ -124,17 +125,7 @@ def check(
                 "tolerance": passes,
                 "agrees": all(agrees),
                 "prompts": [
-                    {
-                        "prompt": text,
-                        "prompt_ids": each.prompt_ids,
-                        "ids": each.ids,
-                        "difference": each.difference,
-                        "worst": each.worst,
-                        "others": each.others,
-                        "gap": each.gap,
-                        "first_other": each.first_other,
-                        "agrees": right,
-                    }
+                    vars(each) | {"prompt": text, "agrees": right}
                     for text, each, right in zip(named, found, agrees, strict=True)
                 ],
             }

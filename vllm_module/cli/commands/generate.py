@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,14 +21,14 @@ from vllm_module.cli.options import (
     UsageError,
 )
 from vllm_module.cli.output import console, error_text, plural, print_json, working
-from vllm_module.cli.serving import built_as, check_text, given_params, sampling_params, serving
+from vllm_module.cli.serving import check_text, given_params, sampling_params, serving
 from vllm_module.cli.streams import complain
 from vllm_module.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
     from vllm_module.runtime.llm import LLM
+    from vllm_module.runtime.outputs import RequestOutput
     from vllm_module.runtime.sampling_params import SamplingParams
-    from vllm_module.runtime.sequence import Request
 
 
 def generate(
@@ -100,13 +99,12 @@ def generate(
         _run(llm, completions, params, quiet=as_json)
         seconds = time.perf_counter() - start
         if as_json:
-            model_dtype, model_device = built_as(llm)
             print_json(
                 {
                     "checkpoint": llm.source.name,
-                    "dtype": model_dtype,
-                    "device": model_device,
-                    "tensor_parallel_size": llm.executor.size,
+                    "dtype": llm.model_config.dtype,
+                    "device": llm.model_config.device,
+                    "tensor_parallel_size": llm.model_config.tensor_parallel_size,
                     "seconds": seconds,
                     "completions": completions,
                 }
@@ -131,11 +129,8 @@ class Completion:
         """The text, or the token ids of a prompt of token ids."""
         return ",".join(map(str, self.ids)) if self.prompt is None else self.text or ""
 
-    def update(self, request: Request) -> None:
-        """Copy the output that the request has so far."""
-        from vllm_module.runtime.outputs import request_output
-
-        output = request_output(request)
+    def update(self, output: RequestOutput) -> None:
+        """Copy the output that the prompt has so far."""
         (sample,) = output.outputs
         self.ids, self.error = sample.token_ids, output.error
         self.text = None if self.prompt is None else sample.text
@@ -143,42 +138,33 @@ class Completion:
 
 
 def _run(llm: LLM, completions: list[Completion], params: SamplingParams, *, quiet: bool) -> None:
-    """Step until all are complete; print one alone token by token, or several when complete."""
-    engine, alone, out = llm.engine, len(completions) == 1, console()
-    for index, completion in enumerate(completions):
-        try:
-            engine.add(str(index), completion.prompt_ids, params, streamed=alone)
-        except ValueError as error:
-            completion.error = str(error)
-            _show_error(index, completion, alone)
+    """Complete all prompts; print one alone token by token, or several when complete."""
+    alone, out = len(completions) == 1, console()
     streams = alone and not quiet
-    if streams and engine.requests:
-        out.print(completions[0].prompt or "", style="bold", end="")
-    with nullcontext() if streams and sys.stdout.isatty() else working("computing prompts") as show:
-        while engine.requests:
-            for request in engine.step():
-                index = int(request.request_id)
-                completion = completions[index]
-                before = len(completion.shown)
-                completion.update(request)
-                if completion.error:
-                    _show_error(index, completion, alone)
-                elif streams:
-                    print(completion.shown[before:], end="", flush=True)
-                elif request.finished and not quiet:
-                    out.print(f"[{index + 1}] ", style="dim", end="")
-                    out.print(completion.prompt or "", style="bold", end="")
-                    print(completion.shown, flush=True)
-            if show is not None:
-                done = len(completions) - len(engine.requests)
-                show(f"{done} of {plural(len(completions), 'prompt')} complete")
+    prompts = [{"prompt_token_ids": completion.prompt_ids} for completion in completions]
+    outputs = llm.serve(prompts, params, every_token=streams)
+    with ExitStack() as stack:
+        show = stack.enter_context(working("computing prompts"))
+        for count, (index, output) in enumerate(outputs, 1):
+            completion = completions[index]
+            if streams:
+                stack.close()  # the live line ends where the text begins
+            begun, before = bool(completion.ids), len(completion.shown)
+            completion.update(output)
+            if streams and not begun and completion.ids:
+                out.print(completion.prompt or "", style="bold", end="")
+            if completion.error:
+                which = "" if alone else f"prompt {index + 1}: "
+                complain(error_text(f"{which}{completion.error}"))
+            elif streams:
+                print(completion.shown[before:], end="", flush=True)
+            elif not quiet:
+                out.print(f"[{index + 1}] ", style="dim", end="")
+                out.print(completion.prompt or "", style="bold", end="")
+                print(completion.shown, flush=True)
+            show(f"{count} of {plural(len(completions), 'prompt')} complete")
     if alone and completions[0].ids and not quiet:
         print(flush=True)
-
-
-def _show_error(index: int, completion: Completion, alone: bool) -> None:
-    which = "" if alone else f"prompt {index + 1}: "
-    complain(error_text(f"{which}{completion.error}"))
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -16,18 +16,11 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.output import CommandError
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
-from vllm_module.runtime.cache.kv_cache import KVCache
-from vllm_module.runtime.cache.page_pool import PagePool
-from vllm_module.runtime.cache.state_cache import StateCache, state_layers
-from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.llm import LLM
-from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.weights import Weight, read_into
 
 CPU = torch.device("cpu")
-_PAGE_SIZE = 16  # tokens
 _TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order differ by less
 
 
@@ -66,9 +59,7 @@ def run_size(
             model = source.build(CPU)
             model.load_weights(checkpoint.items())
             nbytes = checkpoint.bytes_read
-        causal: Any = model
-        hidden = model(torch.tensor(prompt), torch.arange(len(prompt)))
-        logits = causal.compute_logits(hidden)
+        logits = _logits(model, prompt)
         tokens = _greedy_tokens(model, prompt, max_tokens, stops) if tp_size > 1 else []
         return model, nbytes, logits, tokens
 
@@ -81,27 +72,26 @@ def run_size(
     return SizeResult(tp_size, list(bytes_read), logits[0], tokens[0])
 
 
+def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the logits at every position of a sequence, without a KV cache."""
+    logits: torch.Tensor = model.compute_logits(
+        model(torch.tensor(tokens), torch.arange(len(tokens)))
+    )
+    return logits
+
+
 def _greedy_tokens(
     model: vLLMModule, prompt: list[int], max_tokens: int, stops: Collection[int]
 ) -> list[int]:
-    """Generate on this rank with its own engine; every rank takes the same steps."""
+    """Generate on this rank without an engine: each token takes a pass over all tokens before."""
     config: Any = model.config
-    length = min(len(prompt) + max_tokens, config.context_length or sys.maxsize)
-    pages = PagePool(-(-length // _PAGE_SIZE), _PAGE_SIZE)
-    cache = KVCache(model, pages.num_pages, _PAGE_SIZE, CPU, torch.float32)
-    states = StateCache(model, 1, CPU, torch.float32)
-    recurrent = bool(state_layers(model))
-    scheduler = Scheduler(
-        pages, PagePool(0, _PAGE_SIZE), 1, length, not recurrent, has_states=recurrent
-    )
-    runner = ModelRunner(model, CPU, 1, pages.num_pages)
-    engine = Engine(runner.run, scheduler, config.vocab_size, length, stop_token_ids=stops)
-    request = engine.add("demo", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
-    while engine.requests:
-        engine.step()
-    cache.close()
-    states.close()
-    return request.sequences[0].output
+    most = min(len(prompt) + max_tokens, config.context_length or sys.maxsize)
+    tokens = list(prompt)
+    while len(tokens) < most:
+        tokens.append(int(_logits(model, tokens)[-1].argmax()))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
 
 
 def llm_tokens(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.layers import RecurrentLayer
-from vllm_module.runtime.step import Moves
+from vllm_module.runtime.step_inputs import Moves
 
 
 def state_layers(model: vLLMModule) -> list[RecurrentLayer]:
