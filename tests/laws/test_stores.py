@@ -20,12 +20,11 @@ from vllm_module.core import planner
 from vllm_module.core.module import vLLMModule
 from vllm_module.testing import LAWS, Law
 from vllm_module.testing.sources import WatchedSource
-from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.stores import spans
+from vllm_module.weights.stores.checkpoint import open_file
 from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.place import parse
 from vllm_module.weights.stores.store import Store
-from vllm_module.weights.stores.stored_bytes import StoredBytes
 
 HERE = Path(__file__).parent
 SUBJECTS = runpy.run_path(str(HERE / "subjects.py"))["SUBJECTS"]
@@ -91,7 +90,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             server.kept[server.folder / "model" / name] = data
             place, threads = parse(f"{server.url}/model"), set(threading.enumerate())
             with waiting_for_others(threads), closing(Store(place, web_client(place))) as store:
-                file = SafetensorsFile(place.file(name), file_bytes=StoredBytes(store, name))
+                file, _ = open_file(store, name, "safetensors")
                 counted.number += 1
                 if watched:
                     given = {key: Both(file[key], handle) for key, handle in weights.items()}

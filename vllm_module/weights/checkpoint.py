@@ -2,28 +2,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.file_bytes import FileBytes
-from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.formats import FORMATS, UNSUPPORTED, Files, Unit, formats_of, imported
 from vllm_module.weights.header import Entry
-from vllm_module.weights.index import DAMAGED, check_against_index, parse_index
+from vllm_module.weights.index import DAMAGED, check_against_index, read_index
 from vllm_module.weights.regular_file import is_there, read_file, refusal
 from vllm_module.weights.weight_file import WeightFile
 
 if TYPE_CHECKING:
     from vllm_module.weights.handle import FileHandle
-
-T = TypeVar("T")
 
 
 class Checkpoint(Mapping[str, "FileHandle"]):
@@ -154,10 +150,6 @@ class LocalFiles:
         # What the user named may be a link to anywhere.
         return FileBytes(self.path / name, self.path if self.named is None else None)
 
-    def together(self, works: Iterable[Callable[[], T]]) -> Iterable[T]:
-        """Yield what each of ``works`` returns."""
-        return (work() for work in works)
-
     def close(self) -> None:
         """Do nothing: files are closed one by one."""
 
@@ -191,7 +183,15 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
     if isinstance(each, Unit):
         opened: Checkpoint = imported(each.opener)(LocalFiles(path))
         return opened
-    return open_files(LocalFiles(path), name, each)
+    if not os.path.isdir(path):
+        return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
+    if each.index is not None and is_there(path / each.index):
+        names_in = read_index(path / each.index, each.suffixes)
+        paths = [path / file for file in sorted(names_in)]
+        return _open_files(name, each, paths, path, names_in)
+    whole = each.whole is not None and is_there(path / each.whole)
+    paths = [path / str(each.whole)] if whole else each.files(_listed(path))
+    return _open_files(name, each, paths, path)
 
 
 def format_of(path: Path, load_format: str = "auto") -> str | None:
@@ -241,40 +241,28 @@ def _nothing_to_open(path: Path, load_format: str, formats: list[str]) -> Checkp
     )
 
 
-def open_files(folder: FolderFiles, name: str, format_: Files) -> Any:
-    """Open a folder's files of the format ``name``, and compare them with an index if there is one.
-
-    They are those that the index names, or the one of all tensors, or all there are.
-    """
-    names_in: dict[str, set[str]] | None = None
-    index = folder.path / str(format_.index)
-    if folder.named is not None:
-        names = [folder.named]
-    elif format_.index is not None and folder.has(format_.index):
-        names_in = parse_index(folder.read(format_.index), index, format_.suffixes)
-        names = sorted(names_in)
-    elif (listed := folder.names()) is None or format_.whole in listed:
-        names = [str(format_.whole)]
-    else:
-        names = [path.name for path in format_.files(map(Path, listed))]
-
-    def open_one(file: str) -> WeightFile:
-        # A store says itself what is missing, and is not asked twice.
-        if names_in is not None and isinstance(folder, LocalFiles) and not folder.has(file):
-            raise CheckpointFormatError(
-                f"{printable(index)} names {printable_name(file)}, which is not there. {DAMAGED}"
-            )
-        return format_.open_file(folder, file)
-
+def _open_files(
+    name: str,
+    format_: Files,
+    paths: list[Path],
+    folder: Path | None,
+    names_in: dict[str, set[str]] | None = None,
+) -> Checkpoint:
+    """Open files of the format ``name``, and compare them with an index if there is one."""
+    files: list[WeightFile] = []
     with ExitStack() as opened:
-        files = []
-        for file in folder.together(partial(open_one, each) for each in names):
-            files.append(file)
-            opened.callback(file.close)
-        if names_in is not None:
+        for path in paths:
+            if names_in is not None and not is_there(path):
+                raise CheckpointFormatError(
+                    f"{printable(path.parent)}/{format_.index} names {printable_name(path.name)}, "
+                    f"which is not there. {DAMAGED}"
+                )
+            files.append(format_.open_file(path, folder))
+            opened.callback(files[-1].close)
+        if folder is not None and format_.index is not None and names_in is not None:
             for file in files:
-                check_against_index(index, names_in, file)
-        checkpoint = folder.checkpoint(files, name)
+                check_against_index(folder / format_.index, names_in, file)
+        checkpoint = Checkpoint(tuple(files), name)
         opened.pop_all()
     return checkpoint
 

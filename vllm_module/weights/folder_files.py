@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_module.weights.readable import Readable
 
 if TYPE_CHECKING:
     from vllm_module.weights.weight_file import WeightFile
-
-T = TypeVar("T")
 
 
 class FolderFiles(Protocol):
@@ -39,9 +37,6 @@ class FolderFiles(Protocol):
 
     def open(self, name: str) -> Readable:
         """Open a file of weights."""
-
-    def together(self, works: Iterable[Callable[[], T]]) -> Iterable[T]:
-        """Call each of ``works``, which open files; many at once where that waits for a network."""
 
     def close(self) -> None:
         """Close the connections of a store; files that were opened can no longer be read."""

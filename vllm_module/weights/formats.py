@@ -25,7 +25,7 @@ class Files:
 
     Attributes:
         opener: ``module:name`` of the :class:`WeightFile` that opens one. It is imported when it is
-            called, with the file's path and bytes.
+            called, with the file and the folder that a link may not lead out of.
         suffixes: of its files. All with the first of these that the folder has are opened,
         others: except these, which hold something else.
         index: the file that names them by tensor; it is looked for first,
@@ -59,9 +59,9 @@ class Files:
                 return kept
         return []
 
-    def open_file(self, folder: FolderFiles, name: str) -> WeightFile:
-        """Open one file of a folder."""
-        opened: WeightFile = imported(self.opener)(folder.path / name, file_bytes=folder.open(name))
+    def open_file(self, path: Path, folder: Path | None) -> WeightFile:
+        """Open one file."""
+        opened: WeightFile = imported(self.opener)(path, folder)
         return opened
 
 

@@ -6,14 +6,20 @@ from pathlib import Path
 
 from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights.regular_file import read_file
 from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile
 
 DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 
 
+def read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
+    """Parse the index; return the names of tensors by the name of their file."""
+    return parse_index(read_file(index, index.parent), index, suffixes)
+
+
 def parse_index(data: bytes, index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
-    """Return the names of tensors by the name of their file; ``index`` is for messages."""
+    """Parse an index as :func:`read_index` does; ``index`` is for messages."""
     where = printable(index)
     weight_map = parse_object(data, where, DAMAGED).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.formats import FORMATS, Files, imported
 from vllm_module.weights.regular_file import MAX_JSON_BYTES, is_there, read_file
 from vllm_module.weights.stores.store import Store
 from vllm_module.weights.stores.stored_bytes import StoredBytes
 from vllm_module.weights.weight_file import WeightFile
-
-T = TypeVar("T")
 
 
 class StoredCheckpoint(Checkpoint):
@@ -99,10 +97,6 @@ class StoredFiles:
         self._opened[name] = StoredBytes(self._store, name)
         return self._opened[name]
 
-    def together(self, works: Iterable[Callable[[], T]]) -> list[T]:
-        """Call all of ``works``, many at once."""
-        return self._store.together(works)
-
     def close(self) -> None:
         """Close the connections."""
         self._store.close()
@@ -113,3 +107,13 @@ class StoredFiles:
         for _, each in stored:
             each.forget_header()
         return StoredCheckpoint(self._store, stored, load_format)
+
+
+def open_file(store: Store, name: str, load_format: str) -> tuple[WeightFile, StoredBytes]:
+    """Open one file of a store, and check what it says of its tensors."""
+    format_ = FORMATS[load_format]
+    assert isinstance(format_, Files)
+    stored = StoredBytes(store, name)
+    file: WeightFile = imported(format_.opener)(stored.path, file_bytes=stored)
+    stored.forget_header()
+    return file, stored

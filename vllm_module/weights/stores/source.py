@@ -15,12 +15,12 @@ from typing import Any
 from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import hub
-from vllm_module.weights.checkpoint import open_files
 from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of, imported
+from vllm_module.weights.index import check_against_index, read_index
 from vllm_module.weights.regular_file import MAX_JSON_BYTES, is_there
 from vllm_module.weights.stores import hub_client
 from vllm_module.weights.stores.cache import StoreCache
-from vllm_module.weights.stores.checkpoint import StoredCheckpoint, StoredFiles
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint, StoredFiles, open_file
 from vllm_module.weights.stores.client import Client
 from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.obstore_client import ObstoreClient
@@ -152,14 +152,28 @@ class StoreSource:
         store = Store(self.place, self._client(), self._cache())
         with ExitStack() as opened:
             opened.callback(store.close)
-            files = self._files(store)
             checkpoint: StoredCheckpoint
             if isinstance(format_, Unit):
-                checkpoint = imported(format_.opener)(files)
+                checkpoint = imported(format_.opener)(self._files(store))
             else:
-                checkpoint = open_files(files, name, format_)
+                checkpoint = self._open_files(store, name, format_)
             opened.pop_all()
         return checkpoint
+
+    def _open_files(self, store: Store, name: str, format_: Files) -> StoredCheckpoint:
+        index = self.folder / str(format_.index)
+        names_in: dict[str, set[str]] | None = None
+        if is_there(index):
+            names_in = read_index(index, format_.suffixes)
+            names = sorted(names_in)
+        elif (listed := self._list()) is None or format_.whole in listed:
+            names = [str(format_.whole)]
+        else:
+            names = [path.name for path in format_.files(map(Path, sorted(listed)))]
+        files = store.together(partial(open_file, store, each, name) for each in names)
+        for file, _ in files if names_in is not None else ():
+            check_against_index(index, names_in or {}, file)
+        return StoredCheckpoint(store, files, name)
 
     def _files(self, store: Store) -> StoredFiles:
         return StoredFiles(store, self.folder, self._list, self._is_fetched, self._named)
