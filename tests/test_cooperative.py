@@ -48,9 +48,10 @@ MARGIN = 60.0  # seconds that a busy machine may take besides
 
 SAME = ("same_at_2", "same_at_3", "same_at_4")
 FAILURES = {  # of rank 1, and what the others say of it
+    "planning_one_fails": "rank 1 of 3 failed: OSError: the disk is gone",
     "reading_one_dies": "rank 1 of 3 ended, or left",
     "reading_one_fails": "rank 1 of 2 failed: OSError: the disk is gone",
-    "reading_one_is_stopped": "rank 1 of 2 passed nothing on for 5 s: it hangs, or",
+    "reading_one_is_stopped": "rank 1 of 3 passed nothing on for 5 s: it hangs, or",
     "reading_one_is_interrupted": "rank 1 of 2 failed: KeyboardInterrupt",
     "reading_one_dies_on_its_host": "rank 1 of 3 ended, or left",
     "reading_one_is_stopped_on_its_host": "rank 1 of 2 passed nothing on for 5 s: it hangs, or",

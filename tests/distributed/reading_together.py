@@ -29,6 +29,7 @@ from vllm_module import (
 )
 from vllm_module.cooperative import reading
 from vllm_module.cooperative.reader import SharedReader
+from vllm_module.core.planner import Planner
 from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import RankError, WeightReadError
@@ -265,9 +266,18 @@ def interrupt(directory: Path) -> None:
     threading.Event().wait()  # its part never comes
 
 
+@scenario(3)
+def planning_one_fails(directory: Path, rank: int) -> Any:
+    """Let rank 1 fail before it has a plan, when the others wait for what it will read."""
+    if rank == 1:
+        Planner.plan = lambda planner: fail(directory)  # type: ignore[assignment, method-assign]
+    load(str(directory.parent / "case dense"), True)
+    return "loaded"
+
+
 scenario(3, "reading_one_dies")(failing(die))
 scenario(2, "reading_one_fails")(failing(fail))
-scenario(2, "reading_one_is_stopped")(failing(stop))
+scenario(3, "reading_one_is_stopped")(failing(stop))
 scenario(2, "reading_one_is_interrupted")(failing(interrupt))
 scenario(3, "reading_one_dies_on_its_host")(failing(die, hosts=True))
 scenario(2, "reading_one_is_stopped_on_its_host")(failing(stop, hosts=True))

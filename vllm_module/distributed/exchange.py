@@ -310,6 +310,8 @@ class _Exchange:
         self._group, self.rank, self.size = group, rank, size
         self._changed = threading.Condition()
         self._hanging: dict[int, str] = {}
+        outer = _current.get()
+        self._inside = outer is not None and outer._group is group
         tag = _TAG + 8 * depth
         others = (peer for peer in range(size) if peer != rank)
         self._peers = [_Peer(peer, group, tag, self._changed) for peer in others]
@@ -414,7 +416,11 @@ class _Exchange:
         return reported
 
     def leave(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until messages have arrived, then close all connections."""
+        """Wait ``seconds`` at most until messages have arrived, then close all connections.
+
+        They are the group's. If the work of another call with this group made this one, that call
+        closes them, once it has told others why.
+        """
         try:
             with self._changed:
                 self._changed.wait_for(
@@ -422,10 +428,11 @@ class _Exchange:
                 )
         finally:
             here = [peer for peer in self._peers if not peer.leaves()]
-            for peer in self._peers:
-                if not peer.gone:
-                    peer.cut_off()
-            self._end_threads(here, 1)
+            if not self._inside:
+                for peer in self._peers:
+                    if not peer.gone:
+                        peer.cut_off()
+                self._end_threads(here, 1)
 
     def _end_threads(self, peers: list[_Peer], seconds: float) -> None:
         """Wait for threads: one that returns from gloo at interpreter exit aborts the process.
