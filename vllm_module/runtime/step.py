@@ -12,8 +12,8 @@ class Moves:
     """Copies before a step, as (from, to) pairs, in this order.
 
     Attributes:
-        swapped_out, copied, swapped_in: from the device to the host, on the device, from the host
-            to the device.
+        swapped_out, copied, swapped_in: copies from the device to the host, on the device, and
+            from the host to the device.
 
     """
 

@@ -17,7 +17,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.strict_json import parse_object
 
 _LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
+MAX_HEADER_BYTES = 100_000_000  # bound of the reference implementation
 DAMAGED = "The file is damaged or incomplete: download it again."
 
 # The format limits neither. torch's kernels take 64 dimensions, and names appear in messages.

@@ -220,7 +220,7 @@ def _add_attention(
     paths: Any,
     owner: str,
 ) -> None:
-    """Give each attention module our layers for its calls, with this rank's heads."""
+    """Add our layers to each attention module for its calls, with this rank's heads."""
     size = tensor_parallel_group().size
     if [*calls] != [paths[module] for module in held]:
         raise UnsupportedModelError(f"{owner} calls attention in another order without masks")

@@ -25,7 +25,7 @@ class TemplateRefusedError(Exception):
 class Generation(Extension):
     """The block ``{% generation %}``, by which trainers find the assistant's text."""
 
-    tags = {"generation"}  # as jinja2 has it
+    tags = {"generation"}  # attribute that jinja2 requires
 
     def parse(self, parser: Any) -> Any:
         """Return the nodes inside the block."""

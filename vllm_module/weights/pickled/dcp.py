@@ -105,7 +105,7 @@ class _Chunked(WeightFile):
         return _Handle(self, name, self._tensors[name])
 
     def part(self, name: str, tensor: ChunkedTensor, chunk: StoredChunk) -> FileHandle:
-        """Check what was saved for a chunk, and return a handle of it."""
+        """Check the saved tensor of a chunk, and return a handle of it."""
         if (name, chunk) not in self._parts:
             self._parts[name, chunk] = self._part(name, tensor, chunk)
         return self._parts[name, chunk]
