@@ -105,7 +105,7 @@ def _in_steps(
 
 @contextmanager
 def _caches(model: Any, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Allocate a cache of three pages for each attention layer inside the block."""
+    """Give each attention layer a cache of three pages inside the block."""
     layers = [each for each in model.modules() if isinstance(each, QuantizableKVCache)]
     for layer in layers:
         tensors, heads, features = layer.token_shape
