@@ -21,7 +21,7 @@ ROWS = 16  # rows of a tile, and the largest number of rows
 KERNEL = "linear"  # name of the kernel in choices.json
 
 
-class FewRowsConfig(NamedTuple):
+class Config(NamedTuple):
     """The tiles of a matmul and the steps of a program.
 
     Attributes:
@@ -39,14 +39,12 @@ class FewRowsConfig(NamedTuple):
 # The first candidate is torch's own matmul.
 _CANDIDATES = {
     "torch": None,
-    "few rows": FewRowsConfig(64, 128, 4, 5),
-    "few rows, narrow": FewRowsConfig(32, 128, 4, 6),
+    "few rows": Config(64, 128, 4, 5),
+    "few rows, narrow": Config(32, 128, 4, 6),
 }
 
 
-def config_of(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> FewRowsConfig | None:
+def config_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Config | None:
     """Return the chosen configuration of a matmul, or ``None`` if torch computes it.
 
     Only a measurement chooses another candidate than torch. A result's bits do not depend on its
@@ -76,7 +74,7 @@ def config_of(
 
 
 def few_rows_matmul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: FewRowsConfig
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, accumulated in float32.
 

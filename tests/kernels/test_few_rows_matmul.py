@@ -14,12 +14,12 @@ from vllm_module.kernels.choices import trying
 from vllm_module.kernels.matmul import few_rows_matmul as module
 from vllm_module.kernels.matmul.few_rows_matmul import (
     KERNEL,
-    FewRowsConfig,
+    Config,
     config_of,
     few_rows_matmul,
 )
 
-SMALL = FewRowsConfig(16, 32, 4, 2)
+SMALL = Config(16, 32, 4, 2)
 
 
 @given(

@@ -23,10 +23,10 @@ class ServedModelConfig:
     """Properties of a served model, under vLLM's names.
 
     Attributes:
-        model, revision, trust_remote_code, seed: the arguments, as given.
-        tokenizer: the place of the tokenizer.
-        dtype: dtype of the parameters.
-        max_model_len: largest number of tokens of a sequence.
+        model, revision, trust_remote_code, seed: as they were given.
+        tokenizer: where it is read.
+        dtype: of the parameters.
+        max_model_len: most tokens of a sequence.
         hf_config: config.json, with its entries as attributes.
 
     """

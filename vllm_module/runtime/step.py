@@ -1,4 +1,4 @@
-"""A step: the tokens that the model computes in one call, and the copies before it."""
+"""A step: what the model computes at once, and what is copied before that."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm_module.runtime.sequence import Sequence
 
 @dataclass
 class Moves:
-    """Copies before a step, as (from, to) pairs, in this order.
+    """What is copied before a step, as (from, to) pairs, in this order.
 
     Attributes:
-        swapped_out, copied, swapped_in: copies from the device to the host, on the device, and
-            from the host to the device.
+        swapped_out, copied, swapped_in: from the device to the host, on the device, from the host
+            to the device.
 
     """
 
@@ -27,15 +27,15 @@ class Moves:
 
 @dataclass
 class Step:
-    """The tokens that the model computes in one call, and the pages and states copied before it.
+    """What the model computes at once, and which pages and states are copied before that.
 
     Attributes:
         scheduled: sequences, each with the number of its next tokens to compute.
         swapped_out, copied, swapped_in: (from, to) pairs of pages, copied in this order: from the
             device to the host, on the device, from the host to the device.
         states: (from, to) pairs of states; on the device, these are rows.
-        saved: (from, to) pairs of a row and a saved state's slot, in either direction. All copies
-            on the device read before any of them writes.
+        saved: (from, to) pairs of a row and the slot of a saved state, in either direction. All
+            that is copied on the device is read before any of it is written.
 
     """
 
@@ -48,10 +48,8 @@ class Step:
 
     @property
     def moves(self) -> bool:
-        """True if the step makes copies that cannot be repeated.
+        """Whether anything is copied before the step that cannot be copied again.
 
-        Copies of saved states do not count: if the step fails, saved states are evicted, and
-        sequences
-        that used them start over.
+        Saved states are given up if it fails, and sequences that used them start over.
         """
         return bool(self.swapped_out or self.copied or self.swapped_in or self.states)

@@ -12,20 +12,20 @@ class StepInputs:
     """The plain numbers by which a rank computes a step; one message carries them to all ranks.
 
     Attributes:
-        input_ids, positions: tokens of the step and their positions, sequence by sequence.
-        slot_mapping: cache slot of each token: its page * page size + its place on the page.
-        context_lens: number of each sequence's tokens up to the end of this step.
-        query_start_loc: start of each sequence's tokens, and the end of the last one's.
-        table_rows: row of the block tables with each sequence's pages.
-        new_pages: changes of these rows: a row, the first entry that changes, and the pages from
-            there on. Every rank keeps the tables, and writes the changes before the step.
-        num_table_pages: largest number of pages of a sequence.
-        rows: indices of the tokens whose logits are returned.
-        max_query_len: largest number of tokens of a sequence in this step.
-        num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
-            ``num_sampled`` tokens that the step before has chosen, which are on the device.
+        input_ids, positions: of the step's tokens, one sequence after another.
+        slot_mapping: the cache slot of each token: its page * page size + its place on the page.
+        context_lens: each sequence's tokens up to the end of this step.
+        query_start_loc: where each sequence's tokens start, and where the last one's end.
+        table_rows: the row of the block tables that has each sequence's pages.
+        new_pages: the changes of these rows: a row, the first entry that changes, and the pages
+            from there on. Every rank keeps the tables, and writes the changes before the step.
+        num_table_pages: the most pages of a sequence.
+        rows: the indices of the tokens whose logits are returned.
+        max_query_len: the most tokens of a sequence in this step.
+        num_sampled: if not 0, ``input_ids`` are not tokens but indices of tokens: of those, so
+            many, which were chosen after the step before and are on the device.
         swapped_out, copied, swapped_in: as in :class:`~vllm_module.runtime.step.Step`.
-        states: copies of states, with those of saved states; ``None`` if no states are moved. The
+        states: as there, with the copies of saved states; ``None`` if no states are moved. The
             slot of a sequence's state is the row of its block table.
 
     """
