@@ -1,4 +1,4 @@
-"""Dtypes of kernels, and what a GPU supports of them."""
+"""Dtypes of kernels, and the support of a GPU for them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def fresh_attention(
         max_query_len: largest number of tokens of a sequence.
         scale: factor of the scores.
         sliding_window: number of last tokens, itself included, that a token attends to.
-        by_cudnn: on a GPU, True for cuDNN, which has no windows, instead of FlashAttention.
+        by_cudnn: True for cuDNN, which has no windows, instead of FlashAttention on a GPU.
 
     Returns:
         ``[tokens, heads, head_size]``.

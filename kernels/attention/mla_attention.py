@@ -13,7 +13,7 @@ import torch
 from vllm_module.kernels.attention.mla_attention_decode import launch_decode
 from vllm_module.kernels.attention.mla_attention_prefill import launch_prefill
 from vllm_module.kernels.attention.mla_attention_tile import (
-    Arguments,
+    LatentArguments,
     decode_candidates,
     prefill_candidates,
 )
@@ -166,7 +166,7 @@ def mla_attention_triton(
     output = query.new_empty(torch.Size((tokens, heads, kv_lora_rank)))
     if not output.numel():
         return output
-    arguments = Arguments(
+    arguments = LatentArguments(
         query,
         cache,
         block_tables,

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_module.kernels.attention.mla_attention_tile import Arguments, attend_latent, load_query
+from vllm_module.kernels.attention.mla_attention_tile import (
+    LatentArguments,
+    attend_latent,
+    load_query,
+)
 from vllm_module.kernels.attention.paged_attention_decode import Decoding
 from vllm_module.kernels.attention.paged_attention_splits import (
     SEQUENCES,
@@ -24,7 +28,7 @@ from vllm_module.kernels.attention.paged_attention_tile import normalize
 from vllm_module.kernels.operators import tl, triton
 
 
-def launch_decode(arguments: Arguments, constants: dict[str, Any], chosen: Decoding) -> None:
+def launch_decode(arguments: LatentArguments, constants: dict[str, Any], chosen: Decoding) -> None:
     """Write the outputs of sequences with one new token, and zeros for tokens of no sequence."""
     query, sequences = arguments.query, arguments.sequences
     heads, latent = query.shape[1], constants["LATENT"]

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_module.kernels.attention.mla_attention_tile import Arguments, attend_latent, load_query
+from vllm_module.kernels.attention.mla_attention_tile import (
+    LatentArguments,
+    attend_latent,
+    load_query,
+)
 from vllm_module.kernels.attention.paged_attention_prefill import sequence_of
 from vllm_module.kernels.attention.paged_attention_tile import Tiles, normalize
 from vllm_module.kernels.operators import tl, triton
 
 
-def launch_prefill(arguments: Arguments, constants: dict[str, Any], tiles: Tiles) -> None:
+def launch_prefill(arguments: LatentArguments, constants: dict[str, Any], tiles: Tiles) -> None:
     """Write the outputs of sequences with more than one new token."""
     heads = constants["HEADS"]
     head_blocks = -(-heads // tiles.block_m)

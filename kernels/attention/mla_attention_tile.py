@@ -70,7 +70,7 @@ def prefill_candidates(
     return {"64 x 32": Tiles(64, 32, 8, 3), "64 x 32, 5 stages": Tiles(64, 32, 8, 5)}
 
 
-class Arguments(NamedTuple):
+class LatentArguments(NamedTuple):
     """The arguments of both kernels, in their order.
 
     Attributes:

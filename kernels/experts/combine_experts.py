@@ -20,7 +20,8 @@ def combine_experts(
 
     Args:
         y: ``[tokens * top_k, features]``, bfloat16, float16 or float32, sorted by expert.
-        order, offsets: from :func:`~vllm_module.kernels.experts.sort_by_expert.sort_by_expert`.
+        order, offsets: results of
+            :func:`~vllm_module.kernels.experts.sort_by_expert.sort_by_expert`.
         weights: float32 ``[tokens, top_k]``.
 
     Returns:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS, can_convert
-from vllm_module.kernels.experts.grouped_matmul_configurations import Config, config_of
+from vllm_module.kernels.experts.grouped_matmul_configurations import GroupedMatmulConfig, config_of
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.kernels.matmul.product_tile import added, block_scale, clamped, loaded, written
@@ -371,7 +371,7 @@ def _multiply_groups(
     written(y_ptrs, bias_ptr, sums, x_scale, scale, exist, n, N, bias_column, SWAP, BLOCK_N)
 
 
-def _descriptor(weight: torch.Tensor, config: Config, span: int) -> object:
+def _descriptor(weight: torch.Tensor, config: GroupedMatmulConfig, span: int) -> object:
     """Return a descriptor of the rows of all experts' weights; ``None`` to load by pointers.
 
     ``span`` is the number of input features that steps divide.

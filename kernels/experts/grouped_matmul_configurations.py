@@ -18,7 +18,7 @@ from vllm_module.kernels.experts.grouped_tile import ROWS, rows_of_a_tile
 from vllm_module.kernels.operators import next_power_of_2
 
 
-class Config(NamedTuple):
+class GroupedMatmulConfig(NamedTuple):
     """The tiles of a grouped matmul and the steps of a program.
 
     Attributes:
@@ -51,7 +51,7 @@ class GroupedConfiguration(NamedTuple):
     rows: int
     name: str
     case: str
-    config: Config
+    config: GroupedMatmulConfig
 
 
 def grouped_configurations(
@@ -84,7 +84,7 @@ def grouped_configurations(
 
 def config_of(
     length: int, shape: tuple[int, int, int], block: tuple[int, int], x: torch.Tensor
-) -> Config:
+) -> GroupedMatmulConfig:
     """Return the chosen configuration for ``length`` rows of ``x``."""
     rows = rows_of_a_tile(length, shape[0])
     case, candidates = _candidates(rows, shape, block, x.dtype, capability(x))
@@ -98,7 +98,7 @@ def _candidates(
     block: tuple[int, int],
     dtype: torch.dtype,
     capability: tuple[int, int],
-) -> tuple[str, Mapping[str, Config]]:
+) -> tuple[str, Mapping[str, GroupedMatmulConfig]]:
     """Return a bucket's case and its candidates by name, the default first."""
     count, outputs, inputs = shape
     first = _tiles(rows, shape, block, dtype, capability)
@@ -111,7 +111,7 @@ def _candidates(
     if first.rows == 128:
         # Two programs for each multiprocessor: one computes products while the other scales or
         # waits.
-        found["small tiles"] = Config(64, 128, first.depth, 4, 4)
+        found["small tiles"] = GroupedMatmulConfig(64, 128, first.depth, 4, 4)
         found["three stages"] = first._replace(stages=3)
     whole = block[1] >= inputs or block[1] % first.depth == 0
     if capability == (9, 0) and inputs % 16 == 0 and whole:
@@ -130,7 +130,7 @@ def _tiles(
     block: tuple[int, int],
     dtype: torch.dtype,
     capability: tuple[int, int],
-) -> Config:
+) -> GroupedMatmulConfig:
     """Return the default for an average of ``rows`` rows of an expert.
 
     Up to 32 rows, the time is that of reading the weights, of which 64 KiB are in flight. Beyond,
@@ -143,9 +143,9 @@ def _tiles(
     if grouped:
         depth = max(32, min(depth, next_power_of_2(block[1])))
     if rows <= 32:
-        return Config(rows, 64, depth, 4, 4)
+        return GroupedMatmulConfig(rows, 64, depth, 4, 4)
     if slow or (grouped and block[0] % 128 and block[0] < outputs):
-        return Config(64, 64, depth, 4, 3)
+        return GroupedMatmulConfig(64, 64, depth, 4, 3)
     if rows == 64 or capability < (9, 0):
-        return Config(64, 128, depth, 4, 4)
-    return Config(128, 128, depth, 8, 4)
+        return GroupedMatmulConfig(64, 128, depth, 4, 4)
+    return GroupedMatmulConfig(128, 128, depth, 8, 4)

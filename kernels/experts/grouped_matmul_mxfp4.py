@@ -6,7 +6,7 @@ import torch
 
 from vllm_module.kernels.dtypes import FLOATS, capability
 from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups
-from vllm_module.kernels.experts.grouped_matmul_configurations import Config
+from vllm_module.kernels.experts.grouped_matmul_configurations import GroupedMatmulConfig
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
@@ -151,16 +151,16 @@ def grouped_matmul_mxfp4_triton(
     return y
 
 
-def _config(length: int, count: int, x: torch.Tensor) -> Config:
+def _config(length: int, count: int, x: torch.Tensor) -> GroupedMatmulConfig:
     """Return the configuration for ``length`` rows of ``x``, by the average rows of an expert."""
     rows = rows_of_a_tile(length, count)
     if x.dtype == torch.float32:
-        return Config(min(rows, 64), 64, 32, 4, 3)
+        return GroupedMatmulConfig(min(rows, 64), 64, 32, 4, 3)
     if rows <= 32:
-        return Config(rows, 64, 128, 4, 4)
+        return GroupedMatmulConfig(rows, 64, 128, 4, 4)
     if rows == 64 or capability(x) < (9, 0):
-        return Config(64, 128, 64, 4, 3)
-    return Config(128, 128, 64, 8, 4)
+        return GroupedMatmulConfig(64, 128, 64, 4, 3)
+    return GroupedMatmulConfig(128, 128, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["length"])

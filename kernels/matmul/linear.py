@@ -27,7 +27,7 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 class Products(NamedTuple):
-    """Which large float32 matmuls on a CPU oneDNN computes, by number of rows.
+    """The choice of oneDNN for large float32 matmuls on a CPU, by number of rows.
 
     Attributes:
         one, few, many: True for oneDNN with one row, with 2 to 64 rows, and with more.

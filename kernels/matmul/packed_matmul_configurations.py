@@ -40,7 +40,7 @@ class PackedWeight(NamedTuple):
     dtype: torch.dtype
 
 
-class Config(NamedTuple):
+class PackedMatmulConfig(NamedTuple):
     """The tiles of a matmul and the steps of a program.
 
     Attributes:
@@ -79,7 +79,7 @@ class PackedConfiguration(NamedTuple):
     tokens: int
     name: str
     case: str
-    config: Config
+    config: PackedMatmulConfig
 
 
 def packed_configurations(weight: PackedWeight) -> list[PackedConfiguration]:
@@ -96,14 +96,14 @@ def packed_configurations(weight: PackedWeight) -> list[PackedConfiguration]:
     ]
 
 
-def config_of(M: int, weight: PackedWeight, x: torch.Tensor) -> Config:
+def config_of(M: int, weight: PackedWeight, x: torch.Tensor) -> PackedMatmulConfig:
     """Return the chosen configuration for the bucket of ``M`` rows of ``x``."""
     case, candidates = _candidates(bucket_of(M), weight)
     return choose("packed_matmul", case, candidates, x.device)
 
 
 @lru_cache(maxsize=4096)
-def _candidates(tokens: int, weight: PackedWeight) -> tuple[str, Mapping[str, Config]]:
+def _candidates(tokens: int, weight: PackedWeight) -> tuple[str, Mapping[str, PackedMatmulConfig]]:
     """Return a bucket's case and its candidates by name, the default first."""
     first = tiles_for(tokens, weight)
     found = {"tiles": first}
@@ -118,7 +118,7 @@ def _candidates(tokens: int, weight: PackedWeight) -> tuple[str, Mapping[str, Co
             if one_scale(weight, 128):
                 found["deep steps"] = first._replace(depth=128, warps=8, stages=4)
     if first.rows > 128:
-        found["square tiles"] = Config(128, 128, 32, 8, 4, scale_sums=False)
+        found["square tiles"] = PackedMatmulConfig(128, 128, 32, 8, 4, scale_sums=False)
     if tokens >= 256:
         found["torch"] = first._replace(way="torch")
     groups = f"groups of {weight.group}" if weight.group else "groups in no order"
@@ -132,7 +132,7 @@ def one_scale(weight: PackedWeight, depth: int) -> bool:
     return bool(weight.group) and (weight.group % depth == 0 or weight.group >= weight.inputs)
 
 
-def tiles_for(tokens: int, weight: PackedWeight) -> Config:
+def tiles_for(tokens: int, weight: PackedWeight) -> PackedMatmulConfig:
     """Return the default of a bucket.
 
     Up to 64 tokens, the time is that of reading the weight: tiles are small, and inputs are split
@@ -149,12 +149,12 @@ def tiles_for(tokens: int, weight: PackedWeight) -> Config:
         while splits * -(-weight.outputs // 64) < 512 and splits * 512 <= weight.inputs:
             splits *= 2
         if not slow:
-            return Config(tokens, 64, depth, 4, 5 if tokens <= 32 else 4, splits)
-        return Config(min(tokens, 32), 64, depth, 8, 3, splits)
+            return PackedMatmulConfig(tokens, 64, depth, 4, 5 if tokens <= 32 else 4, splits)
+        return PackedMatmulConfig(min(tokens, 32), 64, depth, 8, 3, splits)
     if slow:
-        return Config(32, 64, depth, 8, 3)
+        return PackedMatmulConfig(32, 64, depth, 8, 3)
     if depth == 32:  # each element's scale may be in registers
-        return Config(64 if tokens <= 256 else 128, 128, depth, 8, 4, scale_sums=False)
+        return PackedMatmulConfig(64 if tokens <= 256 else 128, 128, depth, 8, 4, scale_sums=False)
     if tokens <= 256:
-        return Config(64, 128, depth, 4, 3, scale_sums=False)
-    return Config(256, 64, depth, 8, 3, scale_sums=False)
+        return PackedMatmulConfig(64, 128, depth, 4, 3, scale_sums=False)
+    return PackedMatmulConfig(256, 64, depth, 8, 3, scale_sums=False)

@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.matmul.packed_matmul_configurations import Config, PackedWeight, one_scale
+from vllm_module.kernels.matmul.packed_matmul_configurations import (
+    PackedMatmulConfig,
+    PackedWeight,
+    one_scale,
+)
 from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
 from vllm_module.kernels.matmul.scaled_matmul_tiles import add_splits
@@ -56,7 +60,7 @@ def tiles_take(packing: Packing) -> bool:
     return packing.bits != 3 and len(packing.order or ()) <= _PLACES
 
 
-def multiply_packed_tiles(product: PackedProduct, config: Config) -> None:
+def multiply_packed_tiles(product: PackedProduct, config: PackedMatmulConfig) -> None:
     """Launch the matmul tile by tile; with splits, add them afterwards."""
     x, words, scales, packing, group_size, zeros, group_of, codebook, bias, y = product
     (M, K), N = x.shape, y.shape[1]

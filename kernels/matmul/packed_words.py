@@ -238,7 +238,7 @@ def _by_group(
     ``groups`` is ``[output, groups]``, with an entry for each group of inputs.
     """
     groups = groups.float()
-    if values.stride(0) == 1:  # the same memory order is several times as fast
+    if values.stride(0) == 1:  # equal memory orders are several times as fast
         groups = groups.T.contiguous().T
     if group_of is None:
         change(values.unflatten(1, (groups.shape[1], group_size)), groups.unsqueeze(2))

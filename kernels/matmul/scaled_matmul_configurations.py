@@ -22,7 +22,7 @@ BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 _FP8 = torch.float8_e4m3fn
 
 
-class Config(NamedTuple):
+class ScaledMatmulConfig(NamedTuple):
     """The tiles of a matmul and the steps of a program.
 
     Attributes:
@@ -62,7 +62,7 @@ class Configuration(NamedTuple):
     tokens: int
     name: str
     case: str
-    config: Config
+    config: ScaledMatmulConfig
 
 
 def configurations(
@@ -94,13 +94,17 @@ def configurations(
     ]
 
 
-def config_of(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> Config:
+def config_of(
+    M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor
+) -> ScaledMatmulConfig:
     """Return the chosen configuration for the bucket of ``M`` rows of ``x``."""
     case, candidates = _candidates(bucket_of(M), N, K, block, x.dtype, capability(x))
     return choose("scaled_matmul", case, candidates, x.device)
 
 
-def default_of(M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor) -> Config:
+def default_of(
+    M: int, N: int, K: int, block: tuple[int, int], x: torch.Tensor
+) -> ScaledMatmulConfig:
     """Return a configuration for tensors of any strides; it is the first of most buckets."""
     return _tiles(bucket_of(M), N, K, block, x.dtype, capability(x))
 
@@ -118,7 +122,7 @@ def _candidates(
     block: tuple[int, int],
     dtype: torch.dtype,
     capability: tuple[int, int],
-) -> tuple[str, Mapping[str, Config]]:
+) -> tuple[str, Mapping[str, ScaledMatmulConfig]]:
     """Return a bucket's case and its candidates by name, the default first."""
     first = _tiles(tokens, N, K, block, dtype, capability)
     found = {"tiles": first}
@@ -133,8 +137,8 @@ def _candidates(
     if dtype == _FP8 and capability == (9, 0) and K % 16 == 0:
         whole = block[1] >= K or block[1] % 128 == 0
         if tokens > 128 and one_scale and whole:
-            small = {"small descriptors": Config(64, 128, 128, 4, 3, way="descriptors")}
-            large = Config(128, 128, 128, 8, 4, way="descriptors")
+            small = {"small descriptors": ScaledMatmulConfig(64, 128, 128, 4, 3, way="descriptors")}
+            large = ScaledMatmulConfig(128, 128, 128, 8, 4, way="descriptors")
             # Three programs run on a multiprocessor: two compute products while one adds its
             # product to the sums in registers. Of large tiles loaded by pointers, one fits.
             found = small | found if tokens > 256 else found | small
@@ -156,7 +160,7 @@ def _tiles(
     block: tuple[int, int],
     dtype: torch.dtype,
     capability: tuple[int, int],
-) -> Config:
+) -> ScaledMatmulConfig:
     """Return the default of a bucket.
 
     Up to 128 tokens, the time is that of reading the weight. Tiles are small, and K is split until
@@ -174,12 +178,12 @@ def _tiles(
         while splits * -(-N // 64) < 256 and splits * 1024 <= K:
             splits *= 2
         rows = min(tokens, 64 if slow else 128)
-        return Config(rows, 64, depth, 4, 5 if tokens <= 32 else 4, splits)
+        return ScaledMatmulConfig(rows, 64, depth, 4, 5 if tokens <= 32 else 4, splits)
     if slow or (grouped and block[0] % 128 and block[0] < N):
-        return Config(64, 64, depth, 4, 3)
+        return ScaledMatmulConfig(64, 64, depth, 4, 3)
     if tokens <= 256 or capability < (9, 0):
-        return Config(64, 128, depth, 4, 4)
+        return ScaledMatmulConfig(64, 128, depth, 4, 4)
     if tokens <= 512 or (fp8 and grouped):
         # The scales of each step leave no registers for a second tile.
-        return Config(128, 128, depth, 8, 3)
-    return Config(128, 128, depth, 8, 4, two=True)
+        return ScaledMatmulConfig(128, 128, depth, 8, 3)
+    return ScaledMatmulConfig(128, 128, depth, 8, 4, two=True)

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from vllm_module.kernels.matmul.product_tile import added, block_scale, written
-from vllm_module.kernels.matmul.scaled_matmul_configurations import Config
+from vllm_module.kernels.matmul.scaled_matmul_configurations import ScaledMatmulConfig
 from vllm_module.kernels.matmul.scaled_matmul_tiles import Product
 from vllm_module.kernels.operators import tl, triton
 
@@ -23,7 +23,7 @@ def descriptors_take(product: Product) -> bool:
     )
 
 
-def multiply_described(product: Product, config: Config) -> None:
+def multiply_described(product: Product, config: ScaledMatmulConfig) -> None:
     """Launch the matmul tile by tile."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.kernels.matmul.product_tile import added, block_scale, clamped, loaded, written
-from vllm_module.kernels.matmul.scaled_matmul_configurations import Config
+from vllm_module.kernels.matmul.scaled_matmul_configurations import ScaledMatmulConfig
 from vllm_module.kernels.operators import tl, triton
 
 _SUMMED = 256  # output features for each program that adds splits
@@ -39,7 +39,7 @@ class Product(NamedTuple):
     y: torch.Tensor
 
 
-def multiply_tiles(product: Product, config: Config) -> None:
+def multiply_tiles(product: Product, config: ScaledMatmulConfig) -> None:
     """Launch the matmul tile by tile; with splits, add them afterwards."""
     x, weight, scale, x_scale, (block_rows, block_columns), bias, y = product
     (M, K), N, groups = x.shape, weight.shape[0], scale.shape[1]

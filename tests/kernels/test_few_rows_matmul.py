@@ -12,7 +12,12 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.choices import trying
 from vllm_module.kernels.matmul import few_rows_matmul as module
-from vllm_module.kernels.matmul.few_rows_matmul import KERNEL, Config, config_of, few_rows_matmul
+from vllm_module.kernels.matmul.few_rows_matmul import (
+    KERNEL,
+    Config,
+    config_of,
+    few_rows_matmul,
+)
 
 SMALL = Config(16, 32, 4, 2)
 

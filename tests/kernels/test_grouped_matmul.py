@@ -20,7 +20,7 @@ from vllm_module.kernels.experts.grouped_matmul import (
     grouped_matmul_triton,
 )
 from vllm_module.kernels.experts.grouped_matmul_configurations import (
-    Config,
+    GroupedMatmulConfig,
     config_of,
     grouped_configurations,
 )
@@ -93,7 +93,9 @@ def tile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(
             kernel,
             "config_of",
-            lambda *product: Config(rows, 16, min(choose(*product).depth, 32), 4, 2, described),
+            lambda *product: GroupedMatmulConfig(
+                rows, 16, min(choose(*product).depth, 32), 4, 2, described
+            ),
         )
 
     return use
@@ -209,7 +211,7 @@ def test_weights_that_a_descriptor_loads(as_accurate, tile, monkeypatch, dtype) 
 def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype) -> None:
     """Rows of a bucket meet one configuration, which is listed with the bucket's other ones."""
     shape, x = (32, 1536, 2880), torch.empty(0, dtype=dtype)
-    by_bucket: dict[int, dict[str, Config]] = {}
+    by_bucket: dict[int, dict[str, GroupedMatmulConfig]] = {}
     listed = grouped_configurations(shape, block, dtype)
     for each in listed:
         by_bucket.setdefault(each.rows, {})[each.name] = each.config

@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from vllm_module.kernels.experts import grouped_matmul_mxfp4 as kernel
-from vllm_module.kernels.experts.grouped_matmul_configurations import Config
+from vllm_module.kernels.experts.grouped_matmul_configurations import GroupedMatmulConfig
 from vllm_module.kernels.experts.grouped_matmul_mxfp4 import (
     dequantize_mxfp4,
     grouped_matmul_mxfp4,
@@ -62,13 +62,16 @@ def test_it_is_what_transformers_dequantizes() -> None:
     ("config", "dtype"),
     [
         (None, torch.float32),
-        (Config(16, 16, 128, 4, 2), torch.float16),
-        (Config(16, 16, 32, 4, 2), torch.bfloat16),
-        (Config(64, 32, 64, 4, 2), torch.bfloat16),
+        (GroupedMatmulConfig(16, 16, 128, 4, 2), torch.float16),
+        (GroupedMatmulConfig(16, 16, 32, 4, 2), torch.bfloat16),
+        (GroupedMatmulConfig(64, 32, 64, 4, 2), torch.bfloat16),
     ],
 )
 def test_each_row_meets_its_expert(
-    as_accurate, monkeypatch: pytest.MonkeyPatch, config: Config | None, dtype: torch.dtype
+    as_accurate,
+    monkeypatch: pytest.MonkeyPatch,
+    config: GroupedMatmulConfig | None,
+    dtype: torch.dtype,
 ) -> None:
     """Rows are as exact as torch's, with blocks beyond the last step's; others are zeros.
 

@@ -16,7 +16,7 @@ from vllm_module.kernels.matmul import packed_matmul as kernel
 from vllm_module.kernels.matmul import packed_words
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul, packed_matmul_triton
 from vllm_module.kernels.matmul.packed_matmul_configurations import (
-    Config,
+    PackedMatmulConfig,
     PackedWeight,
     config_of,
     packed_configurations,
@@ -116,7 +116,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_multiplied(as_accurate, monkeypatch, layout: str, sums: bool) -> None:
     """The kernel and the CPU are as exact as torch, where tiles, groups and splits are partial."""
-    config = Config(16, 32, 32, 4, 2, 3 if sums else 1, scale_sums=sums)
+    config = PackedMatmulConfig(16, 32, 32, 4, 2, 3 if sums else 1, scale_sums=sums)
     monkeypatch.setattr(kernel, "config_of", lambda *_: config)
     weight = packed(96, 160, **{"group": 64, **LAYOUTS[layout]})
     dtype = FP16 if sums else BF16
@@ -183,7 +183,7 @@ def test_configurations_list_what_any_batch_meets(group: int, dtype: torch.dtype
     weight = PackedWeight(6144, 4096, 4, 1, group, False, dtype)
     listed = packed_configurations(weight)
     assert len(listed) == len({(each.case, each.name) for each in listed})
-    by_bucket: dict[int, dict[str, Config]] = {}
+    by_bucket: dict[int, dict[str, PackedMatmulConfig]] = {}
     for each in listed:
         by_bucket.setdefault(each.tokens, {})[each.name] = each.config
     x = torch.empty(0, dtype=dtype)

@@ -15,7 +15,7 @@ from vllm_module.kernels.matmul import scaled_matmul as kernel
 from vllm_module.kernels.matmul import scaled_matmul_described
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul, scaled_matmul_triton
 from vllm_module.kernels.matmul.scaled_matmul_configurations import (
-    Config,
+    ScaledMatmulConfig,
     config_of,
     configurations,
 )
@@ -56,7 +56,7 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
     def small(*product):
         depth = min(choose(*product).depth, 32)
-        return Config(rows, 16, depth, 4, 2, splits, two)
+        return ScaledMatmulConfig(rows, 16, depth, 4, 2, splits, two)
 
     monkeypatch.setattr(kernel, "config_of", small)
     return request.param
@@ -163,7 +163,7 @@ def test_defaults_change_nothing() -> None:
 @pytest.mark.parametrize("tokens", [128, 200])
 def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, two: bool) -> None:
     """Every tile is computed if there are several bands of them, the last one incomplete."""
-    config = Config(16, 16, 32, 4, 2, two=two)
+    config = ScaledMatmulConfig(16, 16, 32, 4, 2, two=two)
     monkeypatch.setattr(kernel, "config_of", lambda *product: config)
     weight, scale = quantized(40, 32, (1, 32))
     x = torch.randn(tokens, 32)
@@ -205,7 +205,7 @@ def test_tiles_that_descriptors_load(as_accurate, monkeypatch, block, persistent
     Two programs compute all tiles of the persistent candidate.
     """
     monkeypatch.setattr(scaled_matmul_described, "_multiprocessors", lambda device: 2)
-    config = Config(16, 16, 32, 4, 2, way="descriptors", persistent=persistent)
+    config = ScaledMatmulConfig(16, 16, 32, 4, 2, way="descriptors", persistent=persistent)
     monkeypatch.setattr(kernel, "config_of", lambda *product: config)
     monkeypatch.setattr(kernel, "multiply_tiles", None)
     held, scale = quantized(40, 96, block)
@@ -231,7 +231,7 @@ def test_what_a_candidate_does_not_take_is_multiplied_by_the_default(monkeypatch
     x.copy_(torch.randn(130, 64))
     arguments = (weight, scale, (1, 64), None, torch.tensor(0.5))
     expected = launched(x, *arguments, dtype=torch.bfloat16)
-    config = Config(64, 64, 32, 4, 2, way=way)
+    config = ScaledMatmulConfig(64, 64, 32, 4, 2, way=way)
     monkeypatch.setattr(kernel, "config_of", lambda *product: config)
     assert torch.equal(launched(x, *arguments, dtype=torch.bfloat16), expected)
 
@@ -307,7 +307,7 @@ def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype)
     """A bucket's tokens meet one configuration, which is listed with the bucket's other ones."""
     shape, x = (6144, 4096), torch.empty(0, dtype=dtype)
     listed = configurations(*shape, block, dtype)
-    by_bucket: dict[int, dict[str, Config]] = {}
+    by_bucket: dict[int, dict[str, ScaledMatmulConfig]] = {}
     for each in listed:
         assert by_bucket.setdefault(each.tokens, {}).setdefault(each.name, each.config) is not None
     assert len(listed) == len({(each.case, each.name) for each in listed})

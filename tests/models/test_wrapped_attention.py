@@ -20,7 +20,7 @@ from vllm_module.wrapped.constants import Constants
 from vllm_module.wrapped.experts import is_experts
 from vllm_module.wrapped.inline_attention import Understood, understood
 from vllm_module.wrapped.mask import Mask, MaskRule
-from vllm_module.wrapped.scores import Products, Scores
+from vllm_module.wrapped.scores import ScoreProducts, Scores
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
 tiny_model: Callable[..., Any] = _sweep["tiny_model"]
@@ -40,7 +40,7 @@ def _understood(attend: Attend) -> Understood:
     constants = Constants({}, TOKENS)
     given = (torch.empty(1, HEADS, TOKENS, SIZE, device="meta") for _ in range(3))
     begin: Any = lambda query, key, notes: Scores.of(query, key, finish, notes)  # noqa: E731
-    with torch.device("meta"), constants, Products(begin):
+    with torch.device("meta"), constants, ScoreProducts(begin):
         output = attend(*given)
     assert output.shape == (1, HEADS, TOKENS, SIZE)
     (call,) = found

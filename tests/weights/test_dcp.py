@@ -31,7 +31,7 @@ from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.pickled.dcp_metadata import Chunk
+from vllm_module.weights.pickled.dcp_metadata import StoredChunk
 from vllm_module.weights.pickled.dcp_metadata import _cover as covers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -320,14 +320,14 @@ def test_chunks_cover_each_element_once_or_are_refused() -> None:
         for begins, sizes in boxes:
             held[tuple(slice(b, b + n) for b, n in zip(begins, sizes, strict=True))] += 1
         once = bool((held == 1).all())
-        assert covers([Chunk(*box, "file", 0, 0) for box in boxes], shape) == once
+        assert covers([StoredChunk(*box, "file", 0, 0) for box in boxes], shape) == once
         covered += once
     assert 300 < covered < 690
 
 
 def test_many_columns_are_compared_in_linear_time() -> None:
     """Chunks that all begin in the first row are not compared with each other."""
-    columns = [Chunk((0, at), (5, 1), "file", 0, 0) for at in range(20_000)]
+    columns = [StoredChunk((0, at), (5, 1), "file", 0, 0) for at in range(20_000)]
     begin = time.thread_time()
     assert covers(columns, (5, 20_000))
     assert not covers([*columns[:-1], columns[7]], (5, 20_000))

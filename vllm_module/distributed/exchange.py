@@ -175,7 +175,7 @@ _TAG = 1 << 20  # first tag of the first level; each level has eight
 _FOREVER = timedelta(days=365)  # timeout of a thread's wait: only the caller's timeout counts
 _EVIDENCE = 1.0  # seconds to wait for evidence that a collective failed because a peer left
 _FAREWELL = 2.0  # seconds in which the messages of a rank that gives up reach the others
-_HURRY = 0.3  # the same after an interrupt, when the user waits for this process to stop
+_HURRY = 0.3  # seconds after an interrupt, when the user waits for this process to stop
 _PATIENCE = 10.0  # seconds in which the others may enter the call and receive this rank's error
 
 

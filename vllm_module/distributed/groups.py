@@ -145,7 +145,7 @@ class SimulatedGroup:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         first, *others = self._exchange(tensor)
         total = first.clone() if others else first
-        for other in others:  # in rank order, so that every rank computes the same bits
+        for other in others:  # rank order, so that every rank computes the same bits
             if other.shape != first.shape:
                 shapes = f"{list(first.shape)} and {list(other.shape)}"
                 raise RuntimeError(f"ranks reduce tensors of different shapes: {shapes}")

@@ -70,10 +70,10 @@ class Division:
 
     Attributes:
         dims: one for each dimension of the parameter, the experts' first.
-        shards: by dimension, the part of each slot that the rank keeps.
+        shards: the part of each slot that the rank keeps, by dimension.
         shape: the shape of the parameter.
         padding: regions of the parameter that no checkpoint tensor is read to.
-        slots: from the name of each slot to its index in each dimension.
+        slots: index of each slot in each dimension, by the slot's name.
 
     """
 

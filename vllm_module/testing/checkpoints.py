@@ -249,7 +249,7 @@ def _check_aliases(known: set[str], aliases: Sequence[_Aliases], module: vLLMMod
 
 
 def _other_spellings(name: str, aliases: Sequence[_Aliases]) -> tuple[str, ...]:
-    """Return ``name`` with any of what it begins with replaced by aliases, in every combination.
+    """Return ``name`` with its prefixes replaced by their aliases, in every combination.
 
     ``aliases`` has those of each module, inner modules last. No alias of a module leads to another.
     """

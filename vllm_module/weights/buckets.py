@@ -48,8 +48,8 @@ def send_weights(
             time.
         bucket_bytes: size of the memory that tensors are packed into and sent from. A larger tensor
             is a bucket of its own.
-        device: where the bucket is, the same on all ranks: by default the CPU if the group's
-            backend can send its memory, else the current CUDA device.
+        device: device of the bucket, the same on all ranks: by default the CPU if the
+            group's backend can send its memory, else the current CUDA device.
         also: a function that takes every pair that is sent, as the block of `receive_weights` does.
             If the sender has a model too, pass its ``model.update_weights``.
 

@@ -187,8 +187,7 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
         opened: Checkpoint = imported(each.opener)(LocalFiles(path))
         return opened
     if not os.path.isdir(path):
-        # The user chose this path: a link may lead anywhere.
-        return _open_files(name, each, [path], None)
+        return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
     if each.index is not None and is_there(path / each.index):
         names_in = read_index(path / each.index, each.suffixes)
         paths = [path / file for file in sorted(names_in)]
@@ -252,7 +251,7 @@ def _open_files(
     folder: Path | None,
     names_in: dict[str, set[str]] | None = None,
 ) -> Checkpoint:
-    """Open files of the format ``name``; if there is an index, compare the files with it."""
+    """Open files of the format ``name``, and compare them with an index if there is one."""
     files: list[WeightFile] = []
     with ExitStack() as opened:
         for path in paths:

@@ -218,7 +218,7 @@ class FileBytes:
     def _copy_mapped(self, run: Run, address: int) -> None:
         """Copy a run out of the mapping; the caller holds the lease."""
         with self._lock:
-            self.check_unchanged()  # from here on the lease prevents truncation
+            self.check_unchanged()  # the lease prevents truncation from here on
             if self._mapping is None:
                 self._mapping = self._map()
             # The slice keeps the mapping alive if another thread closes the file.

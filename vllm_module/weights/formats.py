@@ -24,12 +24,12 @@ class Files:
     """A format whose files are opened one by one.
 
     Attributes:
-        opener: ``module:name`` of a :class:`WeightFile` class. It is imported on first use and
-            called with the file and with the folder that links may not lead out of.
-        suffixes: file name endings. All files with the first of these that occurs are opened.
-        others: file names that have such a suffix and hold something else.
-        index: name of the index file, which is looked for first.
-        whole: name of the single file with all tensors, which is looked for after the index.
+        opener: ``module:name`` of the :class:`WeightFile` that opens one. It is imported when it is
+            called, with the file and the folder that a link may not lead out of.
+        suffixes: of its files. All with the first of these that the folder has are opened,
+        others: except these, which hold something else.
+        index: the file that names them by tensor; it is looked for first,
+        whole: and then the one file that has all tensors.
 
     """
 

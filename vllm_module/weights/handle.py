@@ -145,7 +145,7 @@ class FileHandle:
         self.name = name
         self.dtype = dtype
         self.shape = shape
-        self._strides = strides  # in bytes
+        self._strides = strides  # bytes
         self._offset = offset  # offset in the file of the region's first element
         self._cut = cut  # True if the region is less than a stored tensor
 

@@ -17,7 +17,7 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.strict_json import parse_object
 
 _LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # the same bound as the reference implementation
+MAX_HEADER_BYTES = 100_000_000  # bound of the reference implementation
 DAMAGED = "The file is damaged or incomplete: download it again."
 
 # The format limits neither. torch's kernels take 64 dimensions, and names appear in messages.
@@ -27,7 +27,7 @@ MAX_NAME = 1024
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
-class DType(NamedTuple):
+class StoredDType(NamedTuple):
     """A dtype of the format: its name in torch, and the bytes of an element."""
 
     name: str
@@ -35,25 +35,25 @@ class DType(NamedTuple):
 
 
 DTYPES = {
-    "F64": DType("float64", 8),
-    "F32": DType("float32", 4),
-    "F16": DType("float16", 2),
-    "BF16": DType("bfloat16", 2),
-    "F8_E4M3": DType("float8_e4m3fn", 1),
-    "F8_E5M2": DType("float8_e5m2", 1),
-    "F8_E4M3FNUZ": DType("float8_e4m3fnuz", 1),
-    "F8_E5M2FNUZ": DType("float8_e5m2fnuz", 1),
-    "F8_E8M0": DType("float8_e8m0fnu", 1),
-    "I64": DType("int64", 8),
-    "I32": DType("int32", 4),
-    "I16": DType("int16", 2),
-    "I8": DType("int8", 1),
-    "U64": DType("uint64", 8),
-    "U32": DType("uint32", 4),
-    "U16": DType("uint16", 2),
-    "U8": DType("uint8", 1),
-    "BOOL": DType("bool", 1),
-    "C64": DType("complex64", 8),
+    "F64": StoredDType("float64", 8),
+    "F32": StoredDType("float32", 4),
+    "F16": StoredDType("float16", 2),
+    "BF16": StoredDType("bfloat16", 2),
+    "F8_E4M3": StoredDType("float8_e4m3fn", 1),
+    "F8_E5M2": StoredDType("float8_e5m2", 1),
+    "F8_E4M3FNUZ": StoredDType("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": StoredDType("float8_e5m2fnuz", 1),
+    "F8_E8M0": StoredDType("float8_e8m0fnu", 1),
+    "I64": StoredDType("int64", 8),
+    "I32": StoredDType("int32", 4),
+    "I16": StoredDType("int16", 2),
+    "I8": StoredDType("int8", 1),
+    "U64": StoredDType("uint64", 8),
+    "U32": StoredDType("uint32", 4),
+    "U16": StoredDType("uint16", 2),
+    "U8": StoredDType("uint8", 1),
+    "BOOL": StoredDType("bool", 1),
+    "C64": StoredDType("complex64", 8),
 }
 
 
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
     ``strides`` are in bytes; ``None`` if the elements are contiguous.
     """
 
-    dtype: DType
+    dtype: StoredDType
     shape: tuple[int, ...]
     begin: int
     end: int

@@ -14,12 +14,12 @@ DAMAGED = "The checkpoint is damaged or incomplete: download it again."
 
 
 def read_index(index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
-    """Parse the index; return a dict from each file's name to its tensors' names."""
+    """Parse the index; return the names of tensors by the name of their file."""
     return parse_index(read_file(index, index.parent), index, suffixes)
 
 
 def parse_index(data: bytes, index: Path, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
-    """Parse the bytes of an index as :func:`read_index` does; ``index`` is for messages."""
+    """Parse an index as :func:`read_index` does; ``index`` is for messages."""
     where = printable(index)
     weight_map = parse_object(data, where, DAMAGED).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

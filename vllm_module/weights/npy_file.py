@@ -17,7 +17,7 @@ import torch
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.weights.header import DAMAGED, DTYPES, MAX_DIMS, DType, Entry
+from vllm_module.weights.header import DAMAGED, DTYPES, MAX_DIMS, Entry, StoredDType
 from vllm_module.weights.weight_file import WeightFile
 
 _SIGNATURE = b"\x93NUMPY"
@@ -76,7 +76,7 @@ class NpyFile(WeightFile):
             strides = tuple(accumulate(shape[:-1], mul, initial=dtype.itemsize)) if shape else None
         self.entries = {self.path.name: Entry(dtype, shape, self._start, size, strides)}
 
-    def _dtype(self, descr: str) -> DType:
+    def _dtype(self, descr: str) -> StoredDType:
         descr = descr.strip("'")
         if descr not in _DESCR:
             self._refuse(

@@ -70,7 +70,7 @@ class Described:
 
     def weights(self) -> Checkpoint:
         """Open the files of weights and check their headers."""
-        from vllm_module.weights.checkpoint import open_checkpoint  # as in Folder
+        from vllm_module.weights.checkpoint import open_checkpoint  # see Folder
 
         return open_checkpoint(self.path, self.load_format)
 

@@ -226,7 +226,7 @@ class StagedReader:
         self._to_read, self._to_launch = [], []
 
     def _release(self) -> None:
-        """Give the buffer back; if reading failed, drop the work that was not launched."""
+        """Return the buffer to the pool; if reading failed, drop the work that was not launched."""
         self._to_read, self._to_launch = [], []
         buffer, self._buffer, self._used = self._buffer, None, 0
         if buffer is not None:

@@ -15,7 +15,7 @@ from vllm_module.weights.regular_file import read_file
 # memory, so a bound on bytes is not enough. A tensor has 12 marks in a header and 2 in an index.
 MAX_MARKS = 6_000_000
 _MARKS = (b"{", b"[", b":", b",")
-_MAX_DIGITS = 308  # as in the largest float; int() takes quadratic time
+_MAX_DIGITS = 308  # digits of the largest float; int() takes quadratic time
 
 
 def parse_object(

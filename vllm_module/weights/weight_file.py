@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.file_bytes import FileBytes
-from vllm_module.weights.header import DAMAGED, DType, Entry
+from vllm_module.weights.header import DAMAGED, Entry, StoredDType
 from vllm_module.weights.readable import Readable
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class WeightFile(Mapping[str, "FileHandle"]):
 
 @lru_cache(maxsize=256)  # tensors of equal dtype and shape share the result
 def as_torch(
-    dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...] | None
+    dtype: StoredDType, shape: tuple[int, ...], strides: tuple[int, ...] | None
 ) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     """Return the torch dtype, the torch shape, and the strides in bytes."""
     import torch  # here because headers are read without it

@@ -28,7 +28,7 @@ MASKED = "vllm_module_masked"
 LAYERS = "paged_attention"
 
 
-class Step(Protocol):
+class AttentionHandler(Protocol):
     """A handler of the attention calls of one forward pass."""
 
     def attend(
@@ -44,11 +44,11 @@ class Step(Protocol):
 
 
 # A context variable, because ranks may be threads.
-_step: ContextVar[Step | None] = ContextVar("wrapped_attention_step", default=None)
+_step: ContextVar[AttentionHandler | None] = ContextVar("wrapped_attention_step", default=None)
 
 
 @contextmanager
-def stepping(step: Step) -> Iterator[None]:
+def stepping(step: AttentionHandler) -> Iterator[None]:
     """Handle the attention calls in the block by ``step``."""
     token = _step.set(step)
     try:
@@ -65,7 +65,7 @@ def attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention by the current :class:`Step`; called by models of transformers."""
+    """Compute attention by the current :class:`AttentionHandler`; called by transformers."""
     # Disabled as a whole: inductor of torch 2.13 fails on parts of it.
     if torch.compiler.is_compiling():
         return torch.compiler.disable(attend)(  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class Running:
     metadata: AttentionMetadata | None
     _calls: dict[nn.Module, int] = field(default_factory=dict)
 
-    def attend(  # noqa: D102 # of Step
+    def attend(  # noqa: D102 # see AttentionHandler
         self,
         module: nn.Module,
         query: torch.Tensor,

@@ -168,7 +168,7 @@ class WrappedExperts(vLLMModule):
             setattr(experts, name, None)
         if any(True for _ in experts.parameters()):
             raise UnsupportedModelError(f"{path}: the activation of experts has parameters")
-        self._library = (experts,)  # in a tuple, so that it is no child: it has no weights any more
+        self._library = (experts,)  # a tuple, so that it is no child: it has no weights any more
 
     def _activated(self, y: torch.Tensor) -> torch.Tensor:
         (experts,) = self._library

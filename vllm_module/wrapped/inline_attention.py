@@ -15,7 +15,7 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.attention import attend
 from vllm_module.wrapped.constants import Constants
 from vllm_module.wrapped.mask import Mask, MaskRule
-from vllm_module.wrapped.scores import Noted, Products, Scores
+from vllm_module.wrapped.scores import Noted, ScoreProducts, Scores
 
 _MASKED = -9e3  # a smaller number added to a score is a mask; a bias by distance is larger
 _LOWEST = -6e4  # a lower bound of scores that has no effect
@@ -81,7 +81,7 @@ class InlineAttention(StandIn):
         def begin(query: torch.Tensor, key: torch.Tensor, notes: list[Noted]) -> Scores:
             return Scores.of(query, key, finish, notes)
 
-        with Products(begin):
+        with ScoreProducts(begin):
             output = type(self.module).forward(self.module, *args, **kwargs)
         if isinstance(output, tuple):  # attention weights were not computed
             output = tuple(None if isinstance(each, Scores) else each for each in output)

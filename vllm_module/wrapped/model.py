@@ -24,7 +24,7 @@ from vllm_module.wrapped.check import check
 from vllm_module.wrapped.chosen_tokens import choose_all
 from vllm_module.wrapped.config import TransformersConfig, config_of
 from vllm_module.wrapped.inline_attention import has_stand_in
-from vllm_module.wrapped.names import Names, beginnings
+from vllm_module.wrapped.names import TransformersNames, beginnings
 from vllm_module.wrapped.own_attention import divert
 from vllm_module.wrapped.probe import Call, probe_of, run_on_meta
 from vllm_module.wrapped.refusals import fix_frequencies, refuse_architecture, refuse_calls
@@ -71,7 +71,7 @@ class TransformersForCausalLM(vLLMModule):
             refuse_other_logits(model, whole)
         fix_frequencies(model, config.max_model_len)
         own = divert(model, min(config.max_position_embeddings or _MEASURED, _MEASURED))
-        self._names = Names(model, whole)
+        self._names = TransformersNames(model, whole)
         replacing = Replacing(model, self._names)
         replacing.replace_experts()
         self._trunk, found = find_trunk(model, takes_positions=own.takes_positions)
@@ -220,7 +220,7 @@ def _add_attention(
     paths: Any,
     owner: str,
 ) -> None:
-    """Give each attention module our layers for its calls, with this rank's heads."""
+    """Add our layers to each attention module for its calls, with this rank's heads."""
     size = tensor_parallel_group().size
     if [*calls] != [paths[module] for module in held]:
         raise UnsupportedModelError(f"{owner} calls attention in another order without masks")

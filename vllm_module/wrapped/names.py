@@ -30,7 +30,7 @@ _OLD_BUFFERS = {"inv_freq": 1, "cos_cached": 4, "sin_cached": 4, "masked_bias": 
 _FURTHER = "layers that predict further tokens are for speculative decoding"
 
 
-class Names:
+class TransformersNames:
     """The names of one model, whose modules are still those of transformers.
 
     Args:

@@ -20,7 +20,7 @@ from vllm_module.wrapped.attention import PROBING, attend
 from vllm_module.wrapped.inline_attention import InlineAttention, Understood, understood
 from vllm_module.wrapped.mask import Mask, MaskRule
 from vllm_module.wrapped.probe import constants_on_meta, probe_of
-from vllm_module.wrapped.scores import Noted, Products, Scores
+from vllm_module.wrapped.scores import Noted, ScoreProducts, Scores
 
 _ARGUMENTS = ["self", "query", "key", "value", "attention_mask"]
 _SIZES = 16, 64  # head sizes that are tried, because a scale may depend on them
@@ -147,7 +147,7 @@ def _divert_forward(model: Any, longest: int) -> Diverted:
     hooks += [module.register_forward_hook(after) for module in modules]
     on_meta = constants_on_meta(model, PROBING, probe_of(model, longest))
     try:
-        with on_meta as (constants, given), constants, Products(begin):
+        with on_meta as (constants, given), constants, ScoreProducts(begin):
             model(**given)
     except UnsupportedModelError as error:
         return Diverted(str(error))

@@ -78,7 +78,7 @@ class Probe:
     order: list[nn.Module] = field(default_factory=list)
     chosen: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
-    def attend(  # noqa: D102 # of Step
+    def attend(  # noqa: D102 # see AttentionHandler
         self,
         module: nn.Module,
         query: torch.Tensor,

@@ -15,7 +15,7 @@ from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.linear import LinearBase
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.wrapped.experts import RoutedOnMeta, WrappedExperts, is_experts, is_routed
-from vllm_module.wrapped.names import Names
+from vllm_module.wrapped.names import TransformersNames
 from vllm_module.wrapped.plan_styles import (
     ALL_REDUCE,
     COLUMN,
@@ -40,7 +40,7 @@ class Replacing:
 
     """
 
-    def __init__(self, model: Any, names: Names) -> None:
+    def __init__(self, model: Any, names: TransformersNames) -> None:
         self.model, self.names = model, names
         self.calls: Mapping[str, Sequence[Call]] = {}
         self.group = tensor_parallel_group()

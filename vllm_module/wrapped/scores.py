@@ -1,8 +1,8 @@
 """Placeholders for attention scores that record the operations on them.
 
 A module that computes attention itself multiplies queries by keys, scales and masks the scores, and
-multiplies their softmax by values. :class:`Products` replaces the first product by :class:`Scores`,
-and the last one by a call of our attention.
+multiplies their softmax by values. :class:`ScoreProducts` replaces the first product by
+:class:`Scores`, and the last one by a call of our attention.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def in_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.reshape(1, leading, *tensor.shape[-2:])
 
 
-class Products(TorchFunctionMode):
+class ScoreProducts(TorchFunctionMode):
     """A mode in which the product of two activations becomes :class:`Scores`.
 
     Args:

@@ -116,7 +116,7 @@ class EncoderMethods:
 
         Args:
             prompts, truncate, use_tqdm, tokenization_kwargs, options: as for :meth:`embed`.
-            pooling_params: whether vectors are divided by their norm, and their length.
+            pooling_params: length of the vectors, and whether they are divided by their norm.
             pooling_task: ``"embed"`` for the embedding ``[hidden_size]``, ``"token_embed"`` for one
                 of each token ``[tokens, hidden_size]``, ``"classify"`` for the classes'
                 probabilities ``[labels]``, or their logits without activation. By default

@@ -44,7 +44,7 @@ class Executor:
     Attributes:
         rank, size: this process's rank, and the number of ranks.
         worker: this rank's part of the work.
-        products: which library (torch or oneDNN) multiplies on a CPU, by number of rows; rank 0
+        products: library (torch or oneDNN) for matmuls on a CPU, by number of rows; rank 0
             chooses for all ranks.
         refusal: reason why no step runs after a failed change of the weights; else ``None``.
         asleep: level at which the engine sleeps; 0 if it is awake.

@@ -90,7 +90,7 @@ class Ranks:
                 _init(rank, world, store, self.device)
             present = tensor_parallel_group()
             if _leads_world and isinstance(present, ProcessGroup):
-                present = SimulatedGroup(0, 1)  # that world belongs to another engine
+                present = SimulatedGroup(0, 1)  # the world belongs to another engine
             if present.size == 1 and size > 1:
                 self._start(size, work, arguments)
                 present = ProcessGroup()

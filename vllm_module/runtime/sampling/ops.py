@@ -33,7 +33,7 @@ _MASS_BLOCK = 256  # tokens of a block whose probabilities are summed
 _RANKED = 64  # number of most probable tokens whose ranks are known without counting
 
 
-class Settings(NamedTuple):
+class DrawSettings(NamedTuple):
     """Sampling parameters of n rows, each ``[n, 1]`` in float64; ``uniform`` is in [0, 1).
 
     ``scaled`` is True if any temperature is not 1, and ``cut`` if any ``min_p`` is not 0.
@@ -47,17 +47,17 @@ class Settings(NamedTuple):
     scaled: bool
     cut: bool
 
-    def select(self, rows: slice) -> Settings:
+    def select(self, rows: slice) -> DrawSettings:
         """Return the settings of some rows."""
         temperature, min_p, top_k, top_p, uniform, *flags = self
         numbers = (temperature[rows], min_p[rows], top_k[rows], top_p[rows], uniform[rows])
-        return Settings(*numbers, *flags)
+        return DrawSettings(*numbers, *flags)
 
 
-_Draw: TypeAlias = Callable[[Logits, Tensor, Settings, int], Tensor]
+_Draw: TypeAlias = Callable[[Logits, Tensor, DrawSettings, int], Tensor]
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Rows whose tokens are drawn by the same method.
 
     Attributes:
@@ -78,26 +78,26 @@ class Group(NamedTuple):
         """Number of tokens in a block of the logits."""
         return SEVERAL if self.width else FIRST
 
-    def choose(self, x: Logits, settings: Settings) -> Tensor:
+    def choose(self, x: Logits, settings: DrawSettings) -> Tensor:
         """Return a token ``[n, 1]`` for each row, or -1 for a row with NaN, inf or only -inf."""
         peak = x.maxima.amax(-1, keepdim=True)
         token = self.draw(x, peak, settings, self.width)
         return token.masked_fill_(~peak.isfinite(), -1)
 
 
-def group_rows(rows: Sequence[Row], vocab: int) -> list[Group]:
+def group_rows(rows: Sequence[Row], vocab: int) -> list[RowGroup]:
     """Return all rows in groups, adjusted ones first."""
     groups: dict[tuple[_Draw, int, bool], list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault((*_method(row.params, vocab), row.adjusted), []).append(index)
-    found = [Group(*how, indices) for how, indices in groups.items()]
+    found = [RowGroup(*how, indices) for how, indices in groups.items()]
     return sorted(found, key=lambda group: not group.adjusted)
 
 
 def choose(
     logits: Tensor,
-    groups: Sequence[Group],
-    settings: Sequence[Settings],
+    groups: Sequence[RowGroup],
+    settings: Sequence[DrawSettings],
     indices: Tensor,
     adjustments: Adjustments,
 ) -> Tensor:
@@ -137,7 +137,9 @@ def settings_array(rows: Iterable[Row]) -> array[float]:
     return settings
 
 
-def settings_of(groups: Sequence[Group], rows: Sequence[Row], sent: Tensor) -> list[Settings]:
+def settings_of(
+    groups: Sequence[RowGroup], rows: Sequence[Row], sent: Tensor
+) -> list[DrawSettings]:
     """Return the settings of each group.
 
     Args:
@@ -153,7 +155,7 @@ def settings_of(groups: Sequence[Group], rows: Sequence[Row], sent: Tensor) -> l
         scaled = any(each.temperature != 1 for each in params)
         cut = any(each.min_p for each in params)
         temperature, min_p, top_k, top_p, uniform = part.unsqueeze(2).unbind(1)
-        settings.append(Settings(temperature, min_p, top_k, top_p, uniform, scaled, cut))
+        settings.append(DrawSettings(temperature, min_p, top_k, top_p, uniform, scaled, cut))
     return settings
 
 
@@ -174,7 +176,7 @@ def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int]:
     return (draw_top_p, min(_SORTED, vocab)) if params.top_p < 1 else (draw_any, 0)
 
 
-def draw_first(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_first(x: Logits, peak: Tensor, settings: DrawSettings, width: int) -> Tensor:
     """Take each row's most probable token.
 
     This and the other draws return token ids ``[n, 1]``. Arguments of all four: logits, the largest
@@ -183,7 +185,7 @@ def draw_first(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tenso
     return first_ids(x)
 
 
-def draw_any(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_any(x: Logits, peak: Tensor, settings: DrawSettings, width: int) -> Tensor:
     """Draw from the whole vocabulary."""
     by_block = _mass_by_blocks(x, peak, settings)
     mass = by_block.cumsum(-1)
@@ -197,7 +199,7 @@ def draw_any(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
     return (block * _MASS_BLOCK + column).clamp_(max=x.vocab - 1)
 
 
-def draw_top_k(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_top_k(x: Logits, peak: Tensor, settings: DrawSettings, width: int) -> Tensor:
     """Draw from the ``top_k`` most probable tokens, at most ``width``, cut to ``top_p``."""
     ids = top_ids(x, width)
     weights = _integer_weights(x.take(ids), peak, settings, x.vocab)
@@ -207,7 +209,7 @@ def draw_top_k(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tenso
     return _pick_sorted(ids, mass, torch.searchsorted(mass, needed), settings)
 
 
-def draw_top_p(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tensor:
+def draw_top_p(x: Logits, peak: Tensor, settings: DrawSettings, width: int) -> Tensor:
     """Draw from the nucleus: the fewest most probable tokens whose mass reaches ``top_p``."""
     total = _mass_by_blocks(x, peak, settings).sum(-1, keepdim=True)
     needed = _needed_mass(total, settings)
@@ -227,7 +229,7 @@ def draw_top_p(x: Logits, peak: Tensor, settings: Settings, width: int) -> Tenso
     return token
 
 
-def _mass_by_blocks(x: Logits, peak: Tensor, settings: Settings) -> Tensor:
+def _mass_by_blocks(x: Logits, peak: Tensor, settings: DrawSettings) -> Tensor:
     """Return the sums of the integer weights of ``_MASS_BLOCK`` tokens each, ``[n, blocks]``."""
     parts: list[Tensor] = []
     scratch = None
@@ -251,7 +253,7 @@ def _scratch(x: Tensor) -> Tensor:
 
 
 def _integer_weights(
-    x: Tensor, peak: Tensor, settings: Settings, vocab: int, scratch: Tensor | None = None
+    x: Tensor, peak: Tensor, settings: DrawSettings, vocab: int, scratch: Tensor | None = None
 ) -> Tensor:
     """Return int64 weights in proportion to the probabilities of ``x``.
 
@@ -268,22 +270,22 @@ def _integer_weights(
     return other.view(torch.int64).copy_(ratio.mul_(2.0 ** (62 - vocab.bit_length())))
 
 
-def _needed_mass(total: Tensor, settings: Settings) -> Tensor:
+def _needed_mass(total: Tensor, settings: DrawSettings) -> Tensor:
     return torch.minimum((total * settings.top_p).ceil().long().clamp_(min=1), total)
 
 
-def _target(total: Tensor, settings: Settings) -> Tensor:
+def _target(total: Tensor, settings: DrawSettings) -> Tensor:
     """Return the mass at the fraction ``uniform`` of ``total``."""
     return torch.minimum((total * settings.uniform).long(), total - 1)
 
 
-def _pick(mass: Tensor, total: Tensor, settings: Settings) -> Tensor:
+def _pick(mass: Tensor, total: Tensor, settings: DrawSettings) -> Tensor:
     """Return the column where cumulative ``mass`` passes the fraction ``uniform`` of ``total``."""
     # The first column above the target never has weight 0.
     return torch.searchsorted(mass, _target(total, settings), right=True)
 
 
-def _pick_sorted(ids: Tensor, mass: Tensor, end: Tensor, settings: Settings) -> Tensor:
+def _pick_sorted(ids: Tensor, mass: Tensor, end: Tensor, settings: DrawSettings) -> Tensor:
     """Draw a token from sorted ``ids`` by inverse CDF; columns after ``end`` are excluded."""
     last = ids.shape[1] - 1
     column = _pick(mass, mass.gather(1, end.clamp(max=last)), settings)

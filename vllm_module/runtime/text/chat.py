@@ -18,7 +18,7 @@ Messages = Sequence[Mapping[str, Any]]
 ContentFormat = Literal["auto", "string", "openai"]
 
 _log = logging.getLogger(__name__)
-# Whether a template takes text, and lists.
+# A template's support of text and of lists, by content format.
 _FORMATS = {"string": (True, False), "openai": (False, True)}
 # Two texts of the same length: a template that shows them writes two different prompts.
 _PROBES = ("first message", "other message")

@@ -18,14 +18,14 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class RefusedError(Exception):
+class TemplateRefusedError(Exception):
     """A template called ``raise_exception``."""
 
 
 class Generation(Extension):
     """The block ``{% generation %}``, by which trainers find the assistant's text."""
 
-    tags = {"generation"}  # as jinja2 has it
+    tags = {"generation"}  # attribute that jinja2 requires
 
     def parse(self, parser: Any) -> Any:
         """Return the nodes inside the block."""
@@ -40,7 +40,7 @@ def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def refuse(message: object) -> None:
     """Raise the error of a template's ``raise_exception``."""
-    raise RefusedError(str(message))
+    raise TemplateRefusedError(str(message))
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
@@ -80,7 +80,7 @@ def answer(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) 
         return {"text": template.render(request["variables"])}
     except MemoryError:
         raise
-    except RefusedError as error:
+    except TemplateRefusedError as error:
         return {"refusal": str(error)[:2000]}
     except Exception as error:  # a template may raise anything
         return {"failure": described(error)}

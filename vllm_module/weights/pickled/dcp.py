@@ -22,8 +22,8 @@ from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
-from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, DType, Entry, read_header
-from vllm_module.weights.pickled.dcp_metadata import Chunk, Tensor, read_metadata
+from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry, StoredDType, read_header
+from vllm_module.weights.pickled.dcp_metadata import ChunkedTensor, StoredChunk, read_metadata
 from vllm_module.weights.pickled.saved_tensors import SavedTensor
 from vllm_module.weights.pickled.torch_file import unpickled
 from vllm_module.weights.regular_file import is_there
@@ -52,7 +52,7 @@ class _Chunked(WeightFile):
         self._tensors = read_metadata(self._bytes.read_bytes(0, size), self._refuse)
         self._files: dict[str, FileBytes] = {}
         self._headers: dict[str, dict[str, Entry]] = {}  # headers of the files that are safetensors
-        self._parts: dict[tuple[str, Chunk], FileHandle] = {}
+        self._parts: dict[tuple[str, StoredChunk], FileHandle] = {}
         self.entries = {}
         try:
             for name, tensor in self._tensors.items():
@@ -64,7 +64,7 @@ class _Chunked(WeightFile):
             self.close()
             raise
 
-    def _check(self, name: str, chunk: Chunk) -> None:
+    def _check(self, name: str, chunk: StoredChunk) -> None:
         """Open the file of a chunk; raise if the file ends before the chunk does."""
         if chunk.file not in self._files:
             if os.path.basename(chunk.file) != chunk.file or chunk.file in ("", ".", ".."):
@@ -104,13 +104,13 @@ class _Chunked(WeightFile):
     def __getitem__(self, name: str) -> Any:
         return _Handle(self, name, self._tensors[name])
 
-    def part(self, name: str, tensor: Tensor, chunk: Chunk) -> FileHandle:
-        """Check what was saved for a chunk, and return a handle of it."""
+    def part(self, name: str, tensor: ChunkedTensor, chunk: StoredChunk) -> FileHandle:
+        """Check the saved tensor of a chunk, and return a handle of it."""
         if (name, chunk) not in self._parts:
             self._parts[name, chunk] = self._part(name, tensor, chunk)
         return self._parts[name, chunk]
 
-    def _part(self, name: str, tensor: Tensor, chunk: Chunk) -> FileHandle:
+    def _part(self, name: str, tensor: ChunkedTensor, chunk: StoredChunk) -> FileHandle:
         file = self._files[chunk.file]
 
         def refuse(problem: str) -> NoReturn:
@@ -133,7 +133,7 @@ class _Chunked(WeightFile):
         return FileHandle(file, name, *described, chunk.begin + begin, cut=True)
 
     def _part_of_safetensors(
-        self, file: FileBytes, name: str, tensor: Tensor, chunk: Chunk, refuse: Refuse
+        self, file: FileBytes, name: str, tensor: ChunkedTensor, chunk: StoredChunk, refuse: Refuse
     ) -> FileHandle:
         """Return a handle of a chunk in a safetensors file, whose header has its place."""
         if chunk.file not in self._headers:
@@ -153,7 +153,11 @@ class _Chunked(WeightFile):
 
 
 def _compare(
-    dtype: DType, shape: tuple[int, ...], tensor: Tensor, chunk: Chunk, refuse: Refuse
+    dtype: StoredDType,
+    shape: tuple[int, ...],
+    tensor: ChunkedTensor,
+    chunk: StoredChunk,
+    refuse: Refuse,
 ) -> None:
     """Raise if a saved chunk differs from its entry in ``.metadata``."""
     if (dtype, tuple(shape)) != (tensor.dtype, tuple(chunk.shape)):
@@ -185,7 +189,7 @@ class _Handle:
         self,
         owner: _Chunked,
         name: str,
-        tensor: Tensor,
+        tensor: ChunkedTensor,
         region: tuple[tuple[int, int], ...] | None = None,
     ) -> None:
         self._owner, self.name, self._tensor = owner, name, tensor

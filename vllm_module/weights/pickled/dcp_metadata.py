@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from vllm_module.base.messages import shorten
-from vllm_module.weights.header import DAMAGED, MAX_DIMS, MAX_NAME, DType
+from vllm_module.weights.header import DAMAGED, MAX_DIMS, MAX_NAME, StoredDType
 from vllm_module.weights.pickled.pickle_records import (
     NEWER,
     PLAIN,
@@ -47,7 +47,7 @@ _CLASSES = frozenset(
 )
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A part of a tensor: its start, its shape, and the bytes that hold it.
 
     The bytes are written by ``torch.save``: ``length`` bytes from ``begin`` on in ``file``.
@@ -60,16 +60,16 @@ class Chunk(NamedTuple):
     length: int
 
 
-class Tensor(NamedTuple):
+class ChunkedTensor(NamedTuple):
     """A tensor and the chunks that cover it, each element once; ``key``: its name in the files."""
 
-    dtype: DType
+    dtype: StoredDType
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
     key: str
 
 
-def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, Tensor]:
+def read_metadata(data: bytes, refuse: Callable[[str], NoReturn]) -> dict[str, ChunkedTensor]:
     """Return the weights by name, without the optimizer's state.
 
     A trainer saves a dict of dicts, such as ``{"model": {...}, "optim": {...}}``. The weights are
@@ -138,7 +138,7 @@ def _weights(
 
 def _tensor(
     key: Any, described: Any, places: Mapping[Any, Any], refuse: Callable[[str], NoReturn]
-) -> Tensor:
+) -> ChunkedTensor:
     what = f"tensor {shorten(key)}"
     dtype = _dtype(_field(described, "properties"))
     shape = _sizes(_field(described, "size"))
@@ -165,17 +165,17 @@ def _tensor(
             refuse(f"the chunk of {what} at {list(offsets)} is in no file. {DAMAGED}")
         if _field(place, "transform_descriptors"):
             refuse(f"{what} is compressed or encrypted: save it without extensions")
-        chunks.append(Chunk(offsets, sizes, file, begin, length))
+        chunks.append(StoredChunk(offsets, sizes, file, begin, length))
     chunks.sort()
     if elements != math.prod(shape) or (elements and not _cover(chunks, shape)):
         refuse(
             f"the chunks of {what} hold {elements} elements and should cover each of "
             f"{math.prod(shape)} once. {DAMAGED}"
         )
-    return Tensor(dtype, shape, tuple(chunks), str(key))
+    return ChunkedTensor(dtype, shape, tuple(chunks), str(key))
 
 
-def _cover(chunks: list[Chunk], shape: tuple[int, ...]) -> bool:
+def _cover(chunks: list[StoredChunk], shape: tuple[int, ...]) -> bool:
     """Return whether chunks, all inside ``shape``, cover each element exactly once.
 
     Each corner of a chunk has a sign: that of the number of dimensions in which it is an end. The
@@ -216,7 +216,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _dtype(properties: Any) -> DType | None:
+def _dtype(properties: Any) -> StoredDType | None:
     """Return the dtype in a chunk's properties, which is the first entry of the state tuple."""
     state = properties.state if isinstance(properties, Record) else None
     named = state[0] if isinstance(state, tuple) and state else _field(properties, "dtype")

@@ -1,0 +1,54 @@
+"""One class name stands for one class in the package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = "vllm_module", "models", "kernels"
+
+# Names that several rooms still share; remove a name once its classes are renamed.
+SHARED = {
+    "Read": "core.plan has the reads of a load, and cli.rank_plan the bytes that a rank reads",
+    "Run": "core.run carries out a plan, cut_rows has bytes, and bench of cli a measurement",
+    "Span": "cli.pictures.load_trace has a stretch of time, weights.stores.spans a range of bytes",
+    "Tensor": "core.routes has a route, and cli.commands.inspect a line of a table",
+}
+
+
+def class_homes(files: Iterable[Path]) -> dict[str, set[Path]]:
+    """Return the files that define each class, by its name; private classes are left out."""
+    homes: dict[str, set[Path]] = {}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(path.resolve())
+    return homes
+
+
+def shared(homes: dict[str, set[Path]]) -> dict[str, list[str]]:
+    return {
+        name: sorted(str(path) for path in paths) for name, paths in homes.items() if len(paths) > 1
+    }
+
+
+def test_a_class_name_is_defined_in_one_module() -> None:
+    """No two modules define a class of the same name, but for those in the list."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    found = shared(class_homes(files))
+    new = {name: paths for name, paths in found.items() if name not in SHARED}
+    assert not new, f"rename one class of each: {new}"
+    assert not SHARED.keys() - found.keys(), "no longer shared: remove it from the list"
+
+
+def test_a_second_definition_is_found(tmp_path: Path) -> None:
+    """A name in two files is found, also inside of a function; a private one is not."""
+    texts = {
+        "a.py": "class Step: pass\nclass _Own: pass\nclass Once: pass\n",
+        "b.py": "def f():\n    class Step: pass\nclass _Own: pass\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert list(shared(class_homes(sorted(tmp_path.iterdir())))) == ["Step"]
