@@ -39,8 +39,8 @@ from vllm_module.core.tree import materialized
 from vllm_module.distributed import groups, tensor_parallel
 from vllm_module.hf_config import parse_config
 from vllm_module.kernels.rows.rms_norm import rms_norm
-from vllm_module.layers import RotaryEmbedding, rows
-from vllm_module.quantization import rules_for
+from vllm_module.layers import RotaryEmbedding
+from vllm_module.quantization import rows, rules_for
 from vllm_module.runtime import pieces
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.cache.state_cache import StateCache

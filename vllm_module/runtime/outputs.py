@@ -22,14 +22,14 @@ from vllm_module.runtime.text.tokenizer import Tokenizer
 class ServedModelConfig:
     """Properties of a served model, under vLLM's names.
 
-        Attributes:
-                model, revision, trust_remote_code, seed: the arguments, as given.
-            tokenizer: the place of the tokenizer.
-            dtype, device: dtype and device of the parameters that are not quantized.
-            max_model_len: largest number of tokens of a sequence.
-            tensor_parallel_size: the number of ranks.
-            num_gpu_blocks, block_size: pages of the KV cache, on any device, and the tokens of each.
-                hf_config: config.json, with its entries as attributes.
+    Attributes:
+        model, revision, trust_remote_code, seed: the arguments, as given.
+        tokenizer: the place of the tokenizer.
+        dtype, device: dtype and device of the parameters that are not quantized.
+        max_model_len: largest number of tokens of a sequence.
+        tensor_parallel_size: the number of ranks.
+        num_gpu_blocks, block_size: pages of the KV cache, on any device, and the tokens of each.
+        hf_config: config.json, with its entries as attributes.
 
     """
 

@@ -59,22 +59,22 @@ class Step:
 class StepInputs:
     """The plain numbers by which a rank computes a step; one message carries them to all ranks.
 
-        Attributes:
-                input_ids, positions: tokens of the step and their positions, sequence by sequence.
-            slot_mapping: the cache slot of each token: its page * page size + its place on the page.
-            context_lens: number of each sequence's tokens up to the end of this step.
-            query_start_loc: start of each sequence's tokens, and the end of the last one's.
-            table_rows: the row of the block tables that has each sequence's pages.
-            new_pages: the changes of these rows: a row, the first entry that changes, and the pages
-                from there on. Every rank keeps the tables, and writes the changes before the step.
-            num_table_pages: largest number of pages of a sequence.
-            rows: the indices of the tokens whose logits are returned.
-            max_query_len: largest number of tokens of a sequence in this step.
-            num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
-                ``num_sampled`` tokens that the step before has chosen, which are on the device.
-            swapped_out, copied, swapped_in: as in :class:`Step`.
-                states: as there, with the copies of saved states; ``None`` if no states are moved. The
-                slot of a sequence's state is the row of its block table.
+    Attributes:
+            input_ids, positions: tokens of the step and their positions, sequence by sequence.
+        slot_mapping: the cache slot of each token: its page * page size + its place on the page.
+        context_lens: number of each sequence's tokens up to the end of this step.
+        query_start_loc: start of each sequence's tokens, and the end of the last one's.
+        table_rows: the row of the block tables that has each sequence's pages.
+        new_pages: the changes of these rows: a row, the first entry that changes, and the pages
+            from there on. Every rank keeps the tables, and writes the changes before the step.
+        num_table_pages: largest number of pages of a sequence.
+        rows: the indices of the tokens whose logits are returned.
+        max_query_len: largest number of tokens of a sequence in this step.
+        num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
+            ``num_sampled`` tokens that the step before has chosen, which are on the device.
+        swapped_out, copied, swapped_in: as in :class:`Step`.
+            states: as there, with the copies of saved states; ``None`` if no states are moved. The
+            slot of a sequence's state is the row of its block table.
 
     """
 

@@ -13,8 +13,8 @@ import torch
 
 from gpu.device import Gpu
 from gpu.small_engines import engine, few, generated, saved
-from vllm_module.layers import rows
 from vllm_module.layers.linear import LinearBase
+from vllm_module.quantization import rows
 from vllm_module.quantization.rows import QuantizedRows
 
 
