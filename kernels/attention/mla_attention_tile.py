@@ -51,8 +51,8 @@ def decode_candidates(
         few = {"splits of 256, 16 heads": Decoding(small, Tiles(16, 32, 4, 5))}
         found = few | found if heads <= 16 or rows < 64 else found | few
     if swap:
-        few = replace(tiles, num_warps=4)
-        found = {"splits of 512, 4 warps": Decoding(large, few)} | found
+        narrow = replace(tiles, num_warps=4)
+        found = {"splits of 512, 4 warps": Decoding(large, narrow)} | found
     if rows == 64:
         found["splits of 512, 5 stages"] = Decoding(large, replace(tiles, num_stages=5))
     return found
