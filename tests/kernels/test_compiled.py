@@ -87,10 +87,9 @@ def test_kernels_compile_within_the_limits_of_the_gpu(capability: int) -> None:
     expected = {"_multiply_few", "_decode", "_held_rows"} if capability == 90 else set()
     assert {one["kernel"] for one in early} == expected
     for one in results:
-        named = "launched early" in one["case"] and one["kernel"] != "_combine"
+        is_early = "launched early" in one["case"] and one["kernel"] in expected
         counts = [one["instructions"].get(name, 0) for name in controls]
-        assert counts == [1, 1] if named else counts == [0, 0], one
-        assert all("cp.async.bulk.tensor" in one["instructions"] for one in tma)
+        assert counts == ([1, 1] if is_early else [0, 0]), one
     latent = {one["kernel"]: one for one in results if one["case"] == "latent, 128 heads"}
     assert instruction in latent["_decode_latent"]["instructions"]
     assert instruction in latent["_prefill_latent"]["instructions"]
