@@ -21,12 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported once, for all forks.
+# Imported once, for all forks. (vllm_module.runtime would send what is logged nowhere.)
 import vllm_module.cli.app
-import vllm_module.cli.commands.generate
 import vllm_module.cli.commands.load
-import vllm_module.models.llama
-import vllm_module.runtime.llm  # noqa: F401
+import vllm_module.models.llama  # noqa: F401
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 AT_ONCE = 6  # some of them only wait
