@@ -9,14 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = "vllm_module", "models", "kernels"
 
-# Names that several rooms still share; remove a name once its classes are renamed.
-SHARED = {
-    "Read": "core.plan has the reads of a load, and cli.rank_plan the bytes that a rank reads",
-    "Run": "core.run carries out a plan, cut_rows has bytes, and bench of cli a measurement",
-    "Span": "cli.pictures.load_trace has a stretch of time, weights.stores.spans a range of bytes",
-    "Tensor": "core.routes has a route, and cli.commands.inspect a line of a table",
-}
-
 
 def class_homes(files: Iterable[Path]) -> dict[str, set[Path]]:
     """Return the files that define each class, by its name; private classes are left out."""
@@ -35,12 +27,9 @@ def shared(homes: dict[str, set[Path]]) -> dict[str, list[str]]:
 
 
 def test_a_class_name_is_defined_in_one_module() -> None:
-    """No two modules define a class of the same name, but for those in the list."""
+    """No two modules define a public class of the same name."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    found = shared(class_homes(files))
-    new = {name: paths for name, paths in found.items() if name not in SHARED}
-    assert not new, f"rename one class of each: {new}"
-    assert not SHARED.keys() - found.keys(), "no longer shared: remove it from the list"
+    assert not shared(class_homes(files)), "rename one class of each"
 
 
 def test_a_second_definition_is_found(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ ROWS = 16  # rows of a tile, and the largest number of rows
 KERNEL = "linear"  # name of the kernel in choices.json
 
 
-class Config(NamedTuple):
+class FewRowsConfig(NamedTuple):
     """The tiles of a matmul and the steps of a program.
 
     Attributes:
@@ -48,13 +48,15 @@ class Config(NamedTuple):
 # The first candidate is torch's own matmul.
 _CANDIDATES = {
     "torch": None,
-    "few rows": Config(64, 128, 4, 5),
-    "few rows, narrow": Config(32, 128, 4, 6),
+    "few rows": FewRowsConfig(64, 128, 4, 5),
+    "few rows, narrow": FewRowsConfig(32, 128, 4, 6),
 }
-_ON_HOPPER = _CANDIDATES | {"few rows, launched early": Config(64, 128, 4, 5, True)}
+_ON_HOPPER = _CANDIDATES | {"few rows, launched early": FewRowsConfig(64, 128, 4, 5, True)}
 
 
-def config_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Config | None:
+def config_of(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> FewRowsConfig | None:
     """Return the chosen configuration of a matmul, or ``None`` if torch computes it.
 
     Only a measurement chooses another candidate than torch. A result's bits do not depend on its
@@ -85,7 +87,7 @@ def config_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def few_rows_matmul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: FewRowsConfig
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, accumulated in float32.
 

@@ -14,7 +14,7 @@ import torch
 
 from vllm_module import ModelConfig, tensor_parallel
 from vllm_module.build.model_source import ModelSource
-from vllm_module.cli.pictures.load_trace import RankTrace, Sample, Span, chrome_trace
+from vllm_module.cli.pictures.load_trace import RankTrace, Sample, TraceSpan, chrome_trace
 from vllm_module.cli.pictures.plots import memory_curve, plot_memory
 from vllm_module.cli.rank_load import load_rank
 from vllm_module.quantization import ONLINE, Rules, Scheme, quantize
@@ -155,7 +155,7 @@ def test_modules_that_overlap_have_tracks_of_their_own() -> None:
     """Two events of one track never overlap, and a track is used again when it is free."""
     trace = RankTrace(0, samples=[Sample(0, 1, None)], threads={7: "weight-reader"})
     for name, begin, stop in (("a", 0, 30), ("b", 10, 40), ("c", 35, 50), ("b", 20, 45)):
-        trace.spans.append(Span("read", f"{name}.weight", f"{name}.weight", 7, begin, stop, 1))
+        trace.spans.append(TraceSpan("read", f"{name}.weight", f"{name}.weight", 7, begin, stop, 1))
     modules = of_kind(chrome_trace([trace])["traceEvents"], "module", 0)
     tracks = {event["name"]: event["tid"] for event in modules}
     assert tracks["a"] == tracks["c"] != tracks["b"]

@@ -14,12 +14,12 @@ from vllm_module.kernels.choices import trying
 from vllm_module.kernels.matmul import few_rows_matmul as module
 from vllm_module.kernels.matmul.few_rows_matmul import (
     KERNEL,
-    Config,
+    FewRowsConfig,
     config_of,
     few_rows_matmul,
 )
 
-SMALL = Config(16, 32, 4, 2)
+SMALL = FewRowsConfig(16, 32, 4, 2)
 
 
 @given(

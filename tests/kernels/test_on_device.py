@@ -18,7 +18,7 @@ from vllm_module.kernels.attention import fused_attention as fused
 from vllm_module.kernels.attention import paged_layout
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla
 from vllm_module.kernels.attention.fresh_attention import fresh_attention
-from vllm_module.kernels.matmul.few_rows_matmul import Config, few_rows_matmul
+from vllm_module.kernels.matmul.few_rows_matmul import FewRowsConfig, few_rows_matmul
 from vllm_module.kernels.rows.quantize import quantize_static
 
 TESTS = Path(__file__).parents[1]
@@ -160,7 +160,9 @@ def fresh_prompts() -> list[torch.Tensor]:
 
 
 def few_rows() -> list[torch.Tensor]:
-    return [few_rows_matmul(torch.randn(3, 32), torch.randn(5, 32), None, Config(16, 32, 4, 2))]
+    return [
+        few_rows_matmul(torch.randn(3, 32), torch.randn(5, 32), None, FewRowsConfig(16, 32, 4, 2))
+    ]
 
 
 # What no case of the benchmark launches, in sizes of its own.

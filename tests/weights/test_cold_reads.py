@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import cut_rows, file_bytes, open_checkpoint, os_pages, read_all
-from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.handle import FileHandle, read_together
 from vllm_module.weights.regular_file import ReadLease, open_again
 
@@ -327,7 +327,7 @@ def test_a_whole_tensor_is_left_to_the_kernels_read_ahead(path, tensors, monkeyp
 )
 def test_ranges_cover_the_pages_touched_and_few_more(offset, length, gap, count) -> None:
     """They are in order and apart, and have at most an eighth more OS pages than segments touch."""
-    run = Run(offset, length, length + gap, count, cut=True)
+    run = ByteRun(offset, length, length + gap, count, cut=True)
     touched: set[int] = set()
     for index in range(count):
         begin = offset + index * run.stride
@@ -346,7 +346,7 @@ def test_ranges_cover_the_pages_touched_and_few_more(offset, length, gap, count)
 @settings(deadline=None)
 @given(count=st.integers(1, 40), span=st.integers(1, 400), length=st.integers(1, 20))
 def test_windows_of_a_run_are_the_run(count, span, length) -> None:
-    run = Run(7, length, length + 5, count, cut=True)
+    run = ByteRun(7, length, length + 5, count, cut=True)
     segments = []
     for window, address in run.windows(span, 1000):
         assert window.count == 1 or window.count * window.stride <= span

@@ -41,7 +41,7 @@ from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightRea
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import open_checkpoint, source
-from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.source import Folder, find_source
 from vllm_module.weights.stores import http_client, spans, store, stored_bytes
 from vllm_module.weights.stores import source as stores_source
@@ -688,7 +688,7 @@ def test_spans_cover_their_runs(data: st.DataObject) -> None:
         length, count = draw(st.integers(1, 90)), draw(st.integers(1, 6))
         stride = length + draw(st.integers(1, 90)) if count > 1 else 0
         offset = draw(st.integers(0, len(content) - (count - 1) * stride - length))
-        runs.append((Run(offset, length, stride, count), len(expected)))
+        runs.append((ByteRun(offset, length, stride, count), len(expected)))
         for start in (offset + index * stride for index in range(count)):
             expected += content[start : start + length]
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
 from vllm_module.weights import Checkpoint, open_checkpoint, pieces, read_all, reading
-from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.handle import FileHandle
 
@@ -79,7 +79,7 @@ def test_jobs_are_taken_only_as_they_can_be_read(tensors, checkpoint, monkeypatc
     done = []
     read_runs = FileBytes.read_runs
 
-    def counted(self: FileBytes, runs: list[tuple[Run, int]]) -> None:
+    def counted(self: FileBytes, runs: list[tuple[ByteRun, int]]) -> None:
         read_runs(self, runs)
         done.extend(runs)
 
@@ -101,7 +101,7 @@ def test_the_first_error_is_raised_as_it_is(checkpoint, monkeypatch) -> None:
     error = WeightReadError("broken")
     calls = []
 
-    def fail(self: FileBytes, runs: list[tuple[Run, int]]) -> None:
+    def fail(self: FileBytes, runs: list[tuple[ByteRun, int]]) -> None:
         calls.append(None)
         raise error
 

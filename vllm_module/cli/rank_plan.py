@@ -28,7 +28,7 @@ from vllm_module.wrapped.model import replicated_share
 PAGE_SIZE = EngineConfig().block_size  # tokens
 
 
-class Read(NamedTuple):
+class RankRead(NamedTuple):
     """The shard of a checkpoint tensor that a rank reads, and the parameter and slot it fills.
 
     ``byte_range`` has positions in the file; a source that is no folder has no files. A shard that
@@ -89,12 +89,12 @@ class RankPlan:
     replicated: float
     paths: Mapping[torch.Tensor, Sequence[str]]
 
-    def reads(self) -> Iterator[Read]:
+    def reads(self) -> Iterator[RankRead]:
         """Yield every piece that this rank reads, in the model's order."""
         for plan in self.plans:
             kept, begin = plan.kept, plan.begin
             for piece in kept.pieces[self.rank]:
-                yield Read(
+                yield RankRead(
                     name=plan.name,
                     file=plan.file,
                     byte_range=None if begin is None else (begin + piece.begin, begin + piece.end),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ class ComputedHandle(FileHandle):
         """True if the stored bytes follow each other without gaps."""
         return self._stored.contiguous
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[ByteRun]:
         """Yield the stored bytes as runs."""
         return self._stored.runs()
 

@@ -27,7 +27,7 @@ _PYBUF_WRITE = 0x200
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """``count`` segments of ``length`` bytes, at ``offset`` and every ``stride`` bytes after it.
 
     ``cut`` is True if the reader may have no use for the bytes before and after them.
@@ -49,7 +49,7 @@ class Run:
         """Bytes of all segments."""
         return self.count * self.length
 
-    def windows(self, span: int, address: int) -> Iterator[tuple[Run, int]]:
+    def windows(self, span: int, address: int) -> Iterator[tuple[ByteRun, int]]:
         """Split the run into runs of at most ``span`` bytes of the file, but at least one segment.
 
         Each is yielded with the address in memory of its first byte; this run begins at
@@ -59,7 +59,7 @@ class Run:
         for first in range(0, self.count, step):
             count = min(step, self.count - first)
             offset = self.offset + first * self.stride
-            run = Run(offset, self.length, self.stride, count, self.cut)
+            run = ByteRun(offset, self.length, self.stride, count, self.cut)
             yield run, address + first * self.length
 
     def pages(self) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ class Run:
         return [(one * page, other * page) for one, other in zip(begins, ends, strict=True)]
 
 
-def copy_segments(span: torch.Tensor, run: Run, address: int) -> None:
+def copy_segments(span: torch.Tensor, run: ByteRun, address: int) -> None:
     """Copy a run's segments out of ``span``, as bytes, to ``address``, without gaps."""
     import torch
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vllm_module.base.messages import printable
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import os_pages
-from vllm_module.weights.cut_rows import Run, copy_segments, memory
+from vllm_module.weights.cut_rows import ByteRun, copy_segments, memory
 from vllm_module.weights.regular_file import ReadLease, open_again, open_regular
 
 if TYPE_CHECKING:
@@ -108,12 +108,12 @@ class FileBytes:
         if not self._finalizer.alive:
             raise WeightReadError(f"{self._where} was closed; open the checkpoint again")
 
-    def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
+    def read_runs(self, runs: Iterable[tuple[ByteRun, int]]) -> None:
         """Read each run to its address in memory; its segments are stored there without gaps."""
         self.check_unchanged()
         nbytes = 0
-        singly: list[tuple[Run, int]] = []
-        together: list[tuple[Run, int]] = []
+        singly: list[tuple[ByteRun, int]] = []
+        together: list[tuple[ByteRun, int]] = []
         for run, address in runs:
             nbytes += run.nbytes
             if run.count == 1 or run.length >= _LONG_SEGMENT or run.stride >= _LONGEST_ROW:
@@ -132,14 +132,14 @@ class FileBytes:
         with self._lock:
             self._bytes_read += nbytes
 
-    def _read_ahead_of_segments(self, run: Run) -> None:
+    def _read_ahead_of_segments(self, run: ByteRun) -> None:
         descriptor = self._scattered()
         for index in range(run.count):
             offset = run.offset + index * run.stride
             if not os_pages.cached(descriptor, offset, run.length):
                 os_pages.read_ahead(descriptor, offset, run.length)
 
-    def _read_ahead_of_rows(self, run: Run) -> bool:
+    def _read_ahead_of_rows(self, run: ByteRun) -> bool:
         """Start read-ahead of a run's OS pages; return whether pages between them are left out."""
         descriptor = self._scattered()
         if os_pages.cached(descriptor, run.offset, run.span):
@@ -149,7 +149,7 @@ class FileBytes:
             os_pages.read_ahead(descriptor, begin, end - begin)
         return len(pages) > 1
 
-    def _read_segments(self, run: Run, address: int) -> None:
+    def _read_segments(self, run: ByteRun, address: int) -> None:
         descriptor = self._scattered() if _is_scattered(run) else self._fd
         view = memory(address, run.nbytes)
         for index in range(run.count):
@@ -185,7 +185,7 @@ class FileBytes:
                 )
             view, offset = view[count:], offset + count
 
-    def _read_rows(self, parts: list[tuple[Run, int]]) -> None:
+    def _read_rows(self, parts: list[tuple[ByteRun, int]]) -> None:
         """Copy short segments out of their rows; each part spans at most _WINDOW bytes."""
         while parts:
             spans = accumulate(run.span for run, _ in parts)
@@ -199,7 +199,7 @@ class FileBytes:
                 self._read_rows_whole(parts[:count])
             parts = parts[count:]
 
-    def _read_rows_whole(self, parts: list[tuple[Run, int]]) -> None:
+    def _read_rows_whole(self, parts: list[tuple[ByteRun, int]]) -> None:
         import torch
 
         # Shared by all turns: allocating costs more than reading.
@@ -215,7 +215,7 @@ class FileBytes:
                 self._read(rows.offset, memory(span.data_ptr(), rows.span), self._scattered())
                 copy_segments(span, rows, target)
 
-    def _copy_mapped(self, run: Run, address: int) -> None:
+    def _copy_mapped(self, run: ByteRun, address: int) -> None:
         """Copy a run out of the mapping; the caller holds the lease."""
         with self._lock:
             self.check_unchanged()  # the lease prevents truncation from here on
@@ -256,7 +256,7 @@ class FileBytes:
         )
 
 
-def _is_scattered(run: Run) -> bool:
+def _is_scattered(run: ByteRun) -> bool:
     """Return whether most of what the kernel would read ahead of the run is not part of it."""
     return run.cut and run.length < _SEQUENTIAL
 

@@ -13,7 +13,7 @@ import torch
 
 from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.readable import Readable
 
 
@@ -109,7 +109,7 @@ def read_into(weight: Weight, destination: Destination) -> None:
 
 def read_together(jobs: Iterable[tuple[Weight, Destination]]) -> None:
     """Fill each destination as ``read_into`` does; runs of one file are read in one call."""
-    runs: dict[Readable, list[tuple[Run, int]]] = {}
+    runs: dict[Readable, list[tuple[ByteRun, int]]] = {}
     for weight, destination in jobs:
         if (
             isinstance(weight, FileHandle)
@@ -173,7 +173,7 @@ class FileHandle:
         begin, end = self.byte_range
         return end - begin == self.nbytes
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[ByteRun]:
         """Yield the region's bytes as runs, in the order of its elements; a matrix is one run."""
         if self.nbytes == 0:
             return
@@ -191,9 +191,9 @@ class FileHandle:
             else:
                 outer.insert(0, (size, step))
         for offsets in product(*[range(0, size * step, step) for size, step in outer]):
-            yield Run(self._offset + sum(offsets), length, stride, count, self._cut)
+            yield ByteRun(self._offset + sum(offsets), length, stride, count, self._cut)
 
-    def runs_to(self, address: int) -> Iterator[tuple[Run, int]]:
+    def runs_to(self, address: int) -> Iterator[tuple[ByteRun, int]]:
         """Yield each run with its address in a contiguous destination at ``address``."""
         for run in self.runs():
             yield run, address

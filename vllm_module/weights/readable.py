@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.cut_rows import ByteRun
 
 
 class Readable(Protocol):
@@ -40,5 +40,5 @@ class Readable(Protocol):
     def check_unchanged(self) -> None:
         """Raise WeightReadError if the file was closed or, if that can be known, has changed."""
 
-    def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
+    def read_runs(self, runs: Iterable[tuple[ByteRun, int]]) -> None:
         """Read each run to its address in memory; its segments are stored there without gaps."""

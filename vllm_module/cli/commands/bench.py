@@ -194,7 +194,7 @@ class Work:
 
 
 @dataclass
-class Run:
+class Measurement:
     """The measurements of one run.
 
     ``first_token`` and ``each_token`` have an entry a prompt: the seconds until its first token,
@@ -231,7 +231,7 @@ def serve(
     input_len: int,
     output_len: int,
     show: Callable[[str], object] = len,
-) -> Run:
+) -> Measurement:
     """Serve random prompts, at most ``concurrency`` at a time, and measure that.
 
     ``show`` gets a text about the progress after each step. Raises ``CommandError`` if a prompt
@@ -239,7 +239,7 @@ def serve(
     """
     from vllm_module.runtime.sampling_params import SamplingParams
 
-    run = Run()
+    run = Measurement()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     vocabulary = range(llm.model_config.get_vocab_size())
     prompts = [generator.choices(vocabulary, k=input_len) for _ in range(num_prompts)]

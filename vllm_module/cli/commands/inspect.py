@@ -54,7 +54,7 @@ _OF_QUANTIZATION = ("quant_method", "format", "quant_algo", "packing_format")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ListedTensor:
     """A tensor as its file's header describes it; a registered source names no file."""
 
     name: str
@@ -238,13 +238,13 @@ def _opened(source: Source) -> OpenWeights:
     return open_weights(source)
 
 
-def _tensors(checkpoint: OpenWeights) -> list[Tensor]:
+def _tensors(checkpoint: OpenWeights) -> list[ListedTensor]:
     from vllm_module.weights import Checkpoint
 
     if isinstance(checkpoint, Checkpoint):
         chunked = checkpoint.load_format == "dcp"  # a tensor is in several places of other files
         tensors = [
-            Tensor(
+            ListedTensor(
                 name,
                 entry.dtype.name,
                 list(entry.shape),
@@ -256,7 +256,7 @@ def _tensors(checkpoint: OpenWeights) -> list[Tensor]:
         ]
     else:
         tensors = [
-            Tensor(
+            ListedTensor(
                 name,
                 str(weight.dtype).removeprefix("torch."),
                 list(weight.shape),
@@ -269,11 +269,11 @@ def _tensors(checkpoint: OpenWeights) -> list[Tensor]:
     return sorted(tensors, key=lambda tensor: by_number(tensor.name))
 
 
-def _dtype_and_shape(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(tensor: ListedTensor) -> tuple[str, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def _row(group: list[Tensor]) -> tuple[str, ...]:
+def _row(group: list[ListedTensor]) -> tuple[str, ...]:
     files = sorted({tensor.file or "" for tensor in group})
     return (
         ", ".join(fold(tensor.name for tensor in group)),
@@ -284,7 +284,7 @@ def _row(group: list[Tensor]) -> tuple[str, ...]:
     )
 
 
-def _totals(tensors: list[Tensor], by: str) -> dict[str, dict[str, int]]:
+def _totals(tensors: list[ListedTensor], by: str) -> dict[str, dict[str, int]]:
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for tensor in tensors:

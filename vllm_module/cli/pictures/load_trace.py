@@ -28,7 +28,7 @@ _SAMPLE_SECONDS = 0.004
 _MODULE_TRACKS = 1 << 23  # numbers that are no thread's on Linux
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """One thing that a thread did, in nanoseconds of the system's monotonic clock.
 
     ``kind`` is read, quantize or process; ``path`` is the parameter's or the module's.
@@ -66,7 +66,7 @@ class RankTrace:
 
     rank: int
     final_bytes: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class RankTrace:
             end = time.perf_counter_ns()
             thread = threading.get_native_id()
             self.threads.setdefault(thread, threading.current_thread().name)
-            self.spans.append(Span(kind, name, path, thread, start, end, nbytes))
+            self.spans.append(TraceSpan(kind, name, path, thread, start, end, nbytes))
 
     @contextmanager
     def _recorded(self, path: str, module: vLLMModule) -> Iterator[None]:
@@ -266,7 +266,7 @@ def _rank_events(trace: RankTrace, begin: int) -> Iterator[dict[str, Any]]:
     def named(what: str, tid: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "pid": trace.rank, "tid": tid, "name": what, "args": {"name": name}}
 
-    def complete(span: Span, tid: int) -> dict[str, Any]:
+    def complete(span: TraceSpan, tid: int) -> dict[str, Any]:
         return {
             "ph": "X",
             "pid": trace.rank,
@@ -301,15 +301,15 @@ def _rank_events(trace: RankTrace, begin: int) -> Iterator[dict[str, Any]]:
                 yield counter | {"args": {"bytes": nbytes}}
 
 
-def _module_spans(spans: Sequence[Span]) -> list[Span]:
+def _module_spans(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     """Return for each module the time from its first span to its last, in order of the start."""
-    by_module: dict[str, list[Span]] = {}
+    by_module: dict[str, list[TraceSpan]] = {}
     for span in spans:
         path = span.path if span.kind == "process" else span.path.rpartition(".")[0]
         by_module.setdefault(path, []).append(span)
     return sorted(
         (
-            Span(
+            TraceSpan(
                 "module",
                 path or "(the model itself)",
                 path,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_module.weights.cut_rows import Run
+from vllm_module.weights.cut_rows import ByteRun
 
 # Of one request. It takes a connection several times as long as the wait for its first byte, and
 # what all requests under way hold stays small.
@@ -18,7 +18,7 @@ GAP_BYTES = 256 << 10
 class Part(NamedTuple):
     """A run of a range, and where it is put in memory."""
 
-    run: Run
+    run: ByteRun
     address: int
 
 
@@ -36,7 +36,7 @@ class Span:
         return len(self.parts) == 1 and self.parts[0].run.nbytes == self.end - self.begin
 
 
-def spans(runs: Iterable[tuple[Run, int]]) -> list[Span]:
+def spans(runs: Iterable[tuple[ByteRun, int]]) -> list[Span]:
     """Return the ranges to request: of at most ``REQUEST_BYTES``, in the order of the file.
 
     Two runs are in one range if at most ``GAP_BYTES`` are between them. The same holds for the
@@ -60,9 +60,9 @@ def spans(runs: Iterable[tuple[Run, int]]) -> list[Span]:
     return found
 
 
-def _pieces(run: Run, address: int) -> Iterator[Part]:
+def _pieces(run: ByteRun, address: int) -> Iterator[Part]:
     """Yield parts of at most REQUEST_BYTES of the file, without larger gaps inside."""
-    windows: Iterable[tuple[Run, int]] = [(run, address)]
+    windows: Iterable[tuple[ByteRun, int]] = [(run, address)]
     if run.count > 1:
         near = run.stride - run.length <= GAP_BYTES
         windows = run.windows(REQUEST_BYTES if near else run.length, address)
@@ -73,4 +73,4 @@ def _pieces(run: Run, address: int) -> Iterator[Part]:
         # One segment, because a window of several is not longer.
         for start in range(0, window.length, REQUEST_BYTES):
             length = min(REQUEST_BYTES, window.length - start)
-            yield Part(Run(window.offset + start, length, 0, 1), target + start)
+            yield Part(ByteRun(window.offset + start, length, 0, 1), target + start)

@@ -9,7 +9,7 @@ from functools import partial
 
 from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError, WeightReadError
-from vllm_module.weights.cut_rows import Run, copy_segments, memory
+from vllm_module.weights.cut_rows import ByteRun, copy_segments, memory
 from vllm_module.weights.stores.client import Version
 from vllm_module.weights.stores.spans import Span, spans
 from vllm_module.weights.stores.store import Store, wait_for
@@ -106,7 +106,7 @@ class StoredBytes:
         if self._closed:
             raise WeightReadError(f"{printable(self.path)} was closed; open the checkpoint again")
 
-    def read_runs(self, runs: Iterable[tuple[Run, int]]) -> None:
+    def read_runs(self, runs: Iterable[tuple[ByteRun, int]]) -> None:
         """Read each run to its address in memory, its segments one after the other without gaps."""
         self.check_unchanged()
         placed = list(runs)
