@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -57,16 +56,6 @@ def _poisoned_memory() -> Iterator[None]:
     with poisoned_memory():
         assert torch.empty(1).isnan(), "PyTorch no longer fills uninitialized memory: poison it"
         yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_imported_is_not_collected() -> None:
-    """Leave out of garbage collection what is there before the tests of a file, mostly modules.
-
-    A collection of all that PyTorch and transformers import takes 0.3 s.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

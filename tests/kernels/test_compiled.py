@@ -54,7 +54,13 @@ def test_kernels_compile_within_the_limits_of_the_gpu(capability: int) -> None:
     if capability == 80:
         products.remove("_multiply_described")
     # The interpreter's minimum keeps NaN whatever is asked for, and the GPU's only where it is.
-    clamping = [one for one in results if re.search(r"to (FP8|int8)|quantize|swiglu", one["case"])]
+    # Rows of exact gelu that are too long for one launch are quantized by another one.
+    clamping = [
+        one
+        for one in results
+        if re.search(r"to (FP8|int8)|quantize|swiglu", one["case"])
+        and one["case"] != "gelu to FP8 by token, 32768"
+    ]
     keeping = {one["case"] for one in clamping if "min.NaN.f32" in one["instructions"]}
     assert len(keeping) > 1
     assert keeping == {one["case"] for one in clamping}

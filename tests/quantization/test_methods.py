@@ -31,6 +31,7 @@ from vllm_module.quantization import (
     online_rules,
     quantize,
 )
+from vllm_module.quantization import rows as rows_module
 from vllm_module.quantization.bitsandbytes import OnlineNF4Method
 from vllm_module.quantization.mxfp4 import MXFP4PackedMethod
 from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
@@ -145,8 +146,11 @@ def test_the_largest_static_input_scale_is_used() -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 12, 16, 24, 48])
 @torch.inference_mode()
-def test_a_norm_takes_the_groups_that_a_layer_asks_it_for(group: int) -> None:
+def test_a_norm_takes_the_groups_that_a_layer_asks_it_for(
+    monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
     """Norms find scales for powers of two only; a layer with other blocks quantizes by itself."""
+    monkeypatch.setattr(rows_module, "quantizes_inputs", lambda _: True)  # as on a GPU
     layer = RowParallelLinear(48, 8, False)
     layer.quantize(EightBitMethod(Scheme("block", block=(8, group))))
     rows = layer.row_scheme()

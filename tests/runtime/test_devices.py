@@ -418,9 +418,10 @@ def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.Monk
 
     class Model:
         def __call__(self, ids: torch.Tensor, *_: object) -> torch.Tensor:
-            return ids.unsqueeze(1)
+            return ids.unsqueeze(1).float()
 
-        compute_logits = __call__
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden
 
     def graph(_: object, pool: object, stream: object) -> Any:
         captures.append((pool, stream))

@@ -252,6 +252,7 @@ def test_a_greedy_step_is_one_graph_and_two_copies(
     What is left are the copy of the step's numbers and that of the tokens. A step that is launched
     early takes its tokens from the device, in two launches.
     """
+    longer = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with on_device() as device:
         kernels = counted(device, monkeypatch)
         with LLM(
@@ -261,7 +262,7 @@ def test_a_greedy_step_is_one_graph_and_two_copies(
             if not in_graph:
                 llm.engine.first_tokens = sampler.first_tokens
             for index, prompt in enumerate(PROMPTS):
-                llm.engine.add(str(index), prompt, GREEDY)
+                llm.engine.add(str(index), prompt, longer)
             for _ in range(3):
                 llm.engine.step()
             graphs = llm.executor.worker.runner._graphs.values()

@@ -214,6 +214,9 @@ class vLLMModule(nn.Module):
         state.guard(self)  # no forward pass before the weights are loaded
 
     def __getattr__(self, name: str) -> Any:
+        child = self.__dict__.get("_modules", {}).get(name)  # as below, for the price of one call
+        if child is not None:
+            return child
         try:
             return super().__getattr__(name)
         except AttributeError:
