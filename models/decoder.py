@@ -7,6 +7,7 @@ example. ``olmo2.py`` and ``cohere.py`` have decoder layers of their own.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,12 +75,12 @@ class DecoderModel(vLLMModule):
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         # One that all layers share, or one for each layer type.
-        rotary_embs = list(RotaryEmbedding.of_layers(config, self.is_neox_style))
+        rotary_embs = RotaryEmbedding.of_layers(config, self.is_neox_style)
+        self.rotary_emb = next(rotary_embs)  # where a checkpoint may have its frequencies
         self.layers = nn.ModuleList(
             self.layer_class(config, rotary_emb, layer_idx)
-            for layer_idx, rotary_emb in enumerate(rotary_embs)
+            for layer_idx, rotary_emb in enumerate(chain((self.rotary_emb,), rotary_embs))
         )
-        self.rotary_emb = rotary_embs[0]  # where a checkpoint may have its frequencies
         norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.add_module(self.final_norm, norm)
 
