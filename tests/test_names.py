@@ -1,4 +1,4 @@
-"""One class name stands for one class in the package."""
+"""One class name stands for one class in the package, and each module has a docstring."""
 
 from __future__ import annotations
 
@@ -41,3 +41,9 @@ def test_a_second_definition_is_found(tmp_path: Path) -> None:
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert list(shared(class_homes(sorted(tmp_path.iterdir())))) == ["Step"]
+
+
+def test_every_module_says_what_it_is() -> None:
+    """Each file of the package begins with a docstring."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert [path for path in files if not ast.get_docstring(ast.parse(path.read_text()))] == []

@@ -1,3 +1,5 @@
+"""``python -m vllm_module.cli``."""
+
 import sys
 
 from vllm_module.cli import main

@@ -1,3 +1,5 @@
+"""Activations, and gated ones that multiply two halves of their input."""
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,3 +1,5 @@
+"""Attention over a paged KV cache, and the metadata of a step."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

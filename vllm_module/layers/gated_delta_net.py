@@ -1,3 +1,5 @@
+"""The gated delta net of Qwen3-Next: a linear attention with a recurrent state."""
+
 from __future__ import annotations
 
 import torch

@@ -1,3 +1,5 @@
+"""Norms whose input or output is multiplied by a gate."""
+
 from __future__ import annotations
 
 import torch

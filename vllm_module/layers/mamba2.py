@@ -1,3 +1,5 @@
+"""The Mamba-2 mixer: projections, convolution, state space scan, gated norm."""
+
 from __future__ import annotations
 
 from math import inf

@@ -1,3 +1,5 @@
+"""RMS and layer normalization, also of tensors that are cut over ranks."""
+
 from __future__ import annotations
 
 from dataclasses import replace

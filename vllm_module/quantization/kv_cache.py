@@ -1,3 +1,5 @@
+"""Layers with a paged KV cache, for which a checkpoint may store scales."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

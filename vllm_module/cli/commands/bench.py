@@ -1,3 +1,5 @@
+"""``vllm-module bench``: tokens a second of an engine, on prompts of drawn tokens."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""``vllm-module chat``: a conversation with a model in the terminal."""
+
 from __future__ import annotations
 
 import io

@@ -1,3 +1,5 @@
+"""``vllm-module check``: a checkpoint's tokens compared with those of transformers."""
+
 from __future__ import annotations
 
 from contextlib import nullcontext

@@ -1,3 +1,5 @@
+"""``vllm-module convert``: a quantized copy of a checkpoint."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any

@@ -1,3 +1,5 @@
+"""``vllm-module generate``: continue prompts."""
+
 from __future__ import annotations
 
 import time

@@ -1,3 +1,5 @@
+"""``vllm-module inspect``: the tensors of a checkpoint, from its headers."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""``vllm-module load``: load a checkpoint, and report time and memory."""
+
 from __future__ import annotations
 
 import json

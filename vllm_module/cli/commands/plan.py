@@ -1,3 +1,5 @@
+"""``vllm-module plan``: what each rank would read and hold, before anything is read."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""``vllm-module shard``: write each rank's part of a model, as it is held."""
+
 from __future__ import annotations
 
 from vllm_module.cli.options import (

@@ -1,3 +1,5 @@
+"""``vllm-module demo``: train a small checkpoint, load it, generate text, refuse damage."""
+
 from __future__ import annotations
 
 import tempfile

@@ -1,3 +1,5 @@
+"""The lines that the demo prints: numbered steps, tables and check marks."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
