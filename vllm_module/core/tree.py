@@ -333,12 +333,6 @@ def locations(root: nn.Module) -> Iterator[Location]:
         top.forget_below()
 
 
-def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the module's own parameters and buffers, whether or not a checkpoint stores them."""
-    for tensors in (module._parameters, module._buffers):
-        yield from (tensor for tensor in tensors.values() if tensor is not None)
-
-
 def is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:
     """Tell whether a tensor cuts out its own shard."""
     # isinstance with a Parameter class runs Python code, which costs a load of many names time.
